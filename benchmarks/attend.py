@@ -168,7 +168,7 @@ def moments(plan: Plan, kv_heads: int) -> dict[str, torch.Tensor]:
         scale = 2 ** (2 * torch.rand(kv_heads, d, generator=generator) - 1)
         numbers += [scale, directions.reshape(kv_heads, -1), stretch]
     if pairs or rank is not None:
-        made["key_moments"] = torch.cat(numbers, 1).contiguous()
+        made["key_numbers"] = torch.cat(numbers, 1).contiguous()
     return {name: x.cuda() for name, x in made.items()}
 
 
@@ -177,7 +177,7 @@ def check(shape: Shape, plan: Plan, query_tokens: int = 1) -> float:
     batch, kv_heads, group, tokens, d = shape
     cut = (min(batch, 2), min(kv_heads, 2), group, min(tokens, 4096) - 5, d)
     q, k, v = tensors(cut, 99, query_tokens=query_tokens)
-    packed = ops.pack(k, v, plan, **moments(plan, cut[1]))
+    packed = ops.pack(k, v, plan, transforms=moments(plan, cut[1]))
     schedule = ops.schedule(q, packed, lengths=[len(packed)] * cut[0])
     out = ops.attend(q, packed, causal=False, schedule=schedule).double()
     k, v = (x.double() for x in ops.dequantize(packed))
@@ -193,7 +193,7 @@ def ours(shape: Shape, plan: Plan, query_tokens: int = 1) -> dict[str, Any]:
         raise AssertionError(f"{shape}: attend is off by {error}")
     q, k, v = tensors(shape, 0, query_tokens=query_tokens)
     transforms = moments(plan, shape[1])
-    p = ops.pack(k, v, plan, **transforms)
+    p = ops.pack(k, v, plan, transforms=transforms)
     nbytes = p.pages.nbytes
     del k, v
     pages = [p.pages, *(p.pages.clone() for _ in range(copies(nbytes) - 1))]

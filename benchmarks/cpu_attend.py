@@ -75,7 +75,7 @@ def moments(case: Case, rng: np.random.Generator) -> dict[str, Any]:
     turns = np.stack([np.arange(half), np.arange(half) + half, increments.astype(np.int64).astype(np.int32)], 1)
     return {
         "key_turns": np.ascontiguousarray(turns, np.int32),
-        "key_moments": np.ascontiguousarray(np.concatenate(parts, 1), np.float32),
+        "key_numbers": np.ascontiguousarray(np.concatenate(parts, 1), np.float32),
     }
 
 
@@ -101,7 +101,7 @@ def bits_of(x: torch.Tensor) -> np.ndarray:
 
 def check(case: Case, cache: dict[str, Any], q: torch.Tensor) -> float:
     """The largest error, relative to the largest output, against float32 over the decoded tokens."""
-    keys = {name: cache[name] for name in ("key_turns", "key_moments") if case.wave}
+    keys = {name: cache[name] for name in ("key_turns", "key_numbers") if case.wave}
     k, v = _core.dequantize(cache["plan"], cache["pages"], cache["block_table"], cache["lengths"], case.tokens, **keys)
     rows = q.float().view(1, KV_HEADS, case.group, case.head_dim)
     want = sdpa(rows, torch.from_numpy(k), torch.from_numpy(v)).view(q.shape)

@@ -37,7 +37,7 @@ def random_moments() -> Transforms:
     stretch = torch.empty(HEADS, 4).uniform_(-0.5, 2.0)
     parts = [torch.randn(HEADS, DIM), torch.empty(HEADS, DIM).uniform_(0.5, 2.0), directions, stretch]
     turns = torch.stack([half.to(torch.int32), half.to(torch.int32) + DIM // 2, increments], 1)
-    return {"key_turns": turns.cuda(), "key_moments": torch.cat(parts, 1).cuda()}
+    return {"key_turns": turns.cuda(), "key_numbers": torch.cat(parts, 1).cuda()}
 
 
 def check(plan: Plan, transforms: Transforms) -> None:
@@ -58,7 +58,7 @@ def prompt(plan: Plan, transforms: Transforms) -> dict[str, Any]:
     sets = []
     for _ in range(3):
         k, v = normal(1, HEADS, PROMPT, DIM), normal(1, HEADS, PROMPT, DIM)
-        p = ops.pack(k, v, plan, **transforms)
+        p = ops.pack(k, v, plan, transforms=transforms)
         sets.append((plan.words, k, v, p.lengths, p.pages, p.block_table))
     metrics: dict[str, Any] = microseconds(
         [lambda s=s: torch.ops.turboquant.append(*s, **transforms) for s in sets], "cuda"
@@ -73,7 +73,7 @@ def step(plan: Plan, transforms: Transforms, batch: int, window: int) -> dict[st
     for _ in range(LAYERS):
         k, v = normal(batch, HEADS, 1, DIM), normal(batch, HEADS, 1, DIM)
         p = ops.pack(
-            normal(batch, HEADS, 256, DIM), normal(batch, HEADS, 256, DIM), plan, max_tokens=1024, **transforms
+            normal(batch, HEADS, 256, DIM), normal(batch, HEADS, 256, DIM), plan, max_tokens=1024, transforms=transforms
         )
         lengths = p.lengths + 1 + window
         rings = {f"window_{x}": normal(batch, HEADS, window, DIM) for x in "kv"} if window else {}

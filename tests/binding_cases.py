@@ -55,8 +55,7 @@ def sample(op: str) -> Call:
         plan=PLAN,
         pages=_core.new_pages(PLAN, PAGES, HEADS),
         block_table=np.arange(BATCH * MAX_PAGES, dtype=np.int32).reshape(BATCH, MAX_PAGES),
-        key_centre=rows(HEADS, DIM),
-        key_steps=np.ones((HEADS, 2), f32),
+        key_numbers=np.concatenate([rows(HEADS, DIM), np.ones((HEADS, 4), f32)], 1),
     )
     lengths = np.array([5, 17, 40], np.int32)
     exact = {name: rows(BATCH, HEADS, n, DIM) for name, n in
@@ -74,7 +73,7 @@ def sample(op: str) -> Call:
             return Call(op, dict(lengths=np.array([0, 3, 33], np.int32), max_tokens=40, **shared))
         case "dot":
             pages = _core.new_pages(VECTORS, PAGES, 1)
-            return Call(op, dict(plan=VECTORS, queries=rows(3, DIM), pages=pages, n=100, key_centre=rows(1, DIM)))
+            return Call(op, dict(plan=VECTORS, queries=rows(3, DIM), pages=pages, n=100, key_numbers=rows(1, DIM)))
         case "rotate":
             return Call(op, dict(plan=DENSE, x=rows(3, DIM), matrix=rows(DIM, DIM)))
         case "merge":

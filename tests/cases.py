@@ -10,6 +10,8 @@ import numpy as np
 import reference as ref
 from reference import Array, Cache, Plan, Query, Transform
 
+from turboquant.transforms import transforms
+
 FAR = 2**30  # unused entries of block tables: out of range, so that following one fails
 
 
@@ -74,6 +76,11 @@ def random_moments(
 
 def keywords(key: Transform, value: Transform | None = None) -> dict[str, Array]:
     """The transforms as `turboquant._core` takes them."""
+    return dict(transforms(**parts(key, value)))
+
+
+def parts(key: Transform, value: Transform | None = None) -> dict[str, Array]:
+    """The same, before they are joined."""
     result = {}
     for side, transform in (("key", key), ("value", value)):
         for name in ("rotation", "centre", "steps", "turns", "moments"):

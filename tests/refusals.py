@@ -78,7 +78,7 @@ def wave_arguments(**spoiled: Any) -> Arguments:
     """`WAVE`, its turns, and the moments of each head: 16 amplitudes, 64 scales, a direction of 64, 4 stretches."""
     turns, moments = np.zeros((8, 3), np.int32), np.ones((2, 148), np.float32)
     turns[:, 1], moments[:, 80:144] = 1, 0.125
-    made = dict(plan=WAVE.words, key_turns=turns, key_moments=moments) | spoiled
+    made = dict(plan=WAVE.words, key_turns=turns, key_numbers=moments) | spoiled
     return {name: x for name, x in made.items() if x is not None}
 
 
@@ -118,6 +118,7 @@ PLANS: Faults = {
     "plan: far too long": (V, "len(plan)", lambda a: dict(plan=(*PLAN.words, *[3] * 400))),
     "plan: floats": (T, "plan[7]", lambda a: dict(plan=words(7, 3.0))),
     "plan: beyond 64 bits": (V, "plan[6]", lambda a: dict(plan=words(6, 2**70))),
+    "plan: an array without dimensions": (T, "plan", lambda a: dict(plan=np.array(None, dtype=object))),
     "plan: version": (V, "plan[0]", lambda a: dict(plan=words(0, 4))),
     "plan: group 16": (V, "len(plan)", lambda a: dict(plan=(*words(3, 16)[:2], 128, *words(3, 16)[3:]))),
     "plan: group 8": (V, "group", lambda a: dict(plan=words(3, 8))),
@@ -138,15 +139,27 @@ PLANS: Faults = {
     "plan: no key bits": (V, "key_bits", lambda a: dict(plan=(*PLAN.words[:17], 16, 0, 18, 2))),
 }
 
+
+def steps(*rows: tuple[float, float]) -> np.ndarray:
+    """key_numbers or value_numbers of a plan of two groups, with steps alone."""
+    return np.array([(*row, 1, 1) for row in rows], np.float32)
+
+
+def dense(made: np.ndarray) -> Arguments:
+    return dict(plan=DENSE.words, rotation=made)
+
+
 TRANSFORMS: Faults = {
-    "key_rotation: not dense": (V, "key_rotation", lambda a: dict(key_rotation=orthogonal(64))),
-    "key_rotation: missing": (V, "key_rotation", lambda a: dict(plan=DENSE.words, value_rotation=orthogonal(64))),
-    "key_rotation: shape": (V, "key_rotation", lambda a: dict(plan=DENSE.words, key_rotation=orthogonal(32))),
-    "key_rotation: heads": (V, "key_rotation", lambda a: dict(plan=DENSE.words, key_rotation=floats(3, 64, 64))),
-    "key_rotation: float64": (T, "key_rotation", lambda a: dict(plan=DENSE.words, key_rotation=np.eye(64))),
-    "key_rotation: order": (V, "key_rotation", lambda a: dict(plan=DENSE.words, key_rotation=orthogonal(64).T)),
+    "rotation: not dense": (V, "rotation", lambda a: dict(rotation=floats(1, 64, 64))),
+    "rotation: missing": (V, "rotation", lambda a: dict(plan=DENSE.words)),
+    "rotation: shape": (V, "rotation", lambda a: dense(floats(1, 64, 32))),
+    "rotation: rows of one side": (V, "rotation", lambda a: dense(floats(1, 64, 64))),
+    "rotation: heads": (V, "rotation", lambda a: dense(floats(3, 128, 64))),
+    "rotation: no heads": (V, "rotation", lambda a: dense(floats(128, 64))),
+    "rotation: float64": (T, "rotation", lambda a: dense(np.ones((1, 128, 64)))),
+    "rotation: order": (V, "rotation", lambda a: dense(floats(1, 64, 128).transpose(0, 2, 1))),
     "key_turns: missing": (V, "key_turns", lambda a: wave_arguments(key_turns=None)),
-    "key_turns: no wave": (V, "key_turns", lambda a: wave_arguments(plan=words(16, 2))),
+    "key_turns: no wave": (V, "key_turns", lambda a: wave_arguments(plan=words(16, 2), key_numbers=floats(2, 132))),
     "key_turns: shape": (V, "key_turns", lambda a: wave_arguments(key_turns=np.ones((16, 3), np.int32))),
     "key_turns: int64": (T, "key_turns", lambda a: wave_arguments(key_turns=np.ones((8, 3), np.int64))),
     "key_turns: channel": (
@@ -154,26 +167,28 @@ TRANSFORMS: Faults = {
         "key_turns[1]",
         lambda a: wave_arguments(key_turns=np.full((8, 3), (63, 64, 5), np.int32)),
     ),
-    "key_moments: missing": (V, "key_moments", lambda a: wave_arguments(key_moments=None)),
-    "key_moments: neither": (V, "key_moments", lambda a: dict(key_moments=floats(2, 4))),
-    "key_moments: shape": (V, "key_moments", lambda a: wave_arguments(key_moments=floats(2, 144))),
-    "key_moments: heads": (V, "key_moments", lambda a: wave_arguments(key_moments=floats(3, 148))),
-    "key_moments: float64": (T, "key_moments", lambda a: wave_arguments(key_moments=np.ones((2, 148)))),
-    "key_centre: shape": (V, "key_centre", lambda a: dict(key_centre=floats(64))),
-    "key_centre: per sequence": (V, "key_centre", lambda a: dict(key_centre=floats(2, 2, 64))),
-    "key_centre: float64": (T, "key_centre", lambda a: dict(key_centre=np.zeros((2, 64)))),
-    "key_centre: float16": (T, "key_centre", lambda a: dict(key_centre=np.zeros((2, 64), np.float16))),
-    "key_steps: shape": (V, "key_steps", lambda a: dict(key_steps=floats(2, 3))),
-    "key_steps: zero": (V, "key_steps[3]", lambda a: dict(key_steps=np.array([[1, 1], [1, 0]], np.float32))),
-    "key_steps: negative": (V, "key_steps[0]", lambda a: dict(key_steps=np.array([[-1, 1], [1, 1]], np.float32))),
-    "key_steps: NaN": (V, "key_steps[1]", lambda a: dict(key_steps=np.array([[1, np.nan], [1, 1]], np.float32))),
-    "key_steps: inf": (V, "key_steps[2]", lambda a: dict(key_steps=np.array([[1, 1], [np.inf, 1]], np.float32))),
+    "key_numbers: missing": (V, "key_numbers", lambda a: wave_arguments(key_numbers=None)),
+    "key_numbers: neither wave nor metric": (V, "key_numbers", lambda a: dict(key_numbers=floats(2, 148))),
+    "key_numbers: too few moments": (V, "key_numbers", lambda a: wave_arguments(key_numbers=floats(2, 144))),
+    "key_numbers: heads": (V, "key_numbers", lambda a: wave_arguments(key_numbers=floats(3, 148))),
+    "key_numbers: float64": (T, "key_numbers", lambda a: wave_arguments(key_numbers=np.ones((2, 148)))),
+    "key_numbers: one dimension": (V, "key_numbers", lambda a: dict(key_numbers=floats(64))),
+    "key_numbers: per sequence": (V, "key_numbers", lambda a: dict(key_numbers=floats(2, 2, 64))),
+    "key_numbers: float16": (T, "key_numbers", lambda a: dict(key_numbers=np.zeros((2, 64), np.float16))),
+    "key_numbers: three columns": (V, "key_numbers", lambda a: dict(key_numbers=floats(2, 3))),
+    "key_numbers: a step of 0": (V, "key_numbers[5]", lambda a: dict(key_numbers=steps((1, 1), (1, 0)))),
+    "key_numbers: a negative step": (V, "key_numbers[0]", lambda a: dict(key_numbers=steps((-1, 1), (1, 1)))),
+    "key_numbers: a step of NaN": (V, "key_numbers[1]", lambda a: dict(key_numbers=steps((1, np.nan), (1, 1)))),
+    "key_numbers: an infinite step": (V, "key_numbers[4]", lambda a: dict(key_numbers=steps((1, 1), (np.inf, 1)))),
+    "key_numbers: a step of 0 behind a centre": (
+        V,
+        "key_numbers[133]",
+        lambda a: dict(key_numbers=np.concatenate([floats(2, 64), steps((1, 1), (1, 0))], 1)),
+    ),
 }
 VALUE_TRANSFORMS: Faults = {
-    "value_centre: shape": (V, "value_centre", lambda a: dict(value_centre=floats(2, 32))),
-    "value_steps: zero": (V, "value_steps[0]", lambda a: dict(value_steps=np.zeros((2, 2), np.float32))),
-    "value_rotation: not dense": (V, "value_rotation", lambda a: dict(value_rotation=orthogonal(64))),
-    "value_rotation: missing": (V, "value_rotation", lambda a: dict(plan=DENSE.words, key_rotation=orthogonal(64))),
+    "value_numbers: half a centre": (V, "value_numbers", lambda a: dict(value_numbers=floats(2, 32))),
+    "value_numbers: a step of 0": (V, "value_numbers[0]", lambda a: dict(value_numbers=steps((0, 1), (1, 1)))),
 }
 
 TABLES: Faults = {
@@ -262,13 +277,13 @@ APPEND: Faults = {
         "sink_v",
         lambda a: dict(plan=KEYS_ONLY.words, pages=aligned_pages(4, 2, KEYS_ONLY.record_bytes), v=None),
     ),
-    "value_centre: though no values in the plan": (
+    "value_numbers: though no values in the plan": (
         V,
-        "value_centre",
+        "value_numbers",
         lambda a: dict(
             plan=KEYS_ONLY.words,
             pages=aligned_pages(4, 2, KEYS_ONLY.record_bytes),
-            value_centre=floats(2, 64),
+            value_numbers=floats(2, 64),
             **dict.fromkeys(("v", "sink_v", "window_v")),
         ),
     ),
@@ -373,8 +388,8 @@ DOT: Faults = {
     "queries: order": (V, "queries", lambda a: dict(queries=np.asfortranarray(a["queries"]))),
     "pages: two heads": (V, "pages", lambda a: dict(pages=aligned_pages(1, 2, KEYS_ONLY.record_bytes))),
     "pages: unaligned": (V, "pages", lambda a: dict(pages=unaligned(a["pages"]))),
-    "key_rotation: not dense": TRANSFORMS["key_rotation: not dense"],
-    "key_steps: zero": (V, "key_steps[1]", lambda a: dict(key_steps=np.array([[1, 0]], np.float32))),
+    "rotation: not dense": TRANSFORMS["rotation: not dense"],
+    "key_numbers: a step of 0": (V, "key_numbers[1]", lambda a: dict(key_numbers=steps((1, 0)))),
     "threads: negative": EXACT["threads: negative"],
     **PLANS,
 }
@@ -396,8 +411,8 @@ ROTATE: Faults = {
     "x: float64": (T, "x", lambda a: dict(x=a["x"].astype(np.float64))),
     "x: shape": (V, "x", lambda a: dict(x=floats(3, 32))),
     "x: order": (V, "x", lambda a: dict(x=np.asfortranarray(a["x"]))),
-    "matrix: missing": (V, "key_rotation|matrix", lambda a: dict(plan=DENSE.words)),
-    "matrix: not dense": (V, "key_rotation|matrix", lambda a: dict(matrix=orthogonal(64))),
+    "matrix: missing": (V, "rotation|matrix", lambda a: dict(plan=DENSE.words)),
+    "matrix: not dense": (V, "rotation|matrix", lambda a: dict(matrix=orthogonal(64))),
     "matrix: shape": (V, "matrix", lambda a: dict(plan=DENSE.words, matrix=orthogonal(32))),
     **PLANS,
 }

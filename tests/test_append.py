@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from turboquant import _core
 from turboquant.plan import Plan, Side
+from turboquant.transforms import transforms
 
 ROTATIONS = {"none": ref.NONE, "hadamard": ref.HADAMARD, "dense": ref.DENSE}
 SCALES = (ref.EDEN, ref.NORM, ref.NORM_CORRECTED, ref.LEAST_SQUARES)
@@ -298,7 +299,7 @@ def test_strides_and_shared_transforms(rng: np.random.Generator) -> None:
     core_append(p, got, k, v, [50, 50], key, value)
     tolerance.check_pages(p, got.pages, got.block_table, dict(key=k, value=v), dict(key=key, value=value))
     want.pages[...] = got.pages
-    two = dict(
+    two = transforms(
         key_rotation=orthogonal(48), key_centre=key.centre, value_rotation=orthogonal(48, 1), value_steps=value.steps
     )
     got.pages[...] = 0xFF

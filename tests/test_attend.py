@@ -321,8 +321,8 @@ def test_centres_of_keys_change_the_bytes_but_hardly_the_answer(rng: np.random.G
     errors = []
     for centre in (None, k.mean(axis=(0, 2))):
         pages = _core.new_pages(p.words, 1, 1)
-        _core.append(p.words, k, v, lengths, pages, table, key_centre=centre)
-        out, _ = _core.attend(p.words, q, pages, table, lengths, key_centre=centre)
+        _core.append(p.words, k, v, lengths, pages, table, key_numbers=centre)
+        out, _ = _core.attend(p.words, q, pages, table, lengths, key_numbers=centre)
         errors.append(np.linalg.norm(out[0, 0] - exact) / np.linalg.norm(exact))
     assert errors[1] < 0.3 < errors[0]
 
@@ -333,6 +333,6 @@ def test_values_centre_is_added_back(rng: np.random.Generator) -> None:
     v, q = v * 1e-3 + 7, rng.standard_normal((1, 2, 1, 64)).astype(np.float32)
     centre = random_transform(rng, p, 2).centre * 0 + 7
     pages = _core.new_pages(p.words, 1, 2)
-    _core.append(p.words, k, v, lengths, pages, table, value_centre=centre)
-    out, _ = _core.attend(p.words, q, pages, table, lengths, value_centre=centre)
+    _core.append(p.words, k, v, lengths, pages, table, value_numbers=centre)
+    out, _ = _core.attend(p.words, q, pages, table, lengths, value_numbers=centre)
     assert abs(out - 7).max() < 1e-2

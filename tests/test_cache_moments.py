@@ -169,9 +169,9 @@ def test_moments_are_shared_and_counted():
     caches = [new(SPEC) for _ in range(2)]
     for cache in caches:
         forward(cache, Stream().piece(0, 5))
-    a, b = ({t.data_ptr() for part, t in cache.tensors() if part == "moments"} for cache in caches)
+    a, b = ({t.data_ptr() for part, t in cache.tensors() if part == "transforms"} for cache in caches)
     assert a and a == b
-    assert caches[0].report().parts["moments"] == sum(
+    assert caches[0].report().parts["transforms"] == sum(
         array.nbytes for each in MOMENTS.layers for array in each.transforms(True, True).values()
     )
     assert new(PACKED).report().notes == ()
@@ -373,7 +373,7 @@ def test_layers_may_differ():
     stream = Stream()
     forward(cache, stream.piece(0, 40))
     assert cache.layers[0].storage.plan.wave_pairs and not cache.layers[1].storage.plan.wave_pairs
-    assert cache.layers[0].storage.measured and not cache.layers[1].storage.measured
+    assert cache.layers[0].storage.transforms and not cache.layers[1].storage.transforms
 
 
 def test_fingerprints_may_be_of_weights_or_of_a_configuration(measured):

@@ -543,28 +543,28 @@ def test_a_cache_that_is_calibrated(model, measured):
     for i, held in enumerate(layer.storage for layer in cache.layers):
         assert held.spec.key_bits == tuple(bits[i, 0]) and held.spec.value_bits == tuple(bits[i, 1])
         assert held.pages.shape[0] == 6 and held.pages.shape[2] == held.plan.record_bytes
-        np.testing.assert_array_equal(held.calibrated["value_rotation"].numpy(), measured.rotation(i)[1])
-        np.testing.assert_array_equal(held.calibrated["key_steps"].numpy(), measured.steps()[i, 0])
-        counted += sum(t.nbytes for t in held.calibrated.values())
-        assert sorted(held.calibrated) == sorted(
-            f"{s}_{n}" for s in ("key", "value") for n in ("centre", "rotation", "steps")
-        )
+        given = {name: x.numpy() for name, x in held.transforms.items()}
+        assert sorted(given) == ["key_numbers", "rotation", "value_numbers"]
+        np.testing.assert_array_equal(given["rotation"][:, 32:], measured.rotation(i)[1])
+        np.testing.assert_array_equal(given["key_numbers"][:, :32], measured.centre[i, 0])
+        np.testing.assert_array_equal(given["key_numbers"][:, 32:33], measured.steps()[i, 0])
+        counted += sum(t.nbytes for t in held.transforms.values())
         counts = torch.full((2,), 300, dtype=torch.int32)
         decoded = torch.ops.turboquant.dequantize(
-            held.plan.words, held.pages, held.block_table, counts, 300, **held.calibrated
+            held.plan.words, held.pages, held.block_table, counts, 300, **held.transforms
         )
         if i == 0:  # deeper layers get inputs that earlier packed layers changed
             for side, (x, true) in enumerate(zip(decoded, (plain.layers[0].keys, plain.layers[0].values))):
                 error = float((x - true).square().mean() / true.var())
                 assert error < 1.5 * distortions()[int(bits[0, side, 0])]
-    assert counted and cache.report().parts["calibration"] == counted
+    assert counted and cache.report().parts["transforms"] == counted
     assert cache.nbytes == sum(t.nbytes for _, t in cache.tensors())
     assert spec.bytes_per_token(32, 2, 3) * 128 * 6 == cache.report().parts["pages"]
     twin = TurboQuantCache(model.config, spec, measured)
     twin.layers[0].lazy_initialization(torch.zeros(1, 2, 1, 32))
-    assert twin.layers[0].storage.calibrated["key_rotation"] is cache.layers[0].storage.calibrated["key_rotation"]
+    assert twin.layers[0].storage.transforms["rotation"] is cache.layers[0].storage.transforms["rotation"]
     cache.reset()
-    assert "calibration" not in cache.report().parts and cache.nbytes < 64
+    assert "transforms" not in cache.report().parts and cache.nbytes < 64
 
 
 def _dynamic(model):

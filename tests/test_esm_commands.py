@@ -209,20 +209,21 @@ def test_groups_of_equal_bits_are_mixed_as_one():
     """Neighbours with the same bits share a Hadamard rotation and a step, others have their own. All are orthogonal."""
     import numpy as np
 
-    from turboquant.calibration.tensors import transforms
+    from turboquant.kvcache.transforms import layer_transforms
 
     big = tiny_esm(head_dim=64)
     found = turboquant.calibrate(big, protein_batches(big, [protein(100, i) for i in range(4)]), sensitivity_batches=1)
     for bits, merged in (((4, 4), True), ((4, 3), False)):
         spec = bare(bits, 3, rotation="calibrated", centre="calibrated")
-        made = transforms(found, spec, 1, torch.device("cpu"))
-        steps, rotation = made["key_steps"].numpy(), made["key_rotation"].numpy()
+        made = layer_transforms(spec, 1, 64, torch.device("cpu"), found)
+        steps, values = (made[f"{side}_numbers"].numpy()[:, 64:66] for side in ("key", "value"))  # behind the centre
+        rotation = made["rotation"][:, :64].numpy()
         assert (steps[:, 0] == steps[:, 1]).all() == merged
         mixed = np.einsum("hij,hkj->hik", rotation, found.axes[1, 0])  # which axes each row combines
         assert (np.abs(mixed[:, :32, 32:]).max() > 0.1) == merged
         np.testing.assert_allclose(np.einsum("hij,hkj->hik", rotation, rotation), np.eye(64)[None].repeat(2, 0),
                                    atol=1e-5)  # fmt: skip
-        assert (made["value_steps"][:, 0] == made["value_steps"][:, 1]).all()
+        assert (values[:, 0] == values[:, 1]).all()
         np.testing.assert_allclose(np.square(steps).sum(1), np.square(found.steps()[1, 0]).sum(1), rtol=1e-5)
 
 

@@ -90,7 +90,7 @@ def test_eight_bits_of_nan_are_level_0(isa: str, group: int) -> None:
     pages, table, x = _core.new_pages(p.words, 1, 1), np.zeros((1, 1), np.int32), np.ones((1, 1, 3, 64), np.float32)
     _core.set_isa(isa)
     try:
-        _core.append(p.words, x, x, np.array([3], np.int32), pages, table, key_rotation=matrix, value_rotation=matrix)
+        _core.append(p.words, x, x, np.array([3], np.int32), pages, table, rotation=np.concatenate([matrix, matrix], 1))
     finally:
         _core.set_isa(None)
     for side in ("key", "value"):

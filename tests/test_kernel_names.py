@@ -32,13 +32,12 @@ def packed_for(case: Case, device: str) -> tuple[torch.Tensor, ops.PackedKV]:
     lengths = torch.full((case.batch,), case.tokens, dtype=torch.int32, device=device)
     transforms = {}
     if plan.key.rotation.name == "DENSE":
-        eye = torch.eye(plan.head_dim, device=device)
-        transforms = {"key_rotation": eye, "value_rotation": eye}
+        transforms["rotation"] = torch.eye(plan.head_dim, device=device).repeat(1, 2, 1)
     if plan.wave_pairs:
         transforms["key_turns"] = torch.zeros((plan.wave_pairs, 3), dtype=torch.int32, device=device)
     if plan.wave_pairs or plan.metric is not None:
         numbers = 2 * plan.wave_pairs + (0 if plan.metric is None else (1 + plan.metric) * plan.head_dim + 4)
-        transforms["key_moments"] = torch.ones((case.kv_heads, numbers), device=device)
+        transforms["key_numbers"] = torch.ones((case.kv_heads, numbers), device=device)
     heads = case.group * case.kv_heads
     q = torch.zeros((case.batch, heads, case.query_tokens, plan.head_dim), dtype=torch.bfloat16, device=device)
     return q, ops.PackedKV(pages, table, lengths, plan, case.tokens, transforms)

@@ -61,7 +61,7 @@ def test_generates_from_packed_bytes(name, demo, ids):
         head_dim, config.num_key_value_heads, config.num_hidden_layers
     )
     assert report.layers[0].tokens == tokens
-    spare = {"pages", "block_table", "sinks", "window", "rotation", "calibration", "lengths", "centre", "token ids"}
+    spare = {"pages", "block_table", "sinks", "window", "rotation", "transforms", "lengths", "centre", "token ids"}
     assert set(report.parts) <= spare  # nothing else is held: no full-precision history
 
 
@@ -135,9 +135,9 @@ def test_a_split_by_magnitude_beats_a_fixed_one_on_real_outliers():
         given = {}
         if kind == "prompt":
             rotation = split_rotation(spec, "key", np.square(x[:, :, :128]).sum((0, 2)))
-            given = {f"{side}_rotation": torch.from_numpy(rotation) for side in ("key", "value")}
+            given = ops.transforms(**{f"{side}_rotation": torch.from_numpy(rotation) for side in ("key", "value")})
         k = torch.from_numpy(x)
-        decoded = ops.dequantize(ops.pack(k, k, plan, **given))[0]
+        decoded = ops.dequantize(ops.pack(k, k, plan, transforms=given))[0]
         error[kind] = float((decoded - k).square().sum() / k.square().sum())
     print(error)
     assert error["prompt"] < 0.8 * error["none"]
@@ -215,9 +215,7 @@ def test_table_keys_are_coded_by_their_own_axes_and_levels(model, calibration):
         turboquant.unpatch(model)
     k, v = (x.double().numpy()[0] for x in captured["kv"])
     counts = torch.tensor([60], dtype=torch.int32)
-    given = {
-        name: t for name, t in layer.storage.arguments().items() if name.partition("_")[2] in ("rotation", "steps")
-    }
+    given = layer.storage.transforms
     got_k, got_v = (x.numpy()[0] for x in torch.ops.turboquant.dequantize(
         layer.storage.plan.words, layer.storage.pages, layer.storage.block_table, counts, 60, **given))  # fmt: skip
     axes = calibration.singular_axes(0)[0].astype(np.float64)

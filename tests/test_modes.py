@@ -17,6 +17,7 @@ import turboquant
 from turboquant.plan import Levels, Sketch
 from turboquant.plan import Plan as WordedPlan
 from turboquant.plan import Side as PlanSide
+from turboquant.transforms import transforms as arrays
 
 core = pytest.importorskip("turboquant._core")
 
@@ -93,7 +94,7 @@ def keywords(**sides: list[Transform]) -> dict[str, np.ndarray]:
         for ours, theirs in (("matrix", "rotation"), ("centre", "centre"), ("table", "steps")):
             if getattr(by_head[0], ours) is not None:
                 given[f"{name}_{theirs}"] = np.stack([getattr(t, ours) for t in by_head])
-    return given
+    return arrays(**given)
 
 
 def filled(p, rng, k, v, by_side, pieces):
@@ -296,19 +297,23 @@ def test_refused_tables(rng):
                     **{**given, **changes})  # fmt: skip
 
     call()
-    equal = given["key_steps"].copy()
-    equal[1, 3] = equal[1, 2]
-    call(key_steps=equal)
-    falling = given["key_steps"].copy()
-    falling[1, 3] = falling[1, 1] - 1
-    negative = given["key_steps"] * np.append(np.ones(8), -1).astype(f32)
+    steps = given["key_numbers"][:, -12:]  # 9 numbers of a table and its sign, and padding, of each head
+
+    def changed(at, number):
+        result = given["key_numbers"].copy()
+        result[:, -12:][at] = number
+        return result
+
+    call(key_numbers=changed((1, 3), steps[1, 2]))
+    width = given["key_numbers"].shape[1]
     for message, changes in {
-        r"`key_steps\[12\]` must be finite and not below": dict(key_steps=falling),
-        r"`key_steps\[8\]` must be finite": dict(key_steps=negative),
-        "`value_steps` must be given: the plan's table": dict(value_steps=None),
-        r"`key_steps` must be of shape \[2, 9\]": dict(key_steps=given["value_steps"]),
-        "`key_rotation` must be given": dict(key_rotation=None),
-        "`value_rotation` must be absent": dict(value_rotation=given["key_rotation"]),
+        rf"`key_numbers\[{2 * width - 9}\]` must be finite and not below": dict(
+            key_numbers=changed((1, 3), steps[1, 1] - 1)
+        ),
+        rf"`key_numbers\[{width - 4}\]` must be finite": dict(key_numbers=changed((0, 8), -steps[0, 8])),
+        "`value_numbers` must be given: the plan's table": dict(value_numbers=None),
+        "`key_numbers` must be as wide as its parts": dict(key_numbers=given["key_numbers"][:, :-4].copy()),
+        "`rotation` must be given": dict(rotation=None),
     }.items():
         with pytest.raises(ValueError, match=message):
             call(**changes)

@@ -279,9 +279,9 @@ def test_a_centre_that_is_not_finite_spoils_its_own_head_alone(
     k, v = (torch.from_numpy(rng.standard_normal((1, 2, 300, 128)).astype(np.float32)) for _ in range(2))
     k, v = k.to(device, torch.bfloat16), v.to(device, torch.bfloat16)
     centre = torch.from_numpy(rng.standard_normal((2, 128)).astype(np.float32)).to(device)
-    want = tq.quantize(plan.words, k, v, key_centre=centre)
+    want = tq.quantize(plan.words, k, v, key_numbers=centre)
     centre[0, 77] = bad
-    got = tq.quantize(plan.words, k, v, key_centre=centre)
+    got = tq.quantize(plan.words, k, v, key_numbers=centre)
     assert torch.equal(got[:, 1], want[:, 1])
 
 
@@ -314,9 +314,9 @@ def test_refusals_of_cuda_alone(device: str) -> None:
     q = torch.zeros((2, 129), dtype=torch.bfloat16, device=device)[:, :128].view(2, 2, 1, 64)
     with pytest.raises(ValueError, match="`q` must be of strides that are multiples of 4 on CUDA, got 129"):
         tq.attend(PLAN.words, q, pages, table, lengths)
-    rotation = torch.eye(64, device=device)
-    with pytest.raises(ValueError, match="`key_rotation` must be absent, because .*, got a tensor"):
-        tq.attend(PLAN.words, q.contiguous(), pages, table, lengths, key_rotation=rotation)
+    rotation = torch.eye(64, device=device)[None]
+    with pytest.raises(ValueError, match="`rotation` must be absent, because .*, got a tensor"):
+        tq.attend(PLAN.words, q.contiguous(), pages, table, lengths, rotation=rotation)
     keys, k = ref.plan(8, 3, 0), torch.zeros((1, 1, 1, 8), device=device)
     pages = torch.zeros((1, 1, keys.record_bytes), dtype=torch.uint8, device=device)
     many = torch.zeros((1, 2**23), dtype=torch.int32, device=device)
@@ -438,12 +438,13 @@ def test_append_attend_is_append_then_attend(name: str, device: str, rng: np.ran
     twice = [{key: x.clone() for key, x in (options | {"pages": pages}).items()} for _ in range(2)]
     for at in range(3):  # each call reads what the calls before it stored
         both, apart = (state | {"lengths": lengths + at, "block_table": table} for state in twice)
-        got = tq.append_attend(plan, q, k * (at + 1), v, **both, **how)
+        lse = torch.empty(q.shape[:3], device=device)
+        got = tq.append_attend(plan, q, k * (at + 1), v, **both, **how, lse=lse)
         seen = {x: apart[x].clone() for x in ("window_k", "window_v") if x in apart and k.shape[2] > 1}
         tq.append(plan, k * (at + 1), v, **apart)
         fresh = seen and {**seen, "fresh_k": k * (at + 1), "fresh_v": v}
-        want, _ = tq.attend(plan, q, **{**apart, **fresh}, **how)
-        assert torch.equal(got, want) and want.abs().sum() > 0
+        want, want_lse = tq.attend(plan, q, **{**apart, **fresh}, **how)
+        assert torch.equal(got, want) and torch.equal(lse, want_lse) and want.abs().sum() > 0
         assert all(torch.equal(twice[0][key], twice[1][key]) for key in twice[0])
 
 
@@ -486,7 +487,7 @@ def samples(rng: np.random.Generator, device: str) -> dict[str, Sample]:
     counts = torch.tensor([30, 17], dtype=torch.int32, device=device)
     exact = {f"{name}_{side}": torch.zeros(2, 2, 4, 64, device=device) for name in ("sink", "window") for side in "kv"}
     empty = {name: x[:, :, :0] for name, x in exact.items()}
-    centre = {"key_centre": torch.ones(2, 64, device=device)}
+    centre = {"key_numbers": torch.ones(2, 64, device=device)}
     narrow = torch.zeros((1, 2, KEYS_ONLY.record_bytes), dtype=torch.uint8, device=device)
     found |= {
         "append, plain": (tq.append.default, (PLAN.words, k, k, counts, pages, table), {}),

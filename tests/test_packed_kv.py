@@ -57,10 +57,10 @@ def test_schedules(device: str, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_pack_and_attend(device: str, rng: np.random.Generator) -> None:
     q, k, v, centre = draw(rng, device)
-    packed = ops.pack(k, v, PLAN, key_centre=centre)
-    assert torch.equal(packed.pages, tq.quantize(k=k, v=v, plan=PLAN.words, key_centre=centre))
+    packed = ops.pack(k, v, PLAN, transforms={"key_numbers": centre})
+    assert torch.equal(packed.pages, tq.quantize(k=k, v=v, plan=PLAN.words, key_numbers=centre))
     assert packed.lengths.tolist() == [140, 140] and packed.plan == PLAN
-    assert torch.equal(packed.pages, ops.quantize(PLAN, k, v, key_centre=centre))
+    assert torch.equal(packed.pages, ops.quantize(PLAN, k, v, transforms={"key_numbers": centre}))
     out = ops.attend(q, packed)
     options: dict[str, Any] = dict(starts=packed.lengths - 100, softmax_scale=0.1, sliding_window=60,
                                    softcap=20.0)  # fmt: skip
@@ -78,8 +78,8 @@ def test_pack_and_attend(device: str, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_appending_is_packing(device: str, rng: np.random.Generator) -> None:
     q, k, v, centre = draw(rng, device)
-    whole = ops.pack(k, v, PLAN, max_tokens=300, key_centre=centre)
-    packed = ops.pack(k[:, :, :3], v[:, :, :3], PLAN, max_tokens=300, key_centre=centre)
+    whole = ops.pack(k, v, PLAN, max_tokens=300, transforms={"key_numbers": centre})
+    packed = ops.pack(k[:, :, :3], v[:, :, :3], PLAN, max_tokens=300, transforms={"key_numbers": centre})
     assert len(packed) == 3 and packed.capacity == 384 and packed.pages.shape[0] == 6
     ops.append(packed, k[:, :, 3:-1], v[:, :, 3:-1])
     out = ops.append_attend(q, k[:, :, -1:], v[:, :, -1:], packed)
@@ -92,7 +92,9 @@ def test_appending_is_packing(device: str, rng: np.random.Generator) -> None:
 def test_sinks_and_window(sinks: int, window: int, device: str, rng: np.random.Generator) -> None:
     """The operators with the same tensors give the same; sinks and window hold their tokens as they were."""
     q, k, v, centre = draw(rng, device)
-    packed = ops.pack(k[:, :, :40], v[:, :, :40], PLAN, max_tokens=300, sinks=sinks, window=window, key_centre=centre)
+    packed = ops.pack(
+        k[:, :, :40], v[:, :, :40], PLAN, max_tokens=300, sinks=sinks, window=window, transforms={"key_numbers": centre}
+    )
     assert (packed.sinks, packed.window) == (sinks, window) and packed.nbytes > packed.pages.nbytes
     assert packed.capacity == sinks + window + 128 * -(-(300 - sinks - window) // 128)
     ops.append(packed, k[:, :, 40:130], v[:, :, 40:130])
@@ -101,7 +103,7 @@ def test_sinks_and_window(sinks: int, window: int, device: str, rng: np.random.G
     assert torch.equal(out, lse[0])
     lengths = torch.full((2,), 131, dtype=torch.int32, device=device)
     one = {"k": k[:, :, 130:131], "v": v[:, :, 130:131]}
-    want = tq.append_attend(PLAN.words, q, lengths=lengths, **one, **held, key_centre=centre)
+    want = tq.append_attend(PLAN.words, q, lengths=lengths, **one, **held, key_numbers=centre)
     assert torch.equal(out, want) and all(torch.equal(held[name], getattr(packed, name)) for name in held)
     q9 = torch.from_numpy(rng.standard_normal((2, 6, 9, 64)).astype(np.float32)).to(device)
     ops.append_attend(q9, k[:, :, 131:], v[:, :, 131:], packed)
@@ -154,7 +156,7 @@ def test_keys_alone_with_a_window(rng: np.random.Generator) -> None:
 
 def test_what_it_says_of_itself(rng: np.random.Generator) -> None:
     _, k, v, centre = draw(rng, "cpu")
-    packed = ops.pack(k, v, bits=4, key_centre=centre)
+    packed = ops.pack(k, v, bits=4, transforms={"key_numbers": centre})
     assert packed.nbytes == packed.pages.nbytes + 2 * 2 * 4 + 2 * 4 + centre.nbytes
     assert repr(packed) == (
         "PackedKV(batch=2, kv_heads=3, tokens=140, capacity=256, sinks=0, window=0, head_dim=64, key_bits=4, "
@@ -190,7 +192,7 @@ def test_compiled_steps(sinks: int, window: int, device: str, rng: np.random.Gen
     torch._dynamo.reset()
     q, k, v, centre = draw(rng, device)
     packed, compiled = (ops.pack(k[:, :, :100], v[:, :, :100], PLAN, max_tokens=140, sinks=sinks, window=window,
-                                 key_centre=centre) for _ in range(2))  # fmt: skip
+                                 transforms={"key_numbers": centre}) for _ in range(2))  # fmt: skip
     graphs: list[Any] = []
 
     def count(graph: Any, inputs: Any) -> Any:
@@ -273,8 +275,8 @@ REFUSED: dict[str, tuple[type[Exception], Any, str]] = {
     "half a token": (TypeError, lambda k, p: ops.pack(k, k, bits=4, max_tokens=3.5), "`max_tokens` must be an integer"),
     "a centre as a list": (
         TypeError,
-        lambda k, p: ops.pack(k, k, bits=4, key_centre=[0]),
-        "pack: `key_centre` must be a ",
+        lambda k, p: ops.pack(k, k, bits=4, transforms={"key_numbers": [0]}),
+        "pack: `transforms['key_numbers']` must be a ",
     ),
     "values as an array": (TypeError, lambda k, p: ops.append(p, k, k.numpy()), "append: `v` must be a tensor or None"),
     "a matrix in words": (

@@ -285,7 +285,7 @@ def test_an_independent_reader_finds_the_numbers(tmp_path, spec):
             stored.plan.words,
             *(stored.pages, stored.block_table, counts, most),
             sinks=spec.sinks,
-            **stored.measured,
+            **stored.transforms,
         )
         for side, want in (("k", k), ("v", v)):
             for b, count in enumerate(counts.tolist()):

@@ -174,12 +174,12 @@ def test_an_overflowed_window_needs_the_fresh_tokens() -> None:
         _core.attend(**arguments)
 
 
-@pytest.mark.parametrize("name", ["key_centre", "value_centre"])
+@pytest.mark.parametrize("name", ["key_numbers", "value_numbers"])
 def test_centres_are_looked_at(name: str) -> None:
     centre = floats(2, 64)
     centre[1, 5] = np.inf
     with pytest.raises(
-        ValueError, match=rf"`{name}\[{64 + 5}\]` must be finite and at most 16384 in magnitude, got inf"
+        ValueError, match=rf"`{name}\[{64 + 5}\]` must be a centre, finite and at most 16384 in magnitude, got inf"
     ):
         _core.append(**append_arguments(), **{name: centre})
 

@@ -325,7 +325,7 @@ def test_dot_knows_a_metric_and_refuses_a_wave(rng: np.random.Generator) -> None
     pages = aligned_pages(1, 1, p.record_bytes)
     _core.append(p.words, x, None, np.array([100], np.int32), pages, np.zeros((1, 1), np.int32), **keywords(key))
     queries = rng.standard_normal((5, 64)).astype(np.float32)
-    got = _core.dot(p.words, queries, pages, 100, key_centre=key.centre, key_moments=key.moments)
+    got = _core.dot(p.words, queries, pages, 100, **keywords(key))
     want = ref.dot(p, queries, pages, 100, key)
     assert np.abs(got - want).max() < 2e-5 * np.abs(want).max()
     waved = replace(p, wave_pairs=8)
@@ -342,15 +342,15 @@ BAD = {  # the array and number to change; a head has 64 numbers of the wave, th
     "no turns": (("turns", None, None), "`key_turns` must be given, because the plan has a wave, got"),
     "no moments": (
         ("moments", None, None),
-        "`key_moments` must be given, because the plan has a wave or a metric, got",
+        "`key_numbers` must be as wide as its parts: a centre or none, steps or none, the plan's moments, got 64",
     ),
     "a channel that is not there": (("turns", (2, 1), 64), rf"`key_turns\[7\]` must be {TURN} 64"),
     "a negative channel": (("turns", (2, 0), -1), rf"`key_turns\[6\]` must be {TURN} -1"),
-    "an amplitude that is not finite": (("moments", (1, 3), np.nan), rf"`key_moments\[391\]` must be {AMPLITUDE}"),
-    "a scale of 0": (("moments", (0, 64), 0), rf"`key_moments\[64\]` must be {SCALE} 0"),
-    "a negative scale": (("moments", (0, 70), -1), rf"`key_moments\[70\]` must be {SCALE} -1"),
-    "a long direction": (("moments", (0, 130), 3), r"`key_moments\[130\]` must be a number of a unit vector, got 3"),
-    "a stretch of -1": (("moments", (0, 385), -1), rf"`key_moments\[385\]` must be {STRETCH}"),
+    "an amplitude that is not finite": (("moments", (1, 3), np.nan), rf"`key_numbers\[519\]` must be {AMPLITUDE}"),
+    "a scale of 0": (("moments", (0, 64), 0), rf"`key_numbers\[128\]` must be {SCALE} 0"),
+    "a negative scale": (("moments", (0, 70), -1), rf"`key_numbers\[134\]` must be {SCALE} -1"),
+    "a long direction": (("moments", (0, 130), 3), r"`key_numbers\[194\]` must be a number of a unit vector, got 3"),
+    "a stretch of -1": (("moments", (0, 385), -1), rf"`key_numbers\[449\]` must be {STRETCH}"),
 }
 
 
@@ -378,12 +378,12 @@ def test_arrays_that_a_plan_does_not_take(rng: np.random.Generator) -> None:
     k = rng.standard_normal((1, 1, 5, 64)).astype(np.float32)
     for p, name in ((ref.plan(64, 3, 3, metric=5), "turns"), (ref.plan(64, 3, 3), "moments")):
         c = empty_cache(rng, p, np.array([5]), kv_heads=1)
-        with pytest.raises(ValueError, match=f"append: `key_{name}` must be"):
+        with pytest.raises(ValueError, match=f"append: `key_{name.replace('moments', 'numbers')}` must be"):
             core_append(p, c, k, k, [5], replace(ref.Transform(), **{name: getattr(key, name)}), ref.Transform())
     for name in ("turns", "moments"):
         short = {name: np.ascontiguousarray(getattr(key, name)[..., :-1])}
         c = empty_cache(rng, waved, np.array([5]), kv_heads=1)
-        with pytest.raises(ValueError, match=f"append: `key_{name}` must be"):
+        with pytest.raises(ValueError, match=f"append: `key_{name.replace('moments', 'numbers')}` must be"):
             core_append(waved, c, k, k, [5], replace(key, **short), ref.Transform())
 
 

@@ -231,7 +231,8 @@ def test_arrays_that_are_missing(spoil: str, device: str, rng: np.random.Generat
     p = ref.plan(64, 3, 3, wave_pairs=32, metric=5)
     key = replace(moments_of(rng, p, 1), **{spoil: None})
     k = np.zeros((1, 1, 5, 64), np.float32)
-    with pytest.raises(ValueError, match=f"append: `key_{spoil}` must be given, because the plan has a wave"):
+    name = {"turns": "key_turns` must be given, because the plan has a wave", "moments": "key_numbers` must be as wide"}
+    with pytest.raises(ValueError, match=f"append: `{name[spoil]}"):
         appended(device, p, empty(p, 1, 1, 5, 5), k, "float32", [5], key)
 
 
@@ -241,10 +242,10 @@ def test_pack_looks_at_moments(at: int, number: float, wants: str, device: str, 
     """`pack` checks moments on CUDA too, where no operator does."""
     p = ref.plan(64, 3, 3, wave_pairs=32, metric=5)
     key = keywords(moments_of(rng, p, 2))
-    key["key_moments"][1, at] = number
+    key["key_numbers"][1, 64 + at] = number
     k = torch.zeros(1, 2, 5, 64, device=device)
-    with pytest.raises(ValueError, match=rf"`key_moments\[{388 + at}\]` must be {wants}"):
-        ops.pack(k, k, Plan.from_words(p.words), **on(device, key))
+    with pytest.raises(ValueError, match=rf"`key_numbers\[{64 + 388 + 64 + at}\]` must be {wants}"):
+        ops.pack(k, k, Plan.from_words(p.words), transforms=on(device, key))
 
 
 @pytest.mark.cuda

@@ -17,11 +17,10 @@ sink_*       [batch, kv_heads, sinks, head_dim] floats, None: no sinks;  window_
 fresh_*      [batch, kv_heads, query_tokens, head_dim] floats, None: see tq_attend_params.
 pages        uint8 [n_pages, kv_heads, record_bytes], 64-byte aligned: `new_pages` makes such arrays, zeroed.
 block_table  int32 [batch, max_pages];  lengths, starts  int32 [batch].
-transforms   float32:  *_rotation [head_dim, head_dim] or [kv_heads or 1, head_dim, head_dim];
-             *_centre [kv_heads, head_dim];  *_steps [kv_heads, groups].
-             Of a plan that is not plain: matrix_rows rows, not head_dim, and step_columns, not groups (`plan_info`).
-             Of a plan with a wave or a metric: key_turns int32 [wave_pairs, 3] (a wave alone) and key_moments
-             [kv_heads, plan_info's key_moments]; turboquant.h, tq_transform.
+transforms   `turboquant.transforms` makes them, or leaves out what a plan does not take:
+             key_numbers, value_numbers  float32 [kv_heads, columns]: centre, steps and moments (turboquant.h,
+             tq_transform);  key_turns  int32 [wave_pairs, 3], of a wave;  rotation  float32 [kv_heads or 1, rows,
+             head_dim]: plan_info's key_matrix_rows, then its value_matrix_rows.
 threads      at most so many; 0: num_threads().
 """
 
@@ -67,11 +66,11 @@ class PlanInfo(TypedDict):
     value_coded_channels: int
     key_scales: int  # binary16 numbers of a token
     value_scales: int
-    key_matrix_rows: int  # of key_rotation: head_dim if it is dense, and those of a sketch
+    key_matrix_rows: int  # rows of the rotation: head_dim if it is dense, and those of a sketch
     value_matrix_rows: int
-    key_step_columns: int  # of key_steps: groups, or the entries of a table
+    key_step_columns: int  # numbers of a head's steps: groups, or the entries of a table
     value_step_columns: int
-    key_moments: int  # numbers of a head in key_moments, 0 without a wave and a metric
+    key_moments: int  # numbers of a head's moments, 0 without a wave and a metric
 
 class FileHeader(TypedDict):
     plan: tuple[int, ...]
@@ -109,14 +108,10 @@ def append(
     sink_v: _Floats | None = None,
     window_k: _Floats | None = None,
     window_v: _Floats | None = None,
-    key_rotation: NDArray[np.float32] | None = None,
-    key_centre: NDArray[np.float32] | None = None,
-    key_steps: NDArray[np.float32] | None = None,
+    key_numbers: NDArray[np.float32] | None = None,
+    value_numbers: NDArray[np.float32] | None = None,
     key_turns: NDArray[np.int32] | None = None,
-    key_moments: NDArray[np.float32] | None = None,
-    value_rotation: NDArray[np.float32] | None = None,
-    value_centre: NDArray[np.float32] | None = None,
-    value_steps: NDArray[np.float32] | None = None,
+    rotation: NDArray[np.float32] | None = None,
     dtype: str | None = None,
     threads: int = 0,
 ) -> None: ...
@@ -134,14 +129,10 @@ def attend(
     window_v: _Floats | None = None,
     fresh_k: _Floats | None = None,
     fresh_v: _Floats | None = None,
-    key_rotation: NDArray[np.float32] | None = None,
-    key_centre: NDArray[np.float32] | None = None,
-    key_steps: NDArray[np.float32] | None = None,
+    key_numbers: NDArray[np.float32] | None = None,
+    value_numbers: NDArray[np.float32] | None = None,
     key_turns: NDArray[np.int32] | None = None,
-    key_moments: NDArray[np.float32] | None = None,
-    value_rotation: NDArray[np.float32] | None = None,
-    value_centre: NDArray[np.float32] | None = None,
-    value_steps: NDArray[np.float32] | None = None,
+    rotation: NDArray[np.float32] | None = None,
     causal: bool = True,
     sliding_window: int = 0,
     softmax_scale: float | None = None,
@@ -158,14 +149,10 @@ def dequantize(
     lengths: NDArray[np.int32],
     max_tokens: int,
     *,
-    key_rotation: NDArray[np.float32] | None = None,
-    key_centre: NDArray[np.float32] | None = None,
-    key_steps: NDArray[np.float32] | None = None,
+    key_numbers: NDArray[np.float32] | None = None,
+    value_numbers: NDArray[np.float32] | None = None,
     key_turns: NDArray[np.int32] | None = None,
-    key_moments: NDArray[np.float32] | None = None,
-    value_rotation: NDArray[np.float32] | None = None,
-    value_centre: NDArray[np.float32] | None = None,
-    value_steps: NDArray[np.float32] | None = None,
+    rotation: NDArray[np.float32] | None = None,
     sinks: int = 0,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]: ...
 def dot(
@@ -174,10 +161,8 @@ def dot(
     pages: NDArray[np.uint8],
     n: int,
     *,
-    key_rotation: NDArray[np.float32] | None = None,
-    key_centre: NDArray[np.float32] | None = None,
-    key_steps: NDArray[np.float32] | None = None,
-    key_moments: NDArray[np.float32] | None = None,
+    key_numbers: NDArray[np.float32] | None = None,
+    rotation: NDArray[np.float32] | None = None,
     threads: int = 0,
 ) -> NDArray[np.float32]: ...
 

@@ -34,6 +34,7 @@ MOST_TOKENS = 2**31 - 1  # of a sequence
 FULL = {"fp32": 4, "bf16": 2, "fp8": 1}  # what packed caches are compared with
 UNITS = {"B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
           **{f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}}  # fmt: skip
+_SIDES = ("key", "value")
 _EXACT_ROWS = 16  # the fewest rows that sinks and window have (`kvcache.exact`)
 
 _LETTERS = {"f": "full", "s": "sliding", "c": "chunked", "n": "none", "m": "latent"}
@@ -285,11 +286,10 @@ def _layer_parts(
                              ("window", min(max(0, tokens - spec.sinks), spec.window), spec.window)):  # fmt: skip
         held = min(most, max(need, _EXACT_ROWS)) if need else 0
         yield part, 2 * batch * heads * held * channels * item_bytes
-    for side in ("key", "value"):
-        if is_split(spec, side) and spec.outliers == "prompt":
-            yield "rotation", 4 * heads * channels * (channels + (spec.sketch_rows(channels) if side == "key" else 0))
-    yield "moments", _moments_bytes(spec, heads, channels)
-    yield "calibration", 4 * heads * sum(_calibrated_numbers(spec, side, channels) for side in ("key", "value"))
+    yield "transforms", _moments_bytes(spec, heads, channels)
+    yield "transforms", 4 * heads * sum(_calibrated_numbers(spec, side, channels) for side in _SIDES)
+    if _has_own_matrices(spec):
+        yield "transforms", 4 * heads * channels * _matrix_rows(spec, channels)
 
 
 def _page_rows(layer: Layer, spec: CacheSpec, tokens: int) -> int:
@@ -298,37 +298,44 @@ def _page_rows(layer: Layer, spec: CacheSpec, tokens: int) -> int:
 
 
 def _moments_bytes(spec: CacheSpec, heads: int, channels: int) -> int:
-    """Bytes of a layer's wave, with all its pairs, and of its metric (`moments.tensors`)."""
+    """Bytes of a layer's wave, with all its pairs, and of its metric (`kvcache.transforms`)."""
     pairs = PAIR_MULTIPLE * -(-channels // (2 * PAIR_MULTIPLE)) if spec.centre == "wave" else 0
     plan = Plan(channels, 1, wave_pairs=pairs, metric=MAX_RANK if spec.metric == "query" else None)
     return 4 * (3 * pairs + heads * plan.key_moments)
 
 
 def _calibrated_numbers(spec: CacheSpec, side: str, channels: int) -> int:
-    """How many float32 numbers of a KV head a side takes from a calibration (`calibration.tensors`)."""
-    numbers = 0
+    """How many float32 numbers of a KV head a side takes from a calibration, beside matrices."""
+    numbers, steps = 0, 0
     if spec.rotation == "calibrated":
-        numbers += channels * channels + -(-channels // spec.group)
+        steps = -(-channels // spec.group)
+    if getattr(spec, f"{side}_levels") == "table":
+        steps = 8 + (side == "key" and spec.sketch == "sign")
     if spec.centre == "calibrated":
         numbers += channels
-    if spec.rotation_of(side) == "svd" or (is_split(spec, side) and spec.outliers == "calibrated"):
-        numbers += channels * (channels + (spec.sketch_rows(channels) if side == "key" else 0))
-    if getattr(spec, f"{side}_levels") == "table":
-        numbers += 8 + (side == "key" and spec.sketch == "sign")
-    return numbers
+    return numbers + steps + -steps % 4
+
+
+def _has_own_matrices(spec: CacheSpec) -> bool:
+    """Whether each layer and head has matrices of its own, for one side at least."""
+    return any(is_split(spec, side) or spec.rotation_of(side) in ("svd", "calibrated") for side in _SIDES)
+
+
+def _matrix_rows(spec: CacheSpec, channels: int) -> int:
+    """Rows of the matrices of both sides."""
+    kinds = ("dense", "svd", "calibrated")
+    dense = [side for side in _SIDES if is_split(spec, side) or spec.rotation_of(side) in kinds]
+    return len(dense) * channels + spec.sketch_rows(channels)
 
 
 def _common_matrices(model: Model, spec: CacheSpec) -> Iterator[int]:
     """Bytes of the random matrices that all layers share (`kvcache.common`)."""
     seen = set()
     for one, layer_spec, _, _ in runs(model, spec):
-        for side in ("key", "value"):
-            if is_split(layer_spec, side) or layer_spec.rotation_of(side) == "svd":
-                continue
-            dense = layer_spec.rotation_of(side) == "dense"
-            rows = layer_spec.sketch_rows(one.head_dim) if side == "key" else 0
-            seen.add((layer_spec.seed, one.head_dim, dense, rows))
-    yield from (4 * channels * (channels * dense + rows) for _, channels, dense, rows in seen)
+        if not _has_own_matrices(layer_spec):
+            rotations = tuple(layer_spec.rotation_of(side) for side in _SIDES)
+            seen.add((layer_spec.seed, rotations, one.head_dim, _matrix_rows(layer_spec, one.head_dim)))
+    yield from (4 * channels * rows for *_, channels, rows in seen)
 
 
 def tokens_that_fit(size: Callable[[int], int], memory: int) -> int | None:

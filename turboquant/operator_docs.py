@@ -43,8 +43,8 @@ max_tokens: at most ``max_pages * page_tokens``.
 sinks, window: how many there are.
 dtype: of the result, float32 (None), float16 or bfloat16; see `turboquant.ops.dequantize`.
 dequantize.sinks: the position of the first packed token, for a wave.
-key_rotation, value_rotation, key_centre, value_centre, key_steps, value_steps, key_turns, key_moments: the transforms
-    that the plan takes; see `turboquant.operators`.
+key_numbers, value_numbers, key_turns, rotation: the transforms that the plan takes; see `turboquant.operators`.
+lse: float32 [batch, query_heads, tokens], written if given: the second result of `attend`.
 """
 
 _ENTRY = re.compile(r"((?:[\w.]+, )*[\w.]+): ")

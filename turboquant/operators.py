@@ -14,13 +14,14 @@ Tensors (contracts and the byte format: ``csrc/include/turboquant.h``):
                  dense in the last dimension; their other strides are free (a transposed [batch, tokens, heads,
                  head_dim] is fine; on CUDA strides of q and fresh_* are multiples of 4). All other tensors are
                  contiguous, except x of `rotate` and both of `merge`.
-    transforms   float32; the vector that is coded is z = R (x - centre) / step:
-                 *_rotation [head_dim, head_dim] or [kv_heads or 1, head_dim, head_dim], of plans with a dense rotation;
-                 *_centre [kv_heads, head_dim];  *_steps [kv_heads, groups].
-                 The rows of a sketch follow those of key_rotation; a table is passed in *_steps (turboquant.h).
-                 Plans with a wave or a metric also take key_turns int32 [wave_pairs, 3] and key_moments float32
-                 [kv_heads, n], which `LayerMoments.transforms` makes. On CUDA key_moments is aligned to 16 bytes, and
-                 only `turboquant.ops.pack` checks the numbers in both.
+    transforms   the vector that is coded is z = R (x - centre) / step. `turboquant.ops.transforms` makes the arguments,
+                 or leaves out those that a plan does not take:
+                 key_numbers, value_numbers  float32 [kv_heads, columns]: centre, steps, and of keys moments;
+                 key_turns  int32 [wave_pairs, 3], of plans with a wave;
+                 rotation  float32 [kv_heads or 1, rows, head_dim], of plans with a dense rotation or a Gaussian sketch:
+                 the rows of the keys, then those of the values.
+                 turboquant.h, tq_transform, has their layout. On CUDA key_numbers is aligned to 16 bytes, and only
+                 `turboquant.ops.pack` checks the numbers of a wave and a metric.
 
 Errors: TypeError for a tensor of another dtype; ValueError for anything else about an argument, such as "attend:
 `block_table[3]` must be in 0..n_pages - 1, got 8"; MemoryError; RuntimeError for the machine (CUDA, an instruction

@@ -12,6 +12,7 @@
     attend_kernel  the name of the kernel that `attend` runs
     dequantize     its tokens back into floats, for debugging
     quantize       whole sequences into pages alone
+    transforms     rotations, centres, steps, wave and metric of a layer, as `pack` takes them
     rotate         vectors into and out of the rotated space of a plan
     merge          partial attention results over disjoint tokens into one
 
@@ -40,6 +41,8 @@ from torch import Tensor
 from .arguments import BOUNDS
 from .operator_docs import describe
 from .plan import Plan
+from .transforms import Transforms
+from .transforms import transforms as joined
 
 __all__ = [
     "PackedKV",
@@ -54,6 +57,7 @@ __all__ = [
     "quantize",
     "rotate",
     "schedule",
+    "transforms",
 ]
 
 _append = torch.ops.turboquant.append.default
@@ -88,8 +92,8 @@ class PackedKV:
     lengths: int32 [batch], stored tokens of each sequence, sinks and window included. `append` writes to it.
     plan: how the pages store them, a `turboquant.Plan`.
     tokens: the largest number in `lengths` or more, known without asking the device; ``len(packed)``.
-    transforms: those tensors among key_rotation, value_rotation, key_centre, value_centre, key_steps, value_steps,
-        key_turns and key_moments that the plan takes, by name.
+    transforms: those tensors among key_numbers, value_numbers, key_turns and rotation that the plan takes, by name:
+        what `transforms` makes.
     sink_k, sink_v: [batch, kv_heads, sinks, head_dim], the first tokens, exact. None: no sinks.
     window_k, window_v: [batch, kv_heads, window, head_dim], the last tokens, exact, a ring: position p is row
         ``p % window``. None: no window.
@@ -230,6 +234,38 @@ def _check_plan(op: str, plan: object) -> None:
         raise TypeError(f"{op}: `plan` must be a turboquant.Plan, got {plan!r}")
 
 
+def _given(op: str, transforms: object) -> dict[str, Tensor]:
+    """A copy of the argument `transforms`; None: empty."""
+    if not isinstance(transforms, dict | None):
+        raise TypeError(f"{op}: `transforms` must be a dict or None, got {type(transforms).__name__}")
+    for name, x in (transforms or {}).items():
+        if name not in Transforms.__annotations__:
+            raise TypeError(f"{op}: `transforms` must be what ops.transforms makes, got {name!r} in it")
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{op}: `transforms[{name!r}]` must be a tensor, got {type(x).__name__}")
+    return dict(transforms or {})
+
+
+def transforms(**parts: Tensor | None) -> dict[str, Tensor]:
+    """How the vectors of a layer are transformed, as `pack`, `quantize` and the operators take it: key_numbers,
+    value_numbers, key_turns and rotation, those that there are. The vector that is coded is z = R (x - centre) / step.
+
+    key_rotation, value_rotation: float32 [rows, head_dim] or [kv_heads or 1, rows, head_dim]: R of plans with a dense
+        rotation, [head_dim, head_dim]; the rows of a sketch follow it.
+    key_centre, value_centre: float32 [kv_heads, head_dim].
+    key_steps, value_steps: float32 [kv_heads, groups], or a plan's table of levels.
+    key_turns, key_moments: int32 [wave_pairs, 3] and float32 [kv_heads, n]: the wave and the metric, of
+        `LayerMoments.transforms`.
+
+    The result is on the device of the arguments. CUDA waits for it.
+    """
+    held = {name: x for name, x in parts.items() if x is not None}
+    _check("transforms", **held)
+    device = next((x.device for x in held.values()), None)
+    made = joined(**{name: x.detach().cpu().numpy() for name, x in held.items()})
+    return {name: torch.from_numpy(x).to(device) for name, x in made.items()}
+
+
 def _check_shape(op: str, k: Tensor) -> None:
     if k.dim() != 4:
         raise ValueError(f"{op}: `k` must be [batch, kv_heads, tokens, head_dim], got {tuple(k.shape)}")
@@ -273,14 +309,7 @@ def pack(
     max_tokens: int = 0,
     sinks: int = 0,
     window: int = 0,
-    key_rotation: Tensor | None = None,
-    value_rotation: Tensor | None = None,
-    key_centre: Tensor | None = None,
-    value_centre: Tensor | None = None,
-    key_steps: Tensor | None = None,
-    value_steps: Tensor | None = None,
-    key_turns: Tensor | None = None,
-    key_moments: Tensor | None = None,
+    transforms: dict[str, Tensor] | None = None,
 ) -> PackedKV:
     """Whole sequences as a `PackedKV`: their first `sinks` and last `window` tokens as they are, all others quantised.
 
@@ -289,7 +318,7 @@ def pack(
     bits: instead of a plan, bits of each channel of keys and values, 1 to 6 or 8, with a Hadamard rotation.
     max_tokens: make room for at least this many tokens of each sequence, those of k included, for `append`.
     sinks, window: how many of the first and of the last tokens stay exact, also of those that `append` adds.
-    transforms (key_rotation, ..): see `turboquant.operators`; the `PackedKV` keeps them.
+    transforms: what `transforms` makes; the `PackedKV` keeps it. None: the plan's own rotation alone.
 
     Raises TypeError unless there is one of plan and bits, ValueError for numbers that are not finite or above 16384
     (on CUDA they are stored as 0 or as the limit), and what `torch.ops.turboquant.append` raises.
@@ -302,18 +331,9 @@ def pack(
         assert bits is not None
         plan = Plan(k.shape[3], bits, None if v is None else bits)
     _check_plan("pack", plan)
-    given = {
-        "key_rotation": key_rotation,
-        "value_rotation": value_rotation,
-        "key_centre": key_centre,
-        "value_centre": value_centre,
-        "key_steps": key_steps,
-        "value_steps": value_steps,
-        "key_turns": key_turns,
-        "key_moments": key_moments,
-    }
+    given = _given("pack", transforms)
     sizes = {"max_tokens": max_tokens, "sinks": sinks, "window": window}
-    _checked("pack", v=v, **sizes, **given)
+    _checked("pack", v=v, **sizes)
     _check_moments(plan, k, v, given)
     batch, kv_heads, tokens, _ = k.shape
     n_pages = -(-max(0, max(tokens, max_tokens) - sinks - window) // plan.page_tokens)
@@ -330,20 +350,20 @@ def pack(
             lengths=torch.full((batch,), tokens, dtype=torch.int32, device=k.device),
             plan=plan,
             tokens=tokens,
-            transforms={name: x for name, x in given.items() if x is not None},
+            transforms=given,
             **exact,
         )
     _append(plan.words, k, v, packed.lengths, packed.pages, packed.block_table, **packed.arguments())
     return packed
 
 
-def _check_moments(plan: Plan, k: Tensor, v: Tensor | None, transforms: dict[str, Tensor | None]) -> None:
+def _check_moments(plan: Plan, k: Tensor, v: Tensor | None, transforms: dict[str, Tensor]) -> None:
     """Checks the numbers of a wave and a metric once: on CUDA, operators do not wait for the device to check them."""
-    moments = transforms["key_moments"]
-    if moments is None or not moments.is_cuda:
+    numbers = transforms.get("key_numbers")
+    if not plan.key_moments or numbers is None or not numbers.is_cuda:
         return
     none = torch.empty((0, k.shape[1], 1, k.shape[3]))
-    held = {name: x.cpu() for name, x in transforms.items() if x is not None and not name.endswith("centre")}
+    held = {name: x.cpu() for name, x in transforms.items()}
     _quantize(plan.words, none, None if v is None else none, **held)
 
 
@@ -520,6 +540,34 @@ def attend_kernel(
     return name
 
 
+@overload
+def append_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedKV,
+    *,
+    softmax_scale: float | None = ...,
+    sliding_window: int = ...,
+    softcap: float = ...,
+    schedule: Schedule | None = ...,
+    flag: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def append_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedKV,
+    *,
+    softmax_scale: float | None = ...,
+    sliding_window: int = ...,
+    softcap: float = ...,
+    schedule: Schedule | None = ...,
+    flag: Tensor | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 def append_attend(
     q: Tensor,
     k: Tensor,
@@ -531,7 +579,8 @@ def append_attend(
     softcap: float = 0.0,
     schedule: Schedule | None = None,
     flag: Tensor | None = None,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """`append`, then `attend` from the queries of the same tokens, in one call: a decode step of one layer. Results are
     the same bit for bit. With several tokens over a window, which `attend` alone refuses, each query still finds the
     window exact. For a plan with values. An error whose field `stored` is true came after the tokens were stored; any
@@ -540,7 +589,7 @@ def append_attend(
     q: [batch, query_heads, tokens, head_dim].
     k, v: [batch, kv_heads, tokens, head_dim].
     The rest: as in `append` and `attend`.
-    Returns out, like q and contiguous.
+    Returns out, like q and contiguous; with return_lse ``(out, lse)``, as `attend` does.
     """
     _check("append_attend", packed, q=q, k=k, v=v)
     options = _checked(
@@ -551,16 +600,18 @@ def append_attend(
         schedule=schedule,
         flag=flag,
     )
+    _checked("append_attend", return_lse=return_lse)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32) if return_lse else None
     held = _begin("append_attend", packed)
     try:
         tokens, lengths = _after("append_attend", packed, k)
         at = lengths, packed.pages, packed.block_table
-        out: Tensor = _append_attend(packed.plan.words, q, k, v, *at, **options, **packed.arguments())
+        out: Tensor = _append_attend(packed.plan.words, q, k, v, *at, lse=lse, **options, **packed.arguments())
         packed.lengths.copy_(lengths)
         packed.tokens = tokens
     finally:
         held.pop("_writer", None)
-    return out
+    return out if lse is None else (out, lse)
 
 
 def dequantize(packed: PackedKV, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -601,14 +652,7 @@ def quantize(
     k: Tensor,
     v: Tensor | None,
     *,
-    key_rotation: Tensor | None = None,
-    value_rotation: Tensor | None = None,
-    key_centre: Tensor | None = None,
-    value_centre: Tensor | None = None,
-    key_steps: Tensor | None = None,
-    value_steps: Tensor | None = None,
-    key_turns: Tensor | None = None,
-    key_moments: Tensor | None = None,
+    transforms: dict[str, Tensor] | None = None,
 ) -> Tensor:
     """Whole sequences into pages alone, every token quantised; `pack` also says where they are.
 
@@ -618,17 +662,8 @@ def quantize(
     """
     _check("quantize", k=k)
     _check_plan("quantize", plan)
-    given = {
-        "key_rotation": key_rotation,
-        "value_rotation": value_rotation,
-        "key_centre": key_centre,
-        "value_centre": value_centre,
-        "key_steps": key_steps,
-        "value_steps": value_steps,
-        "key_turns": key_turns,
-        "key_moments": key_moments,
-    }
-    _checked("quantize", v=v, **given)
+    given = _given("quantize", transforms)
+    _checked("quantize", v=v)
     pages: Tensor = _quantize(plan.words, k, v, **given)
     return pages
 

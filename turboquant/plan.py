@@ -284,7 +284,7 @@ class Plan:
 
     @property
     def key_moments(self) -> int:
-        """Numbers of a KV head in the operators' `key_moments`; 0 without a wave and a metric."""
+        """Numbers of a KV head's moments in the operators' `key_numbers`; 0 without a wave and a metric."""
         from . import _core
 
         return _core.plan_info(self.words)["key_moments"]

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,7 @@ from .plan import (
     group_bits,
     member,
 )
+from .transforms import Transforms, transforms
 
 __all__ = ["Codes", "Quantizer"]
 
@@ -48,13 +49,6 @@ _LEVELS = ("codebook", "affine", "absmax")  # a table needs data
 _SKETCHES = ("none", "gaussian", "sign")
 
 Path = str | bytes | os.PathLike[str] | os.PathLike[bytes]
-
-
-class _Transform(TypedDict, total=False):
-    """Arguments of every call of the core beside the plan."""
-
-    key_rotation: NDArray[np.float32]
-    key_centre: NDArray[np.float32]
 
 
 def _said(field: object) -> str:
@@ -256,14 +250,12 @@ class Quantizer:
         self._plan, self._words, self._side = plan, plan.words, side
         self._page_tokens, self._dim, self._bits = plan.page_tokens, plan.head_dim, plan.key_bits
         self._centre: NDArray[np.float32] | None = None
-        self._transform: _Transform = {}
+        self._transform: Transforms = {}
         if side.levels == Levels.TABLE:
             raise ValueError("Quantizer: `plan` must have no table, got one of a cache")
         matrices = [_core.haar(plan.seed, self._dim)] if side.rotation == Rotation.DENSE else []
         if side.sketch == Sketch.GAUSSIAN:
             matrices.append(_core.gaussian(plan.seed, side.sketch_rows, self._dim))
-        if matrices:
-            self._transform["key_rotation"] = np.concatenate(matrices)
         if centre is not None:
             centre = self._checked("Quantizer", "centre", centre)
             bad = np.flatnonzero(~(np.abs(centre) <= _core.MAX_INPUT))
@@ -271,7 +263,10 @@ class Quantizer:
                 raise ValueError(f"Quantizer: `centre[{bad[0]}]` must be {_LIMIT}, got {centre[bad[0]]}")
             self._centre = centre.copy()
             self._centre.flags.writeable = False
-            self._transform["key_centre"] = self._centre[None]
+        self._transform = transforms(
+            key_rotation=np.concatenate(matrices) if matrices else None,
+            key_centre=None if self._centre is None else self._centre[None],
+        )
 
     def __repr__(self) -> str:
         plan, side = self._plan, self._side
@@ -360,7 +355,15 @@ class Quantizer:
         queries = self._checked("dot", "queries", queries, *([] if single else ["queries"]))
         self._check_codes("dot", codes)
         rows = queries[None] if single else queries
-        out = _core.dot(self._words, rows, codes.pages, codes.vectors, **self._transform)
+        given = self._transform
+        out = _core.dot(
+            self._words,
+            rows,
+            codes.pages,
+            codes.vectors,
+            key_numbers=given.get("key_numbers"),
+            rotation=given.get("rotation"),
+        )
         return out.reshape(-1) if single else out
 
     def _append(self, x: NDArray[np.float32], pages: NDArray[np.uint8]) -> None:

@@ -106,12 +106,15 @@ static void packed_range(const tq_append_params *p, int32_t b, int64_t *first, i
     *last = length - p->layer.window;
 }
 
-static tq_status check_centre(const tq_plan *plan, const tq_append_params *p, const tq_transform *t, const char *name,
-                              tq_error *error)
+static tq_status check_centre(const tq_plan *plan, const tq_layer *l, int is_key, tq_error *error)
 {
-    for (int64_t i = 0; t->centre && i < (int64_t)p->layer.kv_heads * plan->head_dim; i++)
-        if (is_bad(t->centre[i]))
-            return tq_fail(error, TQ_E_VALUE, name, i, t->centre[i], "finite and at most 16384 in magnitude");
+    const tq_transform *t = is_key ? &l->key : &l->value;
+    for (int32_t h = 0; t->centre && h < l->kv_heads; h++) {
+        const float *centre = tq_transform_centre(t, h);
+        for (int32_t i = 0; i < plan->head_dim; i++)
+            if (is_bad(centre[i]))
+                return tq_fail_number(t, is_key, centre + i, "a centre, finite and at most 16384 in magnitude", error);
+    }
     return TQ_OK;
 }
 
@@ -189,7 +192,7 @@ static void encode_token(const append_job *job, worker *w, int is_key, int32_t b
 {
     const tq_plan *plan = job->plan;
     const tq_transform *t = is_key ? &job->p->layer.key : &job->p->layer.value;
-    const float *centre = tq_transform_centre(t, plan, h), *steps = tq_transform_steps(t, plan, h);
+    const float *centre = tq_transform_centre(t, h), *steps = tq_transform_steps(t, h);
     job->kernels->load(job->p->layer.dtype, token_source(job, is_key, b, h, position), w->x, plan->head_dim);
     if (is_key && tq_has_moments(plan)) {
         tq_key_to_residual(&w->head, position, w->x);
@@ -284,7 +287,7 @@ static void pack_side(const append_job *job, worker *w, int is_key, int32_t b, i
     const tq_plan *plan = job->plan;
     const tq_append_params *p = job->p;
     int32_t stride = plan->group_channels * (is_key ? plan->key.tiles : plan->value.tiles);
-    const float *centre = tq_transform_centre(is_key ? &p->layer.key : &p->layer.value, plan, h);
+    const float *centre = tq_transform_centre(is_key ? &p->layer.key : &p->layer.value, h);
     int64_t position, last;
     packed_range(p, b, &position, &last);
     if (centre && tq_is_settled(plan) && !(is_key && tq_has_moments(plan)) && position < last) {
@@ -360,8 +363,8 @@ tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *w
     TQ_TRY(tq_check_steps(plan, &params->layer.key, params->layer.kv_heads, 1, error));
     TQ_TRY(tq_check_steps(plan, &params->layer.value, params->layer.kv_heads, 0, error));
     TQ_TRY(tq_wave_check_numbers(plan, &params->layer.key, params->layer.kv_heads, job.kernels, error));
-    TQ_TRY(check_centre(plan, params, &params->layer.key, "key_centre", error));
-    TQ_TRY(check_centre(plan, params, &params->layer.value, "value_centre", error));
+    TQ_TRY(check_centre(plan, &params->layer, 1, error));
+    TQ_TRY(check_centre(plan, &params->layer, 0, error));
     TQ_TRY(check_tables(plan, params, error));
     int32_t threads = thread_count(params); /* once: another thread may change tq_num_threads meanwhile */
     TQ_NEED(error, {"workspace", workspace, 0});

@@ -85,7 +85,7 @@ static void prepare_operand(const attend_job *job, const attend_task *t, attend_
         tq_block_project(&coder, q, operand);
         return;
     }
-    const float *steps = tq_transform_steps(key, plan, t->h);
+    const float *steps = tq_transform_steps(key, t->h);
     memset(w->rotated, 0, sizeof(float) * TQ_TILE * (size_t)plan->groups);
     tq_rotate_vector(job->kernels, plan, plan->rotation, tq_transform_matrix(key, t->h), 0, q, w->rotated);
     tq_arrange_query(plan, &job->key_groups, steps, w->rotated, w->coded);
@@ -96,7 +96,7 @@ static void prepare_rows(const attend_job *job, const attend_task *t, attend_wor
 {
     const tq_plan *plan = job->plan;
     const tq_transform *key = &job->a->layer.key;
-    const float *centre = tq_transform_centre(key, plan, t->h);
+    const float *centre = tq_transform_centre(key, t->h);
     float metric_q[TQ_MAX_HEAD_DIM];
     for (int32_t r = 0; r < t->rows; r++) {
         float *q = w->q + (int64_t)r * plan->head_dim, *coded_q = q;
@@ -392,7 +392,7 @@ static void restore_values(const attend_job *job, const attend_task *t, attend_w
         tq_block_restore(&coder, w->decoded, out);
         return;
     }
-    const float *steps = tq_transform_steps(value, plan, t->h);
+    const float *steps = tq_transform_steps(value, t->h);
     memset(w->rotated, 0, sizeof(float) * TQ_TILE * (size_t)plan->groups);
     for (int32_t i = 0; i < job->value_groups.n; i++) {
         int32_t g = job->value_groups.group[i];
@@ -412,7 +412,7 @@ static void finish_row(const attend_job *job, const attend_task *t, attend_work 
 {
     const tq_plan *plan = job->plan;
     const tq_attend_params *a = job->a;
-    const float *centre = tq_transform_centre(&a->layer.value, plan, t->h);
+    const float *centre = tq_transform_centre(&a->layer.value, t->h);
     int64_t row = t->first_row + r, head = (int64_t)t->h * job->group + row % job->group;
     int64_t at = ((int64_t)t->b * a->query_heads + head) * a->query_tokens + row / job->group;
     float *out = w->coded;

@@ -14,7 +14,7 @@ tq_block_coder tq_block_coder_of(const tq_kernels *kernels, const tq_plan *plan,
     int dense = c.side->rotation == TQ_ROTATION_DENSE;
     c.matrix = dense ? rows : NULL;
     if (c.side->sketch == TQ_SKETCH_GAUSSIAN) c.sketch = dense ? rows + plan->head_dim * plan->head_dim : rows;
-    if (c.side->levels == TQ_LEVELS_TABLE) c.table = t->steps + (int64_t)head * c.side->step_columns;
+    if (c.side->levels == TQ_LEVELS_TABLE) c.table = tq_transform_steps(t, head);
     return c;
 }
 

@@ -60,38 +60,28 @@ static tq_status check_dtype(int32_t dtype, tq_error *error)
     return tq_fail(error, TQ_E_TYPE, "dtype", -1, dtype, "0 (float32), 1 (float16) or 2 (bfloat16)");
 }
 
-static tq_status check_moments(const tq_plan *plan, const tq_transform *t, tq_error *error)
-{
-    pointer turns = {"key_turns", t->turns, NULL, NULL}, moments = {"key_moments", t->moments, NULL, NULL};
-    if (plan->wave_pairs) turns.given = "given, because the plan has a wave";
-    else turns.absent = "absent, because the plan has no wave";
-    if (plan->moments) moments.given = "given, because the plan has a wave or a metric";
-    else moments.absent = "absent, because the plan has neither a wave nor a metric";
-    TQ_TRY(check_pointers(&turns, 1, error));
-    return check_pointers(&moments, 1, error);
-}
-
 tq_status tq_check_transform(const tq_plan *plan, const tq_transform *t, int is_key, tq_error *error)
 {
     static const tq_transform none;
-    static const char *const names[2][3] = {{"value_rotation", "value_centre", "value_steps"},
-                                            {"key_rotation", "key_centre", "key_steps"}};
-    const char *const *name = names[is_key];
+    const char *numbers = is_key ? "key_numbers" : "value_numbers";
     const tq_side *side = is_key ? &plan->key : &plan->value;
     if (!t) t = &none;
-    pointer arrays[3] = {
-        {name[0], t->rotation, NULL, NULL}, {name[1], t->centre, NULL, NULL}, {name[2], t->steps, NULL, NULL}};
-    if (!is_key && !side->tile_bytes) {
-        for (int i = 0; i < 3; i++) arrays[i].absent = no_values;
-        return check_pointers(arrays, 3, error);
-    }
-    if (!side->matrix_rows) arrays[0].absent = "absent, because the plan's rotation is not dense";
-    else if (side->rotation == TQ_ROTATION_DENSE) arrays[0].given = "given, because the plan's rotation is dense";
-    else arrays[0].given = "given: the rows of the plan's sketch";
-    if (!side->step_columns) arrays[2].absent = "absent, because the plan has neither steps nor a table";
-    else if (!tq_is_plain(plan)) arrays[2].given = "given: the plan's table";
-    TQ_TRY(check_pointers(arrays, 3, error));
-    return is_key ? check_moments(plan, t, error) : TQ_OK;
+    pointer rotation = {"rotation", t->rotation, NULL, NULL}, centre = {numbers, t->centre, NULL, NULL};
+    pointer steps = {numbers, t->steps, NULL, NULL}, moments = {numbers, t->moments, NULL, NULL};
+    pointer turns = {"key_turns", t->turns, NULL, NULL};
+    if (!side->tile_bytes) rotation.absent = centre.absent = no_values;
+    else if (!side->matrix_rows) rotation.absent = "absent, because the plan's rotation is not dense";
+    else if (side->rotation == TQ_ROTATION_DENSE) rotation.given = "given, because the plan's rotation is dense";
+    else rotation.given = "given: the rows of the plan's sketch";
+    if (!side->step_columns) steps.absent = "without steps, because the plan has neither steps nor a table";
+    else if (!tq_is_plain(plan)) steps.given = "given: the plan's table";
+    if (is_key && plan->moments) moments.given = "given, because the plan has a wave or a metric";
+    else moments.absent = "without moments, because the plan has neither a wave nor a metric";
+    if (is_key && plan->wave_pairs) turns.given = "given, because the plan has a wave";
+    else turns.absent = "absent, because the plan has no wave";
+    const pointer all[] = {rotation, centre, steps, turns, moments};
+    TQ_TRY(check_pointers(all, LENGTH(all), error));
+    return check_sizes(&(size){"stride_head", t->stride_head}, 1, error);
 }
 
 /* ---- layer ---- */

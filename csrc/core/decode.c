@@ -20,7 +20,7 @@ static void decode_tile(const decode_side *s, const uint8_t *record, int32_t tok
 {
     const tq_plan *plan = s->plan;
     const tq_side *side = s->is_key ? &plan->key : &plan->value;
-    const float *steps = tq_transform_steps(s->transform, plan, s->h);
+    const float *steps = tq_transform_steps(s->transform, s->h);
     uint8_t codes[TQ_TILE_CODES];
     int32_t tile = TQ_TILE * token_tile / plan->tile_tokens, first = TQ_TILE * token_tile % plan->tile_tokens;
     for (int32_t g = 0; g < plan->groups; g++) {
@@ -42,7 +42,7 @@ static void decode_tile(const decode_side *s, const uint8_t *record, int32_t tok
 static void add_centre(const decode_side *s, int64_t index, float *x)
 {
     const tq_plan *plan = s->plan;
-    const float *centre = tq_transform_centre(s->transform, plan, s->h);
+    const float *centre = tq_transform_centre(s->transform, s->h);
     if (s->is_key && tq_has_moments(plan)) tq_residual_to_key(plan, s->transform, s->h, s->sinks + index, centre, x);
     else
         for (int32_t i = 0; centre && i < plan->head_dim; i++) x[i] += centre[i];
@@ -239,7 +239,7 @@ tq_status tq_dot_workspace_bytes(const tq_plan *plan, int64_t n_queries, size_t 
 static float dot_operand(const dot_job *job, const tq_transform *key, const float *query, void *operand)
 {
     const tq_plan *plan = job->plan;
-    const float *centre = tq_transform_centre(key, plan, 0), *steps = tq_transform_steps(key, plan, 0);
+    const float *centre = tq_transform_centre(key, 0), *steps = tq_transform_steps(key, 0);
     float x[TQ_MAX_DIM + TQ_TILE] = {0}, coded[TQ_MAX_DIM], metric_query[TQ_MAX_DIM], bias = 0.0f;
     if (centre) bias = job->kernels->dot(query, centre, plan->head_dim);
     if (plan->metric) {

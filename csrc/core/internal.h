@@ -80,15 +80,18 @@ static inline const float *tq_transform_matrix(const tq_transform *t, int32_t he
     return t->rotation ? t->rotation + head * t->rotation_stride_head : NULL;
 }
 
-static inline const float *tq_transform_centre(const tq_transform *t, const tq_plan *plan, int32_t head)
+static inline const float *tq_transform_centre(const tq_transform *t, int32_t head)
 {
-    return t->centre ? t->centre + (int64_t)head * plan->head_dim : NULL;
+    return t->centre ? t->centre + head * t->stride_head : NULL;
 }
 
-static inline const float *tq_transform_steps(const tq_transform *t, const tq_plan *plan, int32_t head)
+static inline const float *tq_transform_steps(const tq_transform *t, int32_t head)
 {
-    return t->steps ? t->steps + (int64_t)head * plan->groups : NULL;
+    return t->steps ? t->steps + head * t->stride_head : NULL;
 }
+
+/** TQ_E_VALUE for the number at `at` of a side's centre, steps or moments. */
+tq_status tq_fail_number(const tq_transform *t, int is_key, const float *at, const char *wants, tq_error *error);
 
 /* ---- parallel.c ---- */
 /** Runs task(context, i, worker) for i in 0..n-1 on at most `threads` threads (0: tq_num_threads()), the caller among

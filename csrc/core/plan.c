@@ -164,7 +164,6 @@ static tq_status read_sides(const int64_t *words, tq_plan *p, tq_error *error)
         is_plain_side(p, &p->key) && (no_values || (is_plain_side(p, &p->value) && p->value.rotation == p->rotation));
     if (p->is_plain) p->key.step_columns = p->value.step_columns = p->groups;
     if (no_values) p->value.tiles = p->groups, p->value.rotation = p->rotation;
-    if (p->is_plain && no_values) p->value.matrix_rows = p->key.matrix_rows;
     return check_kind(p, error);
 }
 
@@ -261,21 +260,52 @@ tq_status tq_plan_check(const tq_plan *plan, tq_error *error)
 
 /* ---- arrays of calls ---- */
 
+tq_status tq_transform_numbers(const tq_plan *plan, int is_value, const float *numbers, int64_t columns,
+                               tq_transform *t, tq_error *error)
+{
+    TQ_TRY(tq_plan_check(plan, error));
+    TQ_NEED(error, {"transform", t, 0});
+    const tq_side *side = is_value ? &plan->value : &plan->key;
+    int64_t moments = is_value ? 0 : plan->moments, steps = tq_round_up(side->step_columns, 4),
+            rest = columns - moments;
+    t->centre = t->steps = t->moments = NULL;
+    t->stride_head = columns;
+    if (!numbers) return TQ_OK;
+    int has_centre = rest >= plan->head_dim && (tq_is_plain(plan) || rest != steps);
+    int64_t at = has_centre ? plan->head_dim : 0;
+    int has_steps = side->tile_bytes && steps && rest == at + steps;
+    if (rest < 0 || rest != at + (has_steps ? steps : 0))
+        return tq_fail(error, TQ_E_VALUE, is_value ? "value_numbers" : "key_numbers", -1, (double)columns,
+                       "as wide as its parts: a centre or none, steps or none, the plan's moments");
+    t->centre = has_centre ? numbers : NULL;
+    t->steps = has_steps ? numbers + at : NULL;
+    t->moments = moments ? numbers + rest : NULL;
+    return TQ_OK;
+}
+
+tq_status tq_fail_number(const tq_transform *t, int is_key, const float *at, const char *wants, tq_error *error)
+{
+    const float *first = t->centre ? t->centre : t->steps ? t->steps : t->moments;
+    return tq_fail(error, TQ_E_VALUE, is_key ? "key_numbers" : "value_numbers", at - first, *at, wants);
+}
+
 tq_status tq_check_steps(const tq_plan *plan, const tq_transform *t, int32_t kv_heads, int is_key, tq_error *error)
 {
     const tq_side *side = is_key ? &plan->key : &plan->value;
-    const char *name = is_key ? "key_steps" : "value_steps";
     int32_t n = side->step_columns, levels = n - (side->sketch == TQ_SKETCH_SIGN);
-    for (int64_t i = 0; t->steps && i < (int64_t)kv_heads * n; i++) {
-        float x = t->steps[i];
-        if (tq_is_plain(plan)) {
-            if (!(x >= 0x1p-40f && x <= 0x1p40f)) return tq_fail(error, TQ_E_VALUE, name, i, x, "in 2^-40..2^40");
-            continue;
+    for (int32_t h = 0; t->steps && h < kv_heads; h++) {
+        const float *steps = tq_transform_steps(t, h);
+        for (int32_t i = 0; i < n; i++) {
+            float x = steps[i];
+            if (tq_is_plain(plan)) {
+                if (!(x >= 0x1p-40f && x <= 0x1p40f))
+                    return tq_fail_number(t, is_key, steps + i, "a step in 2^-40..2^40", error);
+                continue;
+            }
+            int ordered = i == levels ? x >= 0 : i == 0 || x >= steps[i - 1];
+            if (!(fabsf(x) <= TQ_MAX_INPUT * 16) || !ordered)
+                return tq_fail_number(t, is_key, steps + i, "finite and not below the level before it", error);
         }
-        int32_t column = (int32_t)(i % n);
-        int ordered = column == levels ? x >= 0 : column == 0 || x >= t->steps[i - 1];
-        if (!(fabsf(x) <= TQ_MAX_INPUT * 16) || !ordered)
-            return tq_fail(error, TQ_E_VALUE, name, i, x, "finite and not below the level before it");
     }
     return TQ_OK;
 }

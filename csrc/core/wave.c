@@ -15,7 +15,7 @@ typedef struct {
 
 static head_moments moments_of(const tq_plan *plan, const tq_transform *t, int32_t head)
 {
-    const float *at = t->moments + (int64_t)head * plan->moments, *scale = at + 2 * plan->wave_pairs;
+    const float *at = t->moments + head * t->stride_head, *scale = at + 2 * plan->wave_pairs;
     return (head_moments){at, scale, scale + plan->head_dim, scale + (int64_t)plan->metric * plan->head_dim};
 }
 
@@ -44,14 +44,15 @@ tq_status tq_wave_check_numbers(const tq_plan *plan, const tq_transform *t, int3
         {rank_of(plan) * plan->head_dim, -1.001f, 1.001f, "a number of a unit vector"},
         {plan->metric ? TQ_MAX_METRIC_RANK : 0, LEAST_SCALE - 1.0f, MOST_SCALE, "a stretch in 2^-10 - 1..2^10"},
     };
-    const float *at = t->moments;
-    for (int32_t head = 0; plan->moments && head < kv_heads; head++)
+    for (int32_t head = 0; plan->moments && head < kv_heads; head++) {
+        const float *at = moments_of(plan, t, head).wave;
         for (int32_t part = 0; part < 4; at += parts[part++].n) {
             if (kernels->within(at, parts[part].n, parts[part].low, parts[part].high)) continue;
             int32_t i = 0; /* bounded: the caller may be writing to it meanwhile */
             while (i < parts[part].n - 1 && at[i] >= parts[part].low && at[i] <= parts[part].high) i++;
-            return tq_fail(error, TQ_E_VALUE, "key_moments", at - t->moments + i, at[i], parts[part].wants);
+            return tq_fail_number(t, 1, at + i, parts[part].wants, error);
         }
+    }
     return TQ_OK;
 }
 

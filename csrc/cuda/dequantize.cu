@@ -44,7 +44,7 @@ __device__ __forceinline__ void decode_group(const DequantizeArgs &a, int side_i
     const int bits = side.bits[group];
     const float *steps = side.transform.steps;
     const float step =
-        bits ? __fmul_rn(a.codebooks.step[bits], steps ? steps[(int64_t)h * a.groups + group] : 1.0f) : 0.0f;
+        bits ? __fmul_rn(a.codebooks.step[bits], steps ? steps[h * side.transform.stride_head + group] : 1.0f) : 0.0f;
     const bool fine = a.group_channels == TQ_FINE_GROUP;
     const uint32_t *words = reinterpret_cast<const uint32_t *>(
         record + side.codes_offset + (fine ? token_tile / 2 : token_tile) * side.tile_bytes + side.offset[group]);
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(32 * WARPS) dequantize(const __grid_constant__
         }
     }
     const float *centre = side.transform.centre;
-    if (centre) centre += (int64_t)h * a.head_dim;
+    if (centre) centre += h * side.transform.stride_head;
     for (int token = warp; token < TQ_TILE && first + token < a.max_tokens; token += WARPS) {
         float *row = unrotated + token * a.head_dim;
         const int64_t at = (((int64_t)b * a.kv_heads + h) * a.max_tokens + first + token) * a.head_dim;

@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(32 * MATRIX_WARPS) make_matrices(const __grid_
         find_oscillations(a.moments, head, oscillations, a.matrices.oscillations(head_index));
     auto step_of = [&](int group) {
         const float *steps = side.transform.steps;
-        return side.bits[group] ? a.step[side.bits[group]] * (steps ? steps[(int64_t)h * a.groups + group] : 1.0f)
+        return side.bits[group] ? a.step[side.bits[group]] * (steps ? steps[h * side.transform.stride_head + group] : 1.0f)
                                 : 0.0f;
     };
     float largest = 0.0f;
@@ -361,7 +361,7 @@ __device__ __forceinline__ void rows_of_side(const Args &a, char *memory)
     }
     if (lane < S::CHANNELS && works) {
         factors[lane] = a.matrices.factors(head_index)[first_channel + lane];
-        centres[lane] = side.transform.centre ? side.transform.centre[(int64_t)h * d + first_channel + lane] : 0.0f;
+        centres[lane] = side.transform.centre ? side.transform.centre[h * side.transform.stride_head + first_channel + lane] : 0.0f;
     }
     const uint32_t operand =
         shared_address(levels) + (KEYS ? lane % 16 * S::KEY_ROW + lane / 16 * 16

@@ -278,27 +278,36 @@ typedef struct {
 TQ_API tq_status tq_plan_init(tq_plan *plan, const int64_t *words, size_t n_words, tq_error *error);
 
 /* ---- transforms: what differs from layer to layer ---- */
-/** How the vectors of one side are transformed, the same for all sequences. Zero-initialised: the plan's Hadamard, no centre, steps of 1.
- *  z = (R (x - centre)) / step, per group (for the order of operations see "z" above); float32, dense but for the named
- *  stride (in elements). */
+/** How the vectors of one side are transformed, the same for all sequences. Zero-initialised: the plan's Hadamard, no
+ *  centre, steps of 1. z = (R (x - centre)) / step, per group (for the order of operations see "z" above).
+ *  Operators take the float32 numbers of a side as one array [kv_heads, columns], dense, `key_numbers` or
+ *  `value_numbers`. Errors name it too, with the flat index of a number in it. A row is
+ *      | centre | steps | moments |      head_dim, step_columns rounded up to a multiple of 4, plan->moments columns
+ *  without the parts that are not there. tq_transform_numbers points the fields of this struct into such an array. */
 typedef struct {
     const float *rotation; /* [kv_heads or 1, head_dim, head_dim], y = R x; required by TQ_ROTATION_DENSE, else NULL.
                               With a Gaussian sketch [.., matrix_rows, head_dim]: R if it is dense, and S below it */
-    int64_t rotation_stride_head; /* 0 when one matrix serves all heads */
-    const float *centre;          /* [kv_heads, head_dim], finite, at most TQ_MAX_INPUT; NULL: 0 */
-    const float *steps; /* of a plain plan [kv_heads, groups], in 2^-40..2^40; NULL: 1. Of others NULL, or the table of
-                                     TQ_LEVELS_TABLE [kv_heads, step_columns]: levels, finite and ascending, and with
+    int64_t rotation_stride_head; /* elements from one KV head's matrix to the next; 0 when one serves all heads */
+    int64_t stride_head;          /* the same of the next three, which lie in one array in this order */
+    const float *centre;          /* [head_dim], finite, at most TQ_MAX_INPUT; NULL: 0 */
+    const float *steps;           /* of a plain plan [groups], in 2^-40..2^40; NULL: 1. Of others NULL, or the table of
+                                     TQ_LEVELS_TABLE [step_columns]: levels, finite and ascending, and with
                                      TQ_SKETCH_SIGN the factor of its signs, at least 0 */
     /* Of keys of plans with a wave or a metric, NULL otherwise. */
-    const int32_t
-        *turns; /* [wave_pairs, 3]: the two channels of a pair, and how far it turns in one position, an unsigned
-                             number in units of 2^-32 turns. Padding pairs have amplitudes of 0 */
-    const float *moments; /* [kv_heads, plan->moments], for each head in this order:
+    const float *moments; /* [plan->moments], 16-byte aligned on CUDA, in this order:
                                  amplitudes (a, b)   [wave_pairs, 2]     at most TQ_MAX_INPUT
                                  with a metric: S    [head_dim]          in 2^-10..2^10
                                  W^T                 [rank, head_dim]    orthonormal rows
                                  e                   [4]                 in 2^-10 - 1..2^10; 0 from the rank on */
+    const int32_t
+        *turns; /* [wave_pairs, 3]: the two channels of a pair, and how far it turns in one position, an unsigned
+                             number in units of 2^-32 turns. Padding pairs have amplitudes of 0 */
 } tq_transform;
+
+/** Points stride_head, centre, steps and moments of a side's transform into numbers [kv_heads, columns]; NULL: there
+ *  are none. Reads no number. TQ_E_VALUE if that many columns have no such parts of the plan. */
+TQ_API tq_status tq_transform_numbers(const tq_plan *plan, int is_value, const float *numbers, int64_t columns,
+                                      tq_transform *transform, tq_error *error);
 
 /* Keys of a plan with a wave or a metric. With p the position of the token, y replaces x - centre above:
  *     c_p = centre + sum over pairs i of (a_i, b_i) turned by p * increment_i:   a cos - b sin in the first channel,

@@ -68,7 +68,7 @@ TQ_API tq_status tq_cuda_append_kernel(const tq_plan *plan, const tq_append_para
  *  Moments:   with amplitudes of norm 1,000 and softmax_scale * |q| = 1, the wave's part of a logit is within 1e-3 of
  *             float64, at any position (attend/wave.cuh).
  *  Alignment: q, out, sinks, window and fresh tokens to four of their numbers (8 or 16 bytes), their strides to
- *             multiples of 4; key_moments to 16 bytes. */
+ *             multiples of 4; moments to 16 bytes. */
 typedef struct {
     int64_t opaque[TQ_CUDA_CALL_WORDS];
 } tq_cuda_attend_call;

@@ -149,66 +149,94 @@ int read_dtype(const char *op, PyObject *dtype, const char *name, PyObject *firs
     return -1;
 }
 
-/* [rows, head_dim], or [n, rows, head_dim] with n = 1 or kv_heads. */
-static int read_rotation(const char *op, const char *name, PyObject *object, npy_intp kv_heads, npy_intp rows,
-                         npy_intp head_dim, tq_transform *out)
-{
-    npy_intp dims[3] = {kv_heads, rows, head_dim};
-    int shared = 0;
-    if (object == Py_None) return 0;
-    if (PyArray_Check(object)) {
-        PyArrayObject *given = (PyArrayObject *)object;
-        shared = PyArray_NDIM(given) == 2;
-        if (PyArray_NDIM(given) == 3 && PyArray_DIM(given, 0) == 1) dims[0] = 1;
-    }
-    PyArrayObject *array = read_array(op, name, object, NPY_FLOAT32, DENSE, 3 - shared, dims + shared);
-    if (!array) return -1;
-    out->rotation = PyArray_DATA(array);
-    out->rotation_stride_head = shared || dims[0] == 1 ? 0 : (int64_t)rows * head_dim;
-    return 0;
-}
-
-/* float32 [kv_heads, columns]. */
-static int read_of_heads(const char *op, const char *name, PyObject *object, npy_intp kv_heads, npy_intp columns,
-                         const float **data)
-{
-    npy_intp dims[2] = {kv_heads, columns};
-    if (object == Py_None) return 0;
-    PyArrayObject *array = read_array(op, name, object, NPY_FLOAT32, DENSE, 2, dims);
-    if (!array) return -1;
-    *data = PyArray_DATA(array);
-    return 0;
-}
-
-/* turns [wave_pairs, 3] and moments [kv_heads, plan->moments]; whether they must be there is the core's to say. */
-static int read_moments(const char *op, const tq_plan *plan, npy_intp kv_heads, const transform_arguments *arguments,
+static int read_numbers(const char *op, int side, const tq_plan *plan, PyObject *object, int32_t kv_heads,
                         tq_transform *out)
 {
+    static const char *const names[2] = {"key_numbers", "value_numbers"};
+    npy_intp dims[2] = {kv_heads, ANY};
+    tq_error error = {0};
+    if (object == Py_None) return 0;
+    PyArrayObject *array = read_array(op, names[side], object, NPY_FLOAT32, DENSE, 2, dims);
+    if (!array) return -1;
+    tq_status status =
+        tq_transform_numbers(plan, side == VALUE, PyArray_DATA(array), PyArray_DIM(array, 1), out, &error);
+    if (status == TQ_OK) return 0;
+    raise_status(op, status, &error, NULL);
+    return -1;
+}
+
+/* [kv_heads or 1, rows of the keys and then of the values, head_dim]. */
+static int read_rotation(const char *op, const tq_plan *plan, PyObject *object, tq_layer *layer)
+{
+    int64_t key_rows = plan->key.matrix_rows, rows = key_rows + plan->value.matrix_rows;
+    npy_intp dims[3] = {layer->kv_heads, rows ? (npy_intp)rows : ANY, plan->head_dim};
+    if (object == Py_None) return 0;
+    if (PyArray_Check(object) && PyArray_NDIM((PyArrayObject *)object) == 3 &&
+        PyArray_DIM((PyArrayObject *)object, 0) == 1)
+        dims[0] = 1;
+    PyArrayObject *array = read_array(op, "rotation", object, NPY_FLOAT32, DENSE, 3, dims);
+    if (!array) return -1;
+    const float *matrix = PyArray_DATA(array);
+    layer->key.rotation_stride_head = layer->value.rotation_stride_head = dims[0] == 1 ? 0 : rows * plan->head_dim;
+    if (key_rows || !rows) layer->key.rotation = matrix;
+    if (plan->value.matrix_rows) layer->value.rotation = matrix + key_rows * plan->head_dim;
+    return 0;
+}
+
+int read_transforms(const char *op, const tq_plan *plan, const transform_arguments *arguments, tq_layer *layer)
+{
     npy_intp turns[2] = {plan->wave_pairs, 3};
+    if (read_numbers(op, KEY, plan, arguments->numbers[KEY], layer->kv_heads, &layer->key) < 0 ||
+        read_numbers(op, VALUE, plan, arguments->numbers[VALUE], layer->kv_heads, &layer->value) < 0)
+        return -1;
     if (arguments->turns != Py_None) {
         PyArrayObject *array = read_array(op, "key_turns", arguments->turns, NPY_INT32, DENSE, 2, turns);
         if (!array) return -1;
-        out->turns = PyArray_DATA(array);
+        layer->key.turns = PyArray_DATA(array);
     }
-    return read_of_heads(op, "key_moments", arguments->moments, kv_heads, plan->moments, &out->moments);
+    return read_rotation(op, plan, arguments->rotation, layer);
 }
 
-int read_transform(const char *op, int side, const tq_plan *plan, npy_intp kv_heads,
-                   const transform_arguments *arguments, tq_transform *out)
+/* Exact tokens [batch, kv_heads, n, head_dim] beside the pages, which are sinks or a window: their number, 0 if there
+ * are no keys, and their data, NULL where there are none. */
+static int read_exact(const char *op, const tq_plan *plan, const char *const names[2], PyObject *const objects[2],
+                      int type, int flags, const tq_layer *layer, int32_t *n, void **k, void **v)
 {
-    static const char *const names[2][3] = {{"key_rotation", "key_centre", "key_steps"},
-                                            {"value_rotation", "value_centre", "value_steps"}};
-    const char *const *name = names[side];
-    memset(out, 0, sizeof *out);
-    /* arrays that the plan does not take are converted too: the core refuses them */
-    const tq_side *of = side == KEY ? &plan->key : &plan->value;
-    npy_intp rows = of->matrix_rows ? of->matrix_rows : plan->head_dim;
-    npy_intp columns = of->step_columns ? of->step_columns : ANY;
-    if (read_rotation(op, name[0], arguments->rotation, kv_heads, rows, plan->head_dim, out) < 0 ||
-        read_of_heads(op, name[1], arguments->centre, kv_heads, plan->head_dim, &out->centre) < 0 ||
-        read_of_heads(op, name[2], arguments->steps, kv_heads, columns, &out->steps) < 0)
+    npy_intp dims[4] = {layer->batch, layer->kv_heads, ANY, plan->head_dim};
+    void **data[2] = {k, v};
+    for (int i = 0; i < 2; i++) {
+        if (objects[i] == Py_None) continue;
+        PyArrayObject *array = read_array(op, names[i], objects[i], type, flags, 4, dims);
+        if (!array) return -1;
+        if (i == 0 && read_length(op, names[0], array, 2, n) < 0) return -1;
+        if (i == 0) dims[2] = *n;
+        *data[i] = PyArray_DIM(array, 2) ? PyArray_DATA(array) : NULL;
+    }
+    return 0;
+}
+
+int read_layer(const char *op, const tq_plan *plan, const layer_arguments *arguments, int type, int flags,
+               npy_intp kv_heads, tq_layer *layer)
+{
+    static const char *const sinks[2] = {"sink_k", "sink_v"}, *const windows[2] = {"window_k", "window_v"};
+    npy_intp batch = layer->batch, table_dims[2] = {batch, ANY};
+    PyArrayObject *lengths = read_array(op, "lengths", arguments->lengths, NPY_INT32, DENSE, 1, &batch);
+    PyArrayObject *pages = lengths ? read_pages(op, plan, arguments->pages, flags, kv_heads) : NULL;
+    PyArrayObject *table =
+        pages ? read_array(op, "block_table", arguments->table, NPY_INT32, DENSE, 2, table_dims) : NULL;
+    if (!table || read_length(op, "pages", pages, 1, &layer->kv_heads) < 0 ||
+        read_length(op, "block_table", table, 1, &layer->max_pages) < 0)
         return -1;
-    return read_moments(op, plan, kv_heads, arguments, out);
+    layer->n_pages = PyArray_DIM(pages, 0);
+    layer->pages = pages_data(pages);
+    layer->block_table = PyArray_DATA(table);
+    layer->lengths = PyArray_DATA(lengths);
+    if (read_exact(op, plan, sinks, arguments->sinks, type, flags, layer, &layer->sinks, &layer->sink_k,
+                   &layer->sink_v) < 0 ||
+        read_exact(op, plan, windows, arguments->windows, type, flags, layer, &layer->window, &layer->window_k,
+                   &layer->window_v) < 0)
+        return -1;
+    return read_transforms(op, plan, &arguments->transforms, layer);
 }
 
 int workspace_get(workspace_memory *workspace, size_t bytes)

@@ -53,13 +53,26 @@ int read_length(const char *op, const char *name, PyArrayObject *array, int dim,
 /** The tq_dtype of a call and NumPy's type of its arrays, from the keyword `dtype` or from the first array. */
 int read_dtype(const char *op, PyObject *dtype, const char *name, PyObject *first, int32_t *out, int *type);
 
-typedef struct {
-    PyObject *rotation, *centre, *steps, *turns, *moments; /* turns and moments: of keys */
-} transform_arguments;
-#define NO_TRANSFORM {Py_None, Py_None, Py_None, Py_None, Py_None}
 enum { KEY = 0, VALUE = 1 };
-int read_transform(const char *op, int side, const tq_plan *plan, npy_intp kv_heads,
-                   const transform_arguments *arguments, tq_transform *out);
+
+/** The arguments of a layer's transforms: float32 [kv_heads, columns] of each side, turns, rotation. */
+typedef struct {
+    PyObject *numbers[2], *turns, *rotation;
+} transform_arguments;
+#define NO_TRANSFORM {{Py_None, Py_None}, Py_None, Py_None}
+/** Reads them for layer->kv_heads heads. What the plan does not take is read too: the core refuses it. */
+int read_transforms(const char *op, const tq_plan *plan, const transform_arguments *arguments, tq_layer *layer);
+
+/** The arguments of a layer's cache; sinks and windows: of keys and values. */
+typedef struct {
+    PyObject *pages, *table, *lengths, *sinks[2], *windows[2];
+    transform_arguments transforms;
+} layer_arguments;
+#define NO_LAYER {NULL, NULL, NULL, {Py_None, Py_None}, {Py_None, Py_None}, NO_TRANSFORM}
+/** Reads the layer of a call with layer->batch sequences. type: NumPy's of exact tokens; flags: WRITE or DENSE;
+ *  kv_heads ANY: as many as the pages have. */
+int read_layer(const char *op, const tq_plan *plan, const layer_arguments *arguments, int type, int flags,
+               npy_intp kv_heads, tq_layer *layer);
 
 /** Memory for a call's workspace, 64-byte aligned. */
 typedef struct {

@@ -3,46 +3,11 @@
 #include <math.h>
 #include <turboquant_checks.h>
 
-/* The arguments of both sides' transforms, in the order of the keywords. */
-typedef struct {
-    transform_arguments key, value;
-} transforms;
-static const transforms no_transforms = {NO_TRANSFORM, NO_TRANSFORM};
-
-static int read_transforms(const char *op, const tq_plan *plan, npy_intp kv_heads, const transforms *arguments,
-                           tq_transform *key, tq_transform *value)
-{
-    if (read_transform(op, KEY, plan, kv_heads, &arguments->key, key) < 0) return -1;
-    return read_transform(op, VALUE, plan, kv_heads, &arguments->value, value);
-}
-
 static int has_values(const tq_plan *plan) { return plan->value.tile_bytes != 0; }
-
-/* Exact tokens [batch, kv_heads, n, head_dim] beside the pages, which are sinks or a window: their number, 0 if there
- * are no keys, and their data, NULL where there are none. */
-static int read_exact(const char *op, const tq_plan *plan, const char *const names[2], PyObject *const objects[2],
-                      int type, int flags, npy_intp batch, npy_intp kv_heads, int32_t *n, void *data[2])
-{
-    npy_intp dims[4] = {batch, kv_heads, ANY, plan->head_dim};
-    *n = 0;
-    data[0] = data[1] = NULL;
-    for (int i = 0; i < 2; i++) {
-        if (objects[i] == Py_None) continue;
-        PyArrayObject *array = read_array(op, names[i], objects[i], type, flags, 4, dims);
-        if (!array) return -1;
-        if (i == 0 && read_length(op, names[0], array, 2, n) < 0) return -1;
-        if (i == 0) dims[2] = *n;
-        data[i] = PyArray_DIM(array, 2) ? PyArray_DATA(array) : NULL;
-    }
-    return 0;
-}
-
-static const char *const sink_names[2] = {"sink_k", "sink_v"}, *const window_names[2] = {"window_k", "window_v"};
 
 const char doc_append[] = PyDoc_STR(
     "append(plan, k, v, lengths, pages, block_table, *, sink_k=None, sink_v=None, window_k=None, window_v=None, "
-    "key_rotation=None, key_centre=None, key_steps=None, key_turns=None, key_moments=None, value_rotation=None, "
-    "value_centre=None, value_steps=None, dtype=None, threads=0)\n--\n\n"
+    "key_numbers=None, value_numbers=None, key_turns=None, rotation=None, dtype=None, threads=0)\n--\n\n"
     "Stores new tokens k, v [batch, kv_heads, tokens, head_dim]: exact ones go to the sinks and the ring, those "
     "that no longer fit\nare rotated, quantised and packed into pages. lengths: int32 [batch], the length of each "
     "sequence after this call; token i of\nsequence b stands at lengths[b] - tokens + i, a negative position is "
@@ -50,27 +15,24 @@ const char doc_append[] = PyDoc_STR(
     "turboquant.h.");
 PyObject *py_append(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"plan",      "k",         "v",           "lengths",        "pages",        "block_table",
-                            "sink_k",    "sink_v",    "window_k",    "window_v",       "key_rotation", "key_centre",
-                            "key_steps", "key_turns", "key_moments", "value_rotation", "value_centre", "value_steps",
-                            "dtype",     "threads",   NULL};
-    PyObject *plan_object, *k_object, *v_object, *lengths_object, *pages_object, *table_object, *threads_object = NULL;
-    PyObject *sinks[2] = {Py_None, Py_None}, *windows[2] = {Py_None, Py_None}, *dtype = Py_None, *result = NULL;
-    transforms given = no_transforms;
+    static char *names[] = {"plan",      "k",        "v",        "lengths",  "pages",       "block_table",
+                            "sink_k",    "sink_v",   "window_k", "window_v", "key_numbers", "value_numbers",
+                            "key_turns", "rotation", "dtype",    "threads",  NULL};
+    PyObject *plan_object, *k_object, *v_object, *threads_object = NULL, *dtype = Py_None, *result = NULL;
+    layer_arguments given = NO_LAYER;
     read_plan_result read;
     const tq_plan *plan = &read.plan;
     tq_append_params p;
     workspace_memory workspace = {NULL, NULL}, tables = {NULL, NULL};
-    void *data[2];
     int type;
     const char *op = "append";
     (void)module;
     memset(&p, 0, sizeof p);
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOO|$OOOOOOOOOOOOOO:append", names, &plan_object, &k_object,
-                                     &v_object, &lengths_object, &pages_object, &table_object, &sinks[0], &sinks[1],
-                                     &windows[0], &windows[1], &given.key.rotation, &given.key.centre, &given.key.steps,
-                                     &given.key.turns, &given.key.moments, &given.value.rotation, &given.value.centre,
-                                     &given.value.steps, &dtype, &threads_object))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOO|$OOOOOOOOOO:append", names, &plan_object, &k_object,
+                                     &v_object, &given.lengths, &given.pages, &given.table, &given.sinks[0],
+                                     &given.sinks[1], &given.windows[0], &given.windows[1],
+                                     &given.transforms.numbers[KEY], &given.transforms.numbers[VALUE],
+                                     &given.transforms.turns, &given.transforms.rotation, &dtype, &threads_object))
         return NULL;
     if (read_plan(op, plan_object, &read) < 0 ||
         (threads_object && read_i32(op, "threads", threads_object, INT32_MIN, INT32_MAX, &p.threads) < 0) ||
@@ -91,27 +53,11 @@ PyObject *py_append(PyObject *module, PyObject *args, PyObject *kwargs)
         p.v = PyArray_DATA(v);
     }
 
-    npy_intp batch = p.layer.batch, table_dims[2] = {batch, ANY};
-    PyArrayObject *lengths = read_array(op, "lengths", lengths_object, NPY_INT32, DENSE, 1, &batch);
-    PyArrayObject *pages = lengths ? read_pages(op, plan, pages_object, WRITE, p.layer.kv_heads) : NULL;
-    PyArrayObject *table = pages ? read_array(op, "block_table", table_object, NPY_INT32, DENSE, 2, table_dims) : NULL;
-    if (!table || read_length(op, "block_table", table, 1, &p.layer.max_pages) < 0) return NULL;
-    p.layer.lengths = PyArray_DATA(lengths);
-    p.layer.pages = pages_data(pages);
-    p.layer.n_pages = PyArray_DIM(pages, 0);
-    p.layer.block_table = PyArray_DATA(table);
-    if (read_exact(op, plan, sink_names, sinks, type, WRITE, batch, p.layer.kv_heads, &p.layer.sinks, data) < 0)
-        return NULL;
-    p.layer.sink_k = data[0];
-    p.layer.sink_v = data[1];
-    if (read_exact(op, plan, window_names, windows, type, WRITE, batch, p.layer.kv_heads, &p.layer.window, data) < 0)
-        return NULL;
-    p.layer.window_k = data[0];
-    p.layer.window_v = data[1];
-    if (read_transforms(op, plan, p.layer.kv_heads, &given, &p.layer.key, &p.layer.value) < 0) return NULL;
+    if (read_layer(op, plan, &given, type, WRITE, p.layer.kv_heads, &p.layer) < 0) return NULL;
 
-    const table_argument copied[] = {{&p.layer.lengths, (size_t)batch},
-                                     {&p.layer.block_table, (size_t)PyArray_SIZE(table)}};
+    const size_t batch = (size_t)p.layer.batch;
+    const table_argument copied[] = {{&p.layer.lengths, batch},
+                                     {&p.layer.block_table, batch * (size_t)p.layer.max_pages}};
     if (copy_tables(&tables, copied, 2) < 0) goto done;
     size_t workspace_bytes = 0;
     tq_error error = {0};
@@ -144,8 +90,8 @@ static int read_fresh(const char *op, const char *name, PyObject *object, int he
 
 const char doc_attend[] = PyDoc_STR(
     "attend(plan, q, pages, block_table, lengths, *, starts=None, sink_k=None, sink_v=None, window_k=None, "
-    "window_v=None, fresh_k=None, fresh_v=None, key_rotation=None, key_centre=None, key_steps=None, key_turns=None, "
-    "key_moments=None, value_rotation=None, value_centre=None, value_steps=None, causal=True, sliding_window=0, "
+    "window_v=None, fresh_k=None, fresh_v=None, key_numbers=None, value_numbers=None, key_turns=None, rotation=None, "
+    "causal=True, sliding_window=0, "
     "softmax_scale=None, softcap=0.0, dtype=None, out=None, threads=0)\n--\n\n"
     "(out, lse): softmax attention of q [batch, query_heads, query_tokens, head_dim] over sinks, packed tokens and "
     "window. out has\nthe shape and dtype of q, lse is the natural log of the softmax's denominator, float32 "
@@ -154,40 +100,29 @@ const char doc_attend[] = PyDoc_STR(
     "to write to, C-contiguous.\nArrays: see _core.pyi; contract: tq_attend in turboquant.h.");
 PyObject *py_attend(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"plan",          "q",
-                            "pages",         "block_table",
-                            "lengths",       "starts",
-                            "sink_k",        "sink_v",
-                            "window_k",      "window_v",
-                            "fresh_k",       "fresh_v",
-                            "key_rotation",  "key_centre",
-                            "key_steps",     "key_turns",
-                            "key_moments",   "value_rotation",
-                            "value_centre",  "value_steps",
-                            "causal",        "sliding_window",
-                            "softmax_scale", "softcap",
-                            "dtype",         "out",
-                            "threads",       NULL};
-    PyObject *plan_object, *q_object, *pages_object, *table_object, *lengths_object, *starts_object = Py_None;
-    PyObject *sinks[2] = {Py_None, Py_None}, *windows[2] = {Py_None, Py_None}, *fresh[2] = {Py_None, Py_None};
+    static char *names[] = {
+        "plan",      "q",        "pages",    "block_table",    "lengths",       "starts",      "sink_k",
+        "sink_v",    "window_k", "window_v", "fresh_k",        "fresh_v",       "key_numbers", "value_numbers",
+        "key_turns", "rotation", "causal",   "sliding_window", "softmax_scale", "softcap",     "dtype",
+        "out",       "threads",  NULL};
+    PyObject *plan_object, *q_object, *starts_object = Py_None, *fresh[2] = {Py_None, Py_None};
     PyObject *sliding_object = NULL, *scale_object = Py_None, *softcap_object = NULL, *dtype = Py_None;
     PyObject *out_object = Py_None, *threads_object = NULL, *out = NULL, *lse = NULL, *result = NULL;
-    transforms given = no_transforms;
+    layer_arguments given = NO_LAYER;
     read_plan_result read;
     const tq_plan *plan = &read.plan;
     tq_attend_params p;
     workspace_memory workspace = {NULL, NULL}, tables = {NULL, NULL};
-    void *data[2];
     int type, causal = 1;
     const char *op = "attend";
     (void)module;
     memset(&p, 0, sizeof p);
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OOOOO|$OOOOOOOOOOOOOOOpOOOOOO:attend", names, &plan_object, &q_object, &pages_object,
-            &table_object, &lengths_object, &starts_object, &sinks[0], &sinks[1], &windows[0], &windows[1], &fresh[0],
-            &fresh[1], &given.key.rotation, &given.key.centre, &given.key.steps, &given.key.turns, &given.key.moments,
-            &given.value.rotation, &given.value.centre, &given.value.steps, &causal, &sliding_object, &scale_object,
-            &softcap_object, &dtype, &out_object, &threads_object))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOO|$OOOOOOOOOOOpOOOOOO:attend", names, &plan_object, &q_object,
+                                     &given.pages, &given.table, &given.lengths, &starts_object, &given.sinks[0],
+                                     &given.sinks[1], &given.windows[0], &given.windows[1], &fresh[0], &fresh[1],
+                                     &given.transforms.numbers[KEY], &given.transforms.numbers[VALUE],
+                                     &given.transforms.turns, &given.transforms.rotation, &causal, &sliding_object,
+                                     &scale_object, &softcap_object, &dtype, &out_object, &threads_object))
         return NULL;
     if (read_plan(op, plan_object, &read) < 0 ||
         (sliding_object &&
@@ -209,35 +144,17 @@ PyObject *py_attend(PyObject *module, PyObject *args, PyObject *kwargs)
         return NULL;
     p.q = PyArray_DATA(q);
 
-    npy_intp batch = p.layer.batch, table_dims[2] = {batch, ANY};
-    PyArrayObject *pages = read_pages(op, plan, pages_object, DENSE, ANY);
-    PyArrayObject *table = pages ? read_array(op, "block_table", table_object, NPY_INT32, DENSE, 2, table_dims) : NULL;
-    PyArrayObject *lengths = table ? read_array(op, "lengths", lengths_object, NPY_INT32, DENSE, 1, &batch) : NULL;
-    if (!lengths || read_length(op, "pages", pages, 1, &p.layer.kv_heads) < 0 ||
-        read_length(op, "block_table", table, 1, &p.layer.max_pages) < 0)
-        return NULL;
+    npy_intp batch = p.layer.batch;
+    if (read_layer(op, plan, &given, type, DENSE, ANY, &p.layer) < 0) return NULL;
     if (starts_object != Py_None) {
         PyArrayObject *starts = read_array(op, "starts", starts_object, NPY_INT32, DENSE, 1, &batch);
         if (!starts) return NULL;
         p.starts = PyArray_DATA(starts);
     }
-    p.layer.pages = pages_data(pages);
-    p.layer.n_pages = PyArray_DIM(pages, 0);
-    p.layer.block_table = PyArray_DATA(table);
-    p.layer.lengths = PyArray_DATA(lengths);
-    if (read_exact(op, plan, sink_names, sinks, type, DENSE, batch, p.layer.kv_heads, &p.layer.sinks, data) < 0)
-        return NULL;
-    p.layer.sink_k = data[0];
-    p.layer.sink_v = data[1];
-    if (read_exact(op, plan, window_names, windows, type, DENSE, batch, p.layer.kv_heads, &p.layer.window, data) < 0)
-        return NULL;
-    p.layer.window_k = data[0];
-    p.layer.window_v = data[1];
     if (read_fresh(op, "fresh_k", fresh[0], plan->head_dim, type, &p, &p.fresh_k, &p.fresh_k_stride_batch,
                    &p.fresh_k_stride_head, &p.fresh_k_stride_token) < 0 ||
         read_fresh(op, "fresh_v", fresh[1], plan->head_dim, type, &p, &p.fresh_v, &p.fresh_v_stride_batch,
-                   &p.fresh_v_stride_head, &p.fresh_v_stride_token) < 0 ||
-        read_transforms(op, plan, p.layer.kv_heads, &given, &p.layer.key, &p.layer.value) < 0)
+                   &p.fresh_v_stride_head, &p.fresh_v_stride_token) < 0)
         return NULL;
 
     if (out_object == Py_None) out = PyArray_SimpleNew(4, PyArray_DIMS(q), type);
@@ -248,7 +165,7 @@ PyObject *py_attend(PyObject *module, PyObject *args, PyObject *kwargs)
     p.lse = PyArray_DATA((PyArrayObject *)lse);
     const table_argument copied[] = {{&p.layer.lengths, (size_t)batch},
                                      {&p.starts, (size_t)batch},
-                                     {&p.layer.block_table, (size_t)PyArray_SIZE(table)}};
+                                     {&p.layer.block_table, (size_t)batch * (size_t)p.layer.max_pages}};
     if (copy_tables(&tables, copied, 3) < 0) goto done;
     size_t workspace_bytes = 0;
     tq_error error = {0};
@@ -312,51 +229,40 @@ done:
 }
 
 const char doc_dequantize[] = PyDoc_STR(
-    "dequantize(plan, pages, block_table, lengths, max_tokens, *, key_rotation=None, key_centre=None, "
-    "key_steps=None, key_turns=None, key_moments=None, value_rotation=None, value_centre=None, value_steps=None, "
-    "sinks=0)\n--\n\n"
+    "dequantize(plan, pages, block_table, lengths, max_tokens, *, key_numbers=None, value_numbers=None, "
+    "key_turns=None, rotation=None, sinks=0)\n--\n\n"
     "(k, v): packed tokens decoded, float32 [batch, kv_heads, max_tokens, head_dim] each, 0 behind lengths[b]; v is "
     "None if the plan has\nno values. lengths: int32 [batch], packed tokens of each sequence, <= max_tokens <= "
     "max_pages * page_tokens.");
 PyObject *py_dequantize(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"plan",           "pages",        "block_table", "lengths",   "max_tokens",
-                            "key_rotation",   "key_centre",   "key_steps",   "key_turns", "key_moments",
-                            "value_rotation", "value_centre", "value_steps", "sinks",     NULL};
-    PyObject *plan_object, *pages_object, *table_object, *lengths_object, *max_object;
-    PyObject *sinks_object = NULL, *k = NULL, *v = NULL, *result = NULL;
-    transforms given = no_transforms;
+    static char *names[] = {"plan",          "pages",     "block_table", "lengths", "max_tokens", "key_numbers",
+                            "value_numbers", "key_turns", "rotation",    "sinks",   NULL};
+    PyObject *plan_object, *max_object, *sinks_object = NULL, *k = NULL, *v = NULL, *result = NULL;
+    layer_arguments given = NO_LAYER;
     read_plan_result read;
     const tq_plan *plan = &read.plan;
     tq_layer layer;
     workspace_memory tables = {NULL, NULL};
-    int32_t max_tokens;
+    int32_t max_tokens, sinks = 0;
     const char *op = "dequantize";
     (void)module;
     memset(&layer, 0, sizeof layer);
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOO|$OOOOOOOOO:dequantize", names, &plan_object, &pages_object,
-                                     &table_object, &lengths_object, &max_object, &given.key.rotation,
-                                     &given.key.centre, &given.key.steps, &given.key.turns, &given.key.moments,
-                                     &given.value.rotation, &given.value.centre, &given.value.steps, &sinks_object))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOO|$OOOOO:dequantize", names, &plan_object, &given.pages,
+                                     &given.table, &given.lengths, &max_object, &given.transforms.numbers[KEY],
+                                     &given.transforms.numbers[VALUE], &given.transforms.turns,
+                                     &given.transforms.rotation, &sinks_object))
         return NULL;
     if (read_plan(op, plan_object, &read) < 0 ||
         read_i32(op, "max_tokens", max_object, INT32_MIN, INT32_MAX, &max_tokens) < 0 ||
-        (sinks_object && read_i32(op, "sinks", sinks_object, INT32_MIN, INT32_MAX, &layer.sinks) < 0))
+        (sinks_object && read_i32(op, "sinks", sinks_object, INT32_MIN, INT32_MAX, &sinks) < 0))
         return NULL;
     npy_intp dims[2] = {ANY, ANY};
-    PyArrayObject *pages = read_pages(op, plan, pages_object, DENSE, ANY);
-    PyArrayObject *table = pages ? read_array(op, "block_table", table_object, NPY_INT32, DENSE, 2, dims) : NULL;
-    PyArrayObject *lengths =
-        table ? read_array(op, "lengths", lengths_object, NPY_INT32, DENSE, 1, PyArray_DIMS(table)) : NULL;
-    if (!lengths || read_length(op, "pages", pages, 1, &layer.kv_heads) < 0 ||
-        read_length(op, "block_table", table, 0, &layer.batch) < 0 ||
-        read_length(op, "block_table", table, 1, &layer.max_pages) < 0 ||
-        read_transforms(op, plan, layer.kv_heads, &given, &layer.key, &layer.value) < 0)
+    PyArrayObject *table = read_array(op, "block_table", given.table, NPY_INT32, DENSE, 2, dims);
+    if (!table || read_length(op, "block_table", table, 0, &layer.batch) < 0 ||
+        read_layer(op, plan, &given, NPY_FLOAT32, DENSE, ANY, &layer) < 0)
         return NULL;
-    layer.n_pages = PyArray_DIM(pages, 0);
-    layer.pages = pages_data(pages);
-    layer.block_table = PyArray_DATA(table);
-    layer.lengths = PyArray_DATA(lengths);
+    layer.sinks = sinks;
     tq_error error = {0};
     tq_status status = tq_check_dequantize_sizes(plan, &layer, max_tokens, &error);
     if (status != TQ_OK) return raise_status(op, status, &error, NULL); /* before memory is allocated */

@@ -9,6 +9,7 @@ int read_plan(const char *op, PyObject *object, read_plan_result *out)
     Py_ssize_t n = PySequence_Check(object) ? PySequence_Size(object) : -1;
     if (n < 0) {
         if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError)) goto done;
+        PyErr_Clear(); /* of an array without dimensions */
         raise_type(op, "plan", "a sequence of integers, the words of a turboquant.Plan", object);
         goto done;
     }

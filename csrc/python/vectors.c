@@ -175,15 +175,13 @@ PyObject *py_rotate(PyObject *module, PyObject *args, PyObject *kwargs)
 }
 
 const char doc_dot[] = PyDoc_STR(
-    "dot(plan, queries, pages, n, *, key_rotation=None, key_centre=None, key_steps=None, key_moments=None, "
-    "threads=0)\n--\n\n"
+    "dot(plan, queries, pages, n, *, key_numbers=None, rotation=None, threads=0)\n--\n\n"
     "<q, x> for every query and each of the first n packed vectors, which are not decoded: float32 [queries, n].\n"
     "queries: float32 [queries, head_dim] in the units of the vectors, not rotated. pages: uint8 [at least "
     "ceil(n / page_tokens), 1, record_bytes].");
 PyObject *py_dot(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"plan",       "queries",   "pages",       "n",       "key_rotation",
-                            "key_centre", "key_steps", "key_moments", "threads", NULL};
+    static char *names[] = {"plan", "queries", "pages", "n", "key_numbers", "rotation", "threads", NULL};
     PyObject *plan_object, *queries_object, *pages_object, *n_object, *threads_object = NULL, *out = NULL,
                                                                       *result = NULL;
     transform_arguments transform = NO_TRANSFORM;
@@ -191,12 +189,11 @@ PyObject *py_dot(PyObject *module, PyObject *args, PyObject *kwargs)
     read_plan_result read;
     int64_t n;
     int32_t threads = 0;
-    tq_transform key;
+    tq_layer layer = {.kv_heads = 1};
     const char *op = "dot";
     (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|$OOOOO:dot", names, &plan_object, &queries_object,
-                                     &pages_object, &n_object, &transform.rotation, &transform.centre, &transform.steps,
-                                     &transform.moments, &threads_object))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|$OOO:dot", names, &plan_object, &queries_object, &pages_object,
+                                     &n_object, &transform.numbers[KEY], &transform.rotation, &threads_object))
         return NULL;
     if (read_plan(op, plan_object, &read) < 0 || read_i64(op, "n", n_object, 0, INT64_MAX, &n) < 0 ||
         (threads_object && read_i32(op, "threads", threads_object, 0, INT32_MAX, &threads) < 0))
@@ -204,7 +201,7 @@ PyObject *py_dot(PyObject *module, PyObject *args, PyObject *kwargs)
     npy_intp dims[2] = {ANY, read.plan.head_dim};
     PyArrayObject *queries = read_array(op, "queries", queries_object, NPY_FLOAT32, DENSE, 2, dims);
     PyArrayObject *pages = queries ? read_pages(op, &read.plan, pages_object, DENSE, 1) : NULL;
-    if (!pages || read_transform(op, KEY, &read.plan, 1, &transform, &key) < 0) return NULL;
+    if (!pages || read_transforms(op, &read.plan, &transform, &layer) < 0) return NULL;
     int64_t room = (int64_t)PyArray_DIM(pages, 0) * read.plan.page_tokens, n_queries = PyArray_DIM(queries, 0);
     if (n > room)
         return raise_value(op, "n", "in 0..%lld, what the pages hold, got %lld", (long long)room, (long long)n);
@@ -221,8 +218,8 @@ PyObject *py_dot(PyObject *module, PyObject *args, PyObject *kwargs)
     if (status == TQ_OK) {
         if (workspace_get(&workspace, workspace_bytes) < 0) goto done;
         Py_BEGIN_ALLOW_THREADS;
-        status =
-            tq_dot(&read.plan, &key, q, n_queries, bytes, n, to, threads, workspace.aligned, workspace_bytes, &error);
+        status = tq_dot(&read.plan, &layer.key, q, n_queries, bytes, n, to, threads, workspace.aligned, workspace_bytes,
+                        &error);
         Py_END_ALLOW_THREADS;
     }
     if (status != TQ_OK) {

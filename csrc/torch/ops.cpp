@@ -181,72 +181,95 @@ void check_head_dim(const Call &call, const char *name, const Tensor &t)
                     join(t.sizes().data(), t.sizes().size()));
 }
 
-constexpr const char *KEY[3] = {"key_rotation", "key_centre", "key_steps"};
-constexpr const char *VALUE[3] = {"value_rotation", "value_centre", "value_steps"};
-
-/** rotation [rows, head_dim] or [kv_heads or 1, rows, head_dim], rows = matrix_rows of the side, or head_dim where it has
- *  none (the core refuses it then); centre [kv_heads, head_dim]; steps [kv_heads, step_columns]; all float32. */
-tq_transform read_transform(const Call &call, const char *const (&names)[3], int64_t kv_heads, const Maybe &rotation,
-                            const Maybe &centre, const Maybe &steps)
-{
-    tq_transform out{};
-    const tq_side &side = &names == &KEY ? call.plan().key : call.plan().value;
-    int64_t dim = call.plan().head_dim, rows = side.matrix_rows ? side.matrix_rows : dim;
-    int32_t f32 = aoti_torch_dtype_float32();
-    if (given(rotation)) {
-        bool per_head = rotation->dim() == 3 && rotation->size(0) != 1;
-        if (rotation->dim() == 2) call.tensor(names[0], *rotation, f32, {rows, dim}, Strides::DENSE);
-        else call.tensor(names[0], *rotation, f32, {per_head ? kv_heads : 1, rows, dim}, Strides::DENSE);
-        out.rotation = data_as<float>(*rotation);
-        out.rotation_stride_head = per_head ? rows * dim : 0;
-    }
-    if (given(centre)) {
-        call.tensor(names[1], *centre, f32, {kv_heads, dim}, Strides::DENSE);
-        out.centre = data_as<float>(*centre);
-    }
-    if (given(steps)) {
-        call.tensor(names[2], *steps, f32, {kv_heads, side.step_columns ? side.step_columns : ANY}, Strides::DENSE);
-        out.steps = data_as<float>(*steps);
-    }
-    return out;
-}
-
-/** The same of keys, with turns int32 [wave_pairs, 3] and moments float32 [kv_heads, plan.moments]. */
-tq_transform read_key_transform(const Call &call, int64_t kv_heads, const Maybe &rotation, const Maybe &centre,
-                                const Maybe &steps, const Maybe &turns, const Maybe &moments)
-{
-    tq_transform out = read_transform(call, KEY, kv_heads, rotation, centre, steps);
-    if (given(turns)) {
-        call.tensor("key_turns", *turns, aoti_torch_dtype_int32(), {call.plan().wave_pairs, 3}, Strides::DENSE);
-        out.turns = data_as<int32_t>(*turns);
-    }
-    if (given(moments)) {
-        call.tensor("key_moments", *moments, aoti_torch_dtype_float32(), {kv_heads, call.plan().moments},
-                    Strides::DENSE);
-        out.moments = data_as<float>(*moments);
-    }
-    return out;
-}
-
-/** How many tokens a pair such as sink_k, sink_v holds: [batch, kv_heads, tokens, head_dim], dense; 0 without keys. */
-int32_t read_exact(const Call &call, const char *k_name, const char *v_name, const Maybe &k, const Maybe &v,
-                   int32_t dtype, int64_t batch, int64_t kv_heads)
-{
-    int64_t dim = call.plan().head_dim;
-    if (given(k)) call.tensor(k_name, *k, dtype, {batch, kv_heads, ANY, dim}, Strides::DENSE);
-    if (given(v)) call.tensor(v_name, *v, dtype, {batch, kv_heads, given(k) ? k->size(2) : ANY, dim}, Strides::DENSE);
-    return given(k) ? call.length(k_name, *k, 2) : 0;
-}
-
-/** pages [n_pages, kv_heads, record_bytes]; kv_heads ANY: as many as there are. */
-void check_pages(const Call &call, const Tensor &pages, int64_t kv_heads)
-{
-    call.tensor("pages", pages, aoti_torch_dtype_uint8(), {ANY, kv_heads, call.plan().record_bytes}, Strides::DENSE);
-}
-
 void check_integers(const Call &call, const char *name, const Tensor &t, std::initializer_list<int64_t> shape)
 {
     call.tensor(name, t, aoti_torch_dtype_int32(), shape, Strides::DENSE);
+}
+
+struct Transforms {
+    const Maybe &key_numbers, &value_numbers, &key_turns, &rotation;
+};
+
+struct Exact {
+    const Maybe &sink_k, &sink_v, &window_k, &window_v;
+};
+
+void read_numbers(const Call &call, const char *name, const Maybe &numbers, bool is_value, int64_t kv_heads,
+                  tq_transform *out)
+{
+    if (!given(numbers)) return;
+    call.tensor(name, *numbers, aoti_torch_dtype_float32(), {kv_heads, ANY}, Strides::DENSE);
+    call.check(
+        tq_transform_numbers(&call.plan(), is_value, data_as<float>(*numbers), numbers->size(1), out, &call.error));
+}
+
+/** key_numbers and value_numbers float32 [kv_heads, columns], key_turns int32 [wave_pairs, 3], rotation float32
+ *  [kv_heads or 1, rows of the keys and then of the values, head_dim]. What the plan does not take is read too: the core
+ *  refuses it. */
+void read_transforms(const Call &call, const Transforms &from, tq_layer *layer)
+{
+    const tq_side &key = call.plan().key, &value = call.plan().value;
+    read_numbers(call, "key_numbers", from.key_numbers, false, layer->kv_heads, &layer->key);
+    read_numbers(call, "value_numbers", from.value_numbers, true, layer->kv_heads, &layer->value);
+    if (given(from.key_turns)) {
+        check_integers(call, "key_turns", *from.key_turns, {call.plan().wave_pairs, 3});
+        layer->key.turns = data_as<int32_t>(*from.key_turns);
+    }
+    if (!given(from.rotation)) return;
+    int64_t dim = call.plan().head_dim, rows = key.matrix_rows + value.matrix_rows;
+    bool one = from.rotation->dim() == 3 && from.rotation->size(0) == 1;
+    call.tensor("rotation", *from.rotation, aoti_torch_dtype_float32(),
+                {one ? 1 : layer->kv_heads, rows ? rows : ANY, dim}, Strides::DENSE);
+    const float *matrix = data_as<float>(*from.rotation);
+    layer->key.rotation_stride_head = layer->value.rotation_stride_head = one ? 0 : rows * dim;
+    if (key.matrix_rows || !rows) layer->key.rotation = matrix;
+    if (value.matrix_rows) layer->value.rotation = matrix + key.matrix_rows * dim;
+}
+
+/** How many tokens a pair such as sink_k, sink_v holds: [batch, kv_heads, tokens, head_dim], dense; 0 without keys. */
+int32_t read_pair(const Call &call, const char *k_name, const char *v_name, const Maybe &k, const Maybe &v,
+                  int32_t dtype, const tq_layer &layer)
+{
+    int64_t dim = call.plan().head_dim;
+    if (given(k)) call.tensor(k_name, *k, dtype, {layer.batch, layer.kv_heads, ANY, dim}, Strides::DENSE);
+    if (given(v))
+        call.tensor(v_name, *v, dtype, {layer.batch, layer.kv_heads, given(k) ? k->size(2) : ANY, dim}, Strides::DENSE);
+    return given(k) ? call.length(k_name, *k, 2) : 0;
+}
+
+/** The data of a tensor that this call may write to, or only reads. */
+void *data_for(bool writes, const Tensor &t)
+{
+    return writes ? t.mutable_data_ptr() : const_cast<void *>(t.const_data_ptr());
+}
+
+/** Pages, table and lengths of layer->batch sequences, and the transforms. kv_heads ANY: as many as pages have. */
+void read_packed(const Call &call, const Tensor &pages, const Tensor &block_table, const Tensor &lengths,
+                 const Transforms &transforms, int64_t kv_heads, bool writes, tq_layer *layer)
+{
+    call.tensor("pages", pages, aoti_torch_dtype_uint8(), {ANY, kv_heads, call.plan().record_bytes}, Strides::DENSE);
+    check_integers(call, "block_table", block_table, {layer->batch, ANY});
+    check_integers(call, "lengths", lengths, {layer->batch});
+    layer->kv_heads = call.length("pages", pages, 1), layer->n_pages = pages.size(0);
+    layer->max_pages = call.length("block_table", block_table, 1);
+    layer->pages = static_cast<uint8_t *>(data_for(writes, pages));
+    layer->block_table = data_as<int32_t>(block_table), layer->lengths = data_as<int32_t>(lengths);
+    read_transforms(call, transforms, layer);
+}
+
+/** The layer of a call whose batch is known. like: gives the dtype of exact tokens. */
+void read_layer(const Call &call, const Tensor &like, const Tensor &pages, const Tensor &block_table,
+                const Tensor &lengths, const Exact &exact, const Transforms &transforms, int64_t kv_heads, bool writes,
+                tq_layer *layer)
+{
+    read_packed(call, pages, block_table, lengths, transforms, kv_heads, writes, layer);
+    int32_t dtype = dtype_of(like);
+    layer->dtype = call.read_dtype(like);
+    layer->sinks = read_pair(call, "sink_k", "sink_v", exact.sink_k, exact.sink_v, dtype, *layer);
+    layer->window = read_pair(call, "window_k", "window_v", exact.window_k, exact.window_v, dtype, *layer);
+    auto at = [&](const Maybe &t) { return given(t) ? data_for(writes, *t) : nullptr; };
+    layer->sink_k = at(exact.sink_k), layer->sink_v = at(exact.sink_v);
+    layer->window_k = at(exact.window_k), layer->window_v = at(exact.window_v);
 }
 
 /** k and v: [batch, kv_heads, tokens, head_dim] with free leading strides; v absent iff the plan has no values. */
@@ -326,60 +349,44 @@ Tensor rotate(const Words &words, const Tensor &x, const Maybe &matrix, bool inv
 
 /** The arguments of `append` beside the plan, checked. */
 tq_append_params read_append(const Call &call, const Tensor &k, const Maybe &v, const Tensor &lengths,
-                             const Tensor &pages, const Tensor &block_table, const Maybe &sink_k, const Maybe &sink_v,
-                             const Maybe &window_k, const Maybe &window_v, const Maybe &key_rotation,
-                             const Maybe &value_rotation, const Maybe &key_centre, const Maybe &value_centre,
-                             const Maybe &key_steps, const Maybe &value_steps, const Maybe &key_turns,
-                             const Maybe &key_moments, const Maybe &flag)
+                             const Tensor &pages, const Tensor &block_table, const Exact &exact,
+                             const Transforms &transforms, const Maybe &flag)
 {
     tq_append_params p = read_new_tokens(call, k, v);
-    check_integers(call, "lengths", lengths, {p.layer.batch});
-    check_integers(call, "block_table", block_table, {p.layer.batch, ANY});
-    check_pages(call, pages, p.layer.kv_heads);
-    p.layer.sinks = read_exact(call, "sink_k", "sink_v", sink_k, sink_v, dtype_of(k), p.layer.batch, p.layer.kv_heads);
-    p.layer.window =
-        read_exact(call, "window_k", "window_v", window_k, window_v, dtype_of(k), p.layer.batch, p.layer.kv_heads);
-    p.layer.key =
-        read_key_transform(call, p.layer.kv_heads, key_rotation, key_centre, key_steps, key_turns, key_moments);
-    p.layer.value = read_transform(call, VALUE, p.layer.kv_heads, value_rotation, value_centre, value_steps);
-
+    read_layer(call, k, pages, block_table, lengths, exact, transforms, p.layer.kv_heads, true, &p.layer);
     if (flag) call.tensor("flag", *flag, aoti_torch_dtype_int64(), {1}, Strides::DENSE);
-
-    auto writable = [](const Maybe &t) { return given(t) ? t->mutable_data_ptr() : nullptr; };
-    p.layer.n_pages = pages.size(0), p.layer.max_pages = call.length("block_table", block_table, 1);
-    p.layer.lengths = data_as<int32_t>(lengths), p.layer.block_table = data_as<int32_t>(block_table);
-    p.layer.sink_k = writable(sink_k), p.layer.sink_v = writable(sink_v);
-    p.layer.window_k = writable(window_k), p.layer.window_v = writable(window_v);
-    p.layer.pages = static_cast<uint8_t *>(pages.mutable_data_ptr());
     return p;
 }
 
 int64_t *flag_of(const Maybe &flag) { return given(flag) ? static_cast<int64_t *>(flag->mutable_data_ptr()) : nullptr; }
 
-void append(const Words &words, const Tensor &k, const Maybe &v, const Tensor &lengths, const Tensor &pages,
-            const Tensor &block_table, const Maybe &sink_k, const Maybe &sink_v, const Maybe &window_k,
-            const Maybe &window_v, const Maybe &key_rotation, const Maybe &value_rotation, const Maybe &key_centre,
-            const Maybe &value_centre, const Maybe &key_steps, const Maybe &value_steps, const Maybe &key_turns,
-            const Maybe &key_moments, const Maybe &flag)
+// Parameters that several operators have, in the order of their schemas below.
+#define EXACT const Maybe &sink_k, const Maybe &sink_v, const Maybe &window_k, const Maybe &window_v
+#define TRANSFORMS const Maybe &key_numbers, const Maybe &value_numbers, const Maybe &key_turns, const Maybe &rotation
+#define APPEND                                                                                                         \
+    const Words &words, const Tensor &k, const Maybe &v, const Tensor &lengths, const Tensor &pages,                   \
+        const Tensor &block_table, EXACT, TRANSFORMS, const Maybe &flag
+#define ATTEND                                                                                                         \
+    const Words &words, const Tensor &q, const Tensor &pages, const Tensor &block_table, const Tensor &lengths,        \
+        const Maybe &starts, EXACT, const Maybe &fresh_k, const Maybe &fresh_v, TRANSFORMS,                            \
+        std::optional<double> softmax_scale, bool causal, int64_t sliding_window, double softcap,                      \
+        const Maybe &schedule
+#define GIVEN_EXACT                                                                                                    \
+    Exact { sink_k, sink_v, window_k, window_v }
+#define GIVEN_TRANSFORMS                                                                                               \
+    Transforms { key_numbers, value_numbers, key_turns, rotation }
+
+void append(APPEND)
 {
     Call call("append", words, k, "k");
-    tq_append_params p =
-        read_append(call, k, v, lengths, pages, block_table, sink_k, sink_v, window_k, window_v, key_rotation,
-                    value_rotation, key_centre, value_centre, key_steps, value_steps, key_turns, key_moments, flag);
-    run_append(call, p, flag_of(flag));
+    run_append(call, read_append(call, k, v, lengths, pages, block_table, GIVEN_EXACT, GIVEN_TRANSFORMS, flag),
+               flag_of(flag));
 }
 
-std::string append_kernel(const Words &words, const Tensor &k, const Maybe &v, const Tensor &lengths,
-                          const Tensor &pages, const Tensor &block_table, const Maybe &sink_k, const Maybe &sink_v,
-                          const Maybe &window_k, const Maybe &window_v, const Maybe &key_rotation,
-                          const Maybe &value_rotation, const Maybe &key_centre, const Maybe &value_centre,
-                          const Maybe &key_steps, const Maybe &value_steps, const Maybe &key_turns,
-                          const Maybe &key_moments, const Maybe &flag)
+std::string append_kernel(APPEND)
 {
     Call call("append_kernel", words, k, "k");
-    tq_append_params p =
-        read_append(call, k, v, lengths, pages, block_table, sink_k, sink_v, window_k, window_v, key_rotation,
-                    value_rotation, key_centre, value_centre, key_steps, value_steps, key_turns, key_moments, flag);
+    tq_append_params p = read_append(call, k, v, lengths, pages, block_table, GIVEN_EXACT, GIVEN_TRANSFORMS, flag);
     char name[NAME_BYTES];
     call.check(Launch(call)->append_kernel(&call.plan(), &p, name, &call.error));
     return name;
@@ -409,69 +416,40 @@ tq_attend_params read_queries(const Call &call, const Tensor &q, std::optional<d
     return p;
 }
 
-/** The arguments of `attend` beside the plan, checked. */
-tq_attend_params read_attend(const Call &call, const Tensor &q, const Tensor &pages, const Tensor &block_table,
-                             const Tensor &lengths, const Maybe &starts, const Maybe &sink_k, const Maybe &sink_v,
-                             const Maybe &window_k, const Maybe &window_v, const Maybe &fresh_k, const Maybe &fresh_v,
-                             const Maybe &key_rotation, const Maybe &value_rotation, const Maybe &key_centre,
-                             const Maybe &value_centre, const Maybe &key_steps, const Maybe &value_steps,
-                             const Maybe &key_turns, const Maybe &key_moments, std::optional<double> softmax_scale,
-                             bool causal, int64_t sliding_window, double softcap, const Maybe &schedule)
+/** New tokens beside the window: [batch, kv_heads, query_tokens, head_dim]. */
+const void *read_fresh(const Call &call, const char *name, const Maybe &t, const tq_attend_params &p, int32_t dtype,
+                       int64_t *batch, int64_t *head, int64_t *token)
 {
-    tq_attend_params p = read_queries(call, q, softmax_scale, causal, sliding_window, softcap, schedule);
-    int32_t dtype = dtype_of(q);
-    int64_t dim = call.plan().head_dim;
-    check_pages(call, pages, ANY);
-    p.layer.kv_heads = call.length("pages", pages, 1);
-    check_integers(call, "block_table", block_table, {p.layer.batch, ANY});
-    check_integers(call, "lengths", lengths, {p.layer.batch});
-    if (starts) check_integers(call, "starts", *starts, {p.layer.batch});
-    p.layer.sinks = read_exact(call, "sink_k", "sink_v", sink_k, sink_v, dtype, p.layer.batch, p.layer.kv_heads);
-    p.layer.window =
-        read_exact(call, "window_k", "window_v", window_k, window_v, dtype, p.layer.batch, p.layer.kv_heads);
-    if (given(fresh_k)) {
-        call.tensor("fresh_k", *fresh_k, dtype, {p.layer.batch, p.layer.kv_heads, p.query_tokens, dim}, Strides::ROWS);
-        p.fresh_k_stride_batch = fresh_k->stride(0), p.fresh_k_stride_head = fresh_k->stride(1);
-        p.fresh_k_stride_token = fresh_k->stride(2);
-    }
-    if (given(fresh_v)) {
-        call.tensor("fresh_v", *fresh_v, dtype, {p.layer.batch, p.layer.kv_heads, p.query_tokens, dim}, Strides::ROWS);
-        p.fresh_v_stride_batch = fresh_v->stride(0), p.fresh_v_stride_head = fresh_v->stride(1);
-        p.fresh_v_stride_token = fresh_v->stride(2);
-    }
-    p.layer.key =
-        read_key_transform(call, p.layer.kv_heads, key_rotation, key_centre, key_steps, key_turns, key_moments);
-    p.layer.value = read_transform(call, VALUE, p.layer.kv_heads, value_rotation, value_centre, value_steps);
+    if (!given(t)) return nullptr;
+    call.tensor(name, *t, dtype, {p.layer.batch, p.layer.kv_heads, p.query_tokens, call.plan().head_dim},
+                Strides::ROWS);
+    *batch = t->stride(0), *head = t->stride(1), *token = t->stride(2);
+    return t->const_data_ptr();
+}
 
-    p.layer.n_pages = pages.size(0), p.layer.max_pages = call.length("block_table", block_table, 1);
-    p.layer.pages = static_cast<uint8_t *>(const_cast<void *>(pages.const_data_ptr())),
-    p.layer.block_table = data_as<int32_t>(block_table), p.layer.lengths = data_as<int32_t>(lengths);
+/** Checks the arguments of `attend` or `attend_kernel`. */
+tq_attend_params read_attend(const Call &call, ATTEND)
+{
+    (void)words; // of the call
+    tq_attend_params p = read_queries(call, q, softmax_scale, causal, sliding_window, softcap, schedule);
+    read_layer(call, q, pages, block_table, lengths, GIVEN_EXACT, GIVEN_TRANSFORMS, ANY, false, &p.layer);
+    if (starts) check_integers(call, "starts", *starts, {p.layer.batch});
     p.starts = starts ? data_as<int32_t>(*starts) : nullptr;
-    auto readable = [](const Maybe &t) { return const_cast<void *>(data_of(t)); };
-    p.layer.sink_k = readable(sink_k), p.layer.sink_v = readable(sink_v), p.layer.window_k = readable(window_k),
-    p.layer.window_v = readable(window_v);
-    p.fresh_k = data_of(fresh_k), p.fresh_v = data_of(fresh_v);
+    p.fresh_k = read_fresh(call, "fresh_k", fresh_k, p, dtype_of(q), &p.fresh_k_stride_batch, &p.fresh_k_stride_head,
+                           &p.fresh_k_stride_token);
+    p.fresh_v = read_fresh(call, "fresh_v", fresh_v, p, dtype_of(q), &p.fresh_v_stride_batch, &p.fresh_v_stride_head,
+                           &p.fresh_v_stride_token);
     return p;
 }
 
-std::tuple<Tensor, Tensor> attend(const Words &words, const Tensor &q, const Tensor &pages, const Tensor &block_table,
-                                  const Tensor &lengths, const Maybe &starts, const Maybe &sink_k, const Maybe &sink_v,
-                                  const Maybe &window_k, const Maybe &window_v, const Maybe &fresh_k,
-                                  const Maybe &fresh_v, const Maybe &key_rotation, const Maybe &value_rotation,
-                                  const Maybe &key_centre, const Maybe &value_centre, const Maybe &key_steps,
-                                  const Maybe &value_steps, const Maybe &key_turns, const Maybe &key_moments,
-                                  std::optional<double> softmax_scale, bool causal, int64_t sliding_window,
-                                  double softcap, const Maybe &schedule)
+std::tuple<Tensor, Tensor> attend(ATTEND)
 {
     Call call("attend", words, q, "q");
-    tq_attend_params p =
-        read_attend(call, q, pages, block_table, lengths, starts, sink_k, sink_v, window_k, window_v, fresh_k, fresh_v,
-                    key_rotation, value_rotation, key_centre, value_centre, key_steps, value_steps, key_turns,
-                    key_moments, softmax_scale, causal, sliding_window, softcap, schedule);
-    const int32_t dtype = dtype_of(q);
-    const int64_t dim = call.plan().head_dim;
+    tq_attend_params p = read_attend(call, words, q, pages, block_table, lengths, starts, sink_k, sink_v, window_k,
+                                     window_v, fresh_k, fresh_v, key_numbers, value_numbers, key_turns, rotation,
+                                     softmax_scale, causal, sliding_window, softcap, schedule);
     Launch launch(call);
-    Tensor out = call.allocate({p.layer.batch, p.query_heads, p.query_tokens, dim}, dtype);
+    Tensor out = call.allocate({p.layer.batch, p.query_heads, p.query_tokens, call.plan().head_dim}, dtype_of(q));
     Tensor lse = call.allocate({p.layer.batch, p.query_heads, p.query_tokens}, aoti_torch_dtype_float32());
     p.out = out.mutable_data_ptr();
     p.lse = static_cast<float *>(lse.mutable_data_ptr());
@@ -484,19 +462,12 @@ std::tuple<Tensor, Tensor> attend(const Words &words, const Tensor &q, const Ten
     return {out, lse};
 }
 
-std::string attend_kernel(const Words &words, const Tensor &q, const Tensor &pages, const Tensor &block_table,
-                          const Tensor &lengths, const Maybe &starts, const Maybe &sink_k, const Maybe &sink_v,
-                          const Maybe &window_k, const Maybe &window_v, const Maybe &fresh_k, const Maybe &fresh_v,
-                          const Maybe &key_rotation, const Maybe &value_rotation, const Maybe &key_centre,
-                          const Maybe &value_centre, const Maybe &key_steps, const Maybe &value_steps,
-                          const Maybe &key_turns, const Maybe &key_moments, std::optional<double> softmax_scale,
-                          bool causal, int64_t sliding_window, double softcap, const Maybe &schedule)
+std::string attend_kernel(ATTEND)
 {
     Call call("attend_kernel", words, q, "q");
-    tq_attend_params p =
-        read_attend(call, q, pages, block_table, lengths, starts, sink_k, sink_v, window_k, window_v, fresh_k, fresh_v,
-                    key_rotation, value_rotation, key_centre, value_centre, key_steps, value_steps, key_turns,
-                    key_moments, softmax_scale, causal, sliding_window, softcap, schedule);
+    tq_attend_params p = read_attend(call, words, q, pages, block_table, lengths, starts, sink_k, sink_v, window_k,
+                                     window_v, fresh_k, fresh_v, key_numbers, value_numbers, key_turns, rotation,
+                                     softmax_scale, causal, sliding_window, softcap, schedule);
     char name[NAME_BYTES];
     call.check(Launch(call)->attend_kernel(&call.plan(), &p, name, &call.error));
     return name;
@@ -510,14 +481,10 @@ void schedule(const Words &words, const Tensor &schedule, const Tensor &q, const
     Call call("schedule", words, q, "q");
     tq_attend_params p = read_queries(call, q, std::nullopt, causal, sliding_window, 0, std::nullopt);
     call.tensor("schedule", schedule, aoti_torch_dtype_int32(), {ANY, 4}, Strides::DENSE);
-    check_pages(call, pages, ANY);
-    p.layer.kv_heads = call.length("pages", pages, 1);
-    check_integers(call, "block_table", block_table, {p.layer.batch, ANY});
-    check_integers(call, "lengths", lengths, {p.layer.batch});
+    const Maybe none;
+    read_packed(call, pages, block_table, lengths, {none, none, none, none}, ANY, false, &p.layer);
     if (starts) check_integers(call, "starts", *starts, {p.layer.batch});
     p.layer.sinks = call.narrow("sinks", sinks), p.layer.window = call.narrow("window", window);
-    p.layer.n_pages = pages.size(0), p.layer.max_pages = call.length("block_table", block_table, 1);
-    p.layer.lengths = data_as<int32_t>(lengths);
     p.starts = starts ? data_as<int32_t>(*starts) : nullptr;
     Launch launch(call);
     call.check(launch->schedule(launch.stream, &call.plan(), &p, static_cast<int32_t *>(schedule.mutable_data_ptr()),
@@ -527,21 +494,21 @@ void schedule(const Words &words, const Tensor &schedule, const Tensor &q, const
 /** append and attend in one call, because torch's overhead of an operator is longer than a decode step's kernels. The
  *  first of several queries see tokens that the last ones push out of the window, so `attend` gets a copy of it. */
 Tensor append_attend(const Words &words, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &lengths,
-                     const Tensor &pages, const Tensor &block_table, const Maybe &sink_k, const Maybe &sink_v,
-                     const Maybe &window_k, const Maybe &window_v, const Maybe &key_rotation,
-                     const Maybe &value_rotation, const Maybe &key_centre, const Maybe &value_centre,
-                     const Maybe &key_steps, const Maybe &value_steps, const Maybe &key_turns, const Maybe &key_moments,
-                     const Maybe &flag, std::optional<double> softmax_scale, int64_t sliding_window, double softcap,
-                     const Maybe &schedule)
+                     const Tensor &pages, const Tensor &block_table, EXACT, TRANSFORMS, const Maybe &flag,
+                     std::optional<double> softmax_scale, int64_t sliding_window, double softcap, const Maybe &schedule,
+                     const Maybe &lse)
 {
     Call call("append_attend", words, q, "q");
     int32_t dtype = dtype_of(q);
     int64_t dim = call.plan().head_dim;
     tq_attend_params p = read_queries(call, q, softmax_scale, true, sliding_window, softcap, schedule);
     call.tensor("k", k, dtype, {p.layer.batch, ANY, p.query_tokens, dim}, Strides::ROWS);
-    tq_append_params a =
-        read_append(call, k, v, lengths, pages, block_table, sink_k, sink_v, window_k, window_v, key_rotation,
-                    value_rotation, key_centre, value_centre, key_steps, value_steps, key_turns, key_moments, flag);
+    tq_append_params a = read_append(call, k, v, lengths, pages, block_table, GIVEN_EXACT, GIVEN_TRANSFORMS, flag);
+    if (lse) {
+        call.tensor("lse", *lse, aoti_torch_dtype_float32(), {p.layer.batch, p.query_heads, p.query_tokens},
+                    Strides::DENSE);
+        p.lse = static_cast<float *>(lse->mutable_data_ptr());
+    }
     p.layer = a.layer;
 
     Launch launch(call);
@@ -580,15 +547,11 @@ Tensor integers(const Call &call, const std::vector<int64_t> &shape, const std::
     return call.on_cuda() ? converted(call, t, aoti_torch_dtype_int32()) : t;
 }
 
-Tensor quantize(const Words &words, const Tensor &k, const Maybe &v, const Maybe &key_rotation,
-                const Maybe &value_rotation, const Maybe &key_centre, const Maybe &value_centre, const Maybe &key_steps,
-                const Maybe &value_steps, const Maybe &key_turns, const Maybe &key_moments)
+Tensor quantize(const Words &words, const Tensor &k, const Maybe &v, TRANSFORMS)
 {
     Call call("quantize", words, k, "k");
     tq_append_params p = read_new_tokens(call, k, v);
-    p.layer.key =
-        read_key_transform(call, p.layer.kv_heads, key_rotation, key_centre, key_steps, key_turns, key_moments);
-    p.layer.value = read_transform(call, VALUE, p.layer.kv_heads, value_rotation, value_centre, value_steps);
+    read_transforms(call, GIVEN_TRANSFORMS, &p.layer);
 
     int64_t page_tokens = call.plan().page_tokens;
     p.layer.max_pages = static_cast<int32_t>((p.tokens + page_tokens - 1) / page_tokens);
@@ -608,26 +571,17 @@ Tensor quantize(const Words &words, const Tensor &k, const Maybe &v, const Maybe
 }
 
 std::tuple<Tensor, Tensor> dequantize(const Words &words, const Tensor &pages, const Tensor &block_table,
-                                      const Tensor &lengths, int64_t max_tokens, const Maybe &key_rotation,
-                                      const Maybe &value_rotation, const Maybe &key_centre, const Maybe &value_centre,
-                                      const Maybe &key_steps, const Maybe &value_steps, const Maybe &key_turns,
-                                      const Maybe &key_moments, int64_t sinks,
+                                      const Tensor &lengths, int64_t max_tokens, TRANSFORMS, int64_t sinks,
                                       std::optional<torch::headeronly::ScalarType> dtype)
 {
     Call call("dequantize", words, pages, "pages");
-    check_pages(call, pages, ANY);
-    check_integers(call, "block_table", block_table, {ANY, ANY});
     tq_layer layer{};
+    check_integers(call, "block_table", block_table, {ANY, ANY});
     layer.batch = call.length("block_table", block_table, 0);
-    layer.kv_heads = call.length("pages", pages, 1), layer.max_pages = call.length("block_table", block_table, 1);
-    layer.sinks = call.narrow("sinks", sinks), layer.n_pages = pages.size(0);
+    read_packed(call, pages, block_table, lengths, GIVEN_TRANSFORMS, ANY, false, &layer);
+    layer.sinks = call.narrow("sinks", sinks);
     int32_t tokens = call.narrow("max_tokens", max_tokens);
-    check_integers(call, "lengths", lengths, {layer.batch});
     call.check(tq_check_dequantize_sizes(&call.plan(), &layer, tokens, &call.error));
-    layer.pages = static_cast<uint8_t *>(const_cast<void *>(pages.const_data_ptr()));
-    layer.block_table = data_as<int32_t>(block_table), layer.lengths = data_as<int32_t>(lengths);
-    layer.key = read_key_transform(call, layer.kv_heads, key_rotation, key_centre, key_steps, key_turns, key_moments);
-    layer.value = read_transform(call, VALUE, layer.kv_heads, value_rotation, value_centre, value_steps);
     int32_t f32 = aoti_torch_dtype_float32(), wanted = dtype ? static_cast<int32_t>(*dtype) : f32;
     tq_dtype number = call.dtype_named("dtype", wanted);
 
@@ -703,40 +657,34 @@ const char *tq_torch_cuda_build(void)
 #endif
 }
 
-#define TRANSFORMS                                                                                                     \
-    "Tensor? key_rotation=None, Tensor? value_rotation=None, Tensor? key_centre=None, Tensor? value_centre=None, "     \
-    "Tensor? key_steps=None, Tensor? value_steps=None, Tensor? key_turns=None, Tensor? key_moments=None"
+#define TRANSFORMS_SCHEMA                                                                                              \
+    "Tensor? key_numbers=None, Tensor? value_numbers=None, Tensor? key_turns=None, Tensor? rotation=None"
+#define EXACT_SCHEMA "Tensor? sink_k=None, Tensor? sink_v=None, Tensor? window_k=None, Tensor? window_v=None"
+#define WRITTEN_EXACT_SCHEMA                                                                                           \
+    "Tensor(b!)? sink_k=None, Tensor(c!)? sink_v=None, Tensor(d!)? window_k=None, Tensor(e!)? window_v=None"
+#define ATTEND_SCHEMA                                                                                                  \
+    "(int[] plan, Tensor q, Tensor pages, Tensor block_table, Tensor lengths, *, Tensor? starts=None, " EXACT_SCHEMA   \
+    ", Tensor? fresh_k=None, Tensor? fresh_v=None, " TRANSFORMS_SCHEMA ", float? softmax_scale=None, "                 \
+    "bool causal=True, int sliding_window=0, float softcap=0.0, Tensor? schedule=None) -> "
 
 STABLE_TORCH_LIBRARY(turboquant, m)
 {
     m.def("rotate(int[] plan, Tensor x, Tensor? matrix=None, bool inverse=False) -> Tensor");
-    m.def(
-        "append(int[] plan, Tensor k, Tensor? v, Tensor lengths, Tensor(a!) pages, Tensor block_table, *, Tensor(b!)? sink_k=None, "
-        "Tensor(c!)? sink_v=None, Tensor(d!)? window_k=None, Tensor(e!)? window_v=None, " TRANSFORMS
-        ", Tensor(f!)? flag=None) -> ()");
-    m.def(
-        "attend(int[] plan, Tensor q, Tensor pages, Tensor block_table, Tensor lengths, *, Tensor? starts=None, "
-        "Tensor? sink_k=None, Tensor? sink_v=None, Tensor? window_k=None, Tensor? window_v=None, Tensor? fresh_k=None, "
-        "Tensor? fresh_v=None, " TRANSFORMS ", float? softmax_scale=None, bool causal=True, int sliding_window=0, "
-        "float softcap=0.0, Tensor? schedule=None) -> (Tensor out, Tensor lse)");
-    m.def(
-        "append_attend(int[] plan, Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor(a!) pages, Tensor block_table, *, "
-        "Tensor(b!)? sink_k=None, Tensor(c!)? sink_v=None, Tensor(d!)? window_k=None, Tensor(e!)? window_v=None, " TRANSFORMS
-        ", Tensor(f!)? flag=None, float? softmax_scale=None, int sliding_window=0, float softcap=0.0, "
-        "Tensor? schedule=None) -> Tensor");
-    m.def(
-        "append_kernel(int[] plan, Tensor k, Tensor? v, Tensor lengths, Tensor pages, Tensor block_table, *, Tensor? sink_k=None, "
-        "Tensor? sink_v=None, Tensor? window_k=None, Tensor? window_v=None, " TRANSFORMS ", Tensor? flag=None) -> str");
-    m.def(
-        "attend_kernel(int[] plan, Tensor q, Tensor pages, Tensor block_table, Tensor lengths, *, Tensor? starts=None, "
-        "Tensor? sink_k=None, Tensor? sink_v=None, Tensor? window_k=None, Tensor? window_v=None, Tensor? fresh_k=None, "
-        "Tensor? fresh_v=None, " TRANSFORMS ", float? softmax_scale=None, bool causal=True, int sliding_window=0, "
-        "float softcap=0.0, Tensor? schedule=None) -> str");
+    m.def("append(int[] plan, Tensor k, Tensor? v, Tensor lengths, Tensor(a!) pages, Tensor block_table, "
+          "*, " WRITTEN_EXACT_SCHEMA ", " TRANSFORMS_SCHEMA ", Tensor(f!)? flag=None) -> ()");
+    m.def("attend" ATTEND_SCHEMA "(Tensor out, Tensor lse)");
+    m.def("append_attend(int[] plan, Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor(a!) pages, "
+          "Tensor block_table, *, " WRITTEN_EXACT_SCHEMA ", " TRANSFORMS_SCHEMA
+          ", Tensor(f!)? flag=None, float? softmax_scale=None, int sliding_window=0, float softcap=0.0, "
+          "Tensor? schedule=None, Tensor(g!)? lse=None) -> Tensor");
+    m.def("append_kernel(int[] plan, Tensor k, Tensor? v, Tensor lengths, Tensor pages, Tensor block_table, "
+          "*, " EXACT_SCHEMA ", " TRANSFORMS_SCHEMA ", Tensor? flag=None) -> str");
+    m.def("attend_kernel" ATTEND_SCHEMA "str");
     m.def("schedule(int[] plan, Tensor(a!) schedule, Tensor q, Tensor pages, Tensor block_table, Tensor lengths, *, "
           "Tensor? starts=None, int sinks=0, int window=0, bool causal=True, int sliding_window=0) -> ()");
-    m.def("quantize(int[] plan, Tensor k, Tensor? v, *, " TRANSFORMS ") -> Tensor");
-    m.def("dequantize(int[] plan, Tensor pages, Tensor block_table, Tensor lengths, SymInt max_tokens, *, " TRANSFORMS
-          ", int sinks=0, ScalarType? dtype=None) -> (Tensor k, Tensor v)");
+    m.def("quantize(int[] plan, Tensor k, Tensor? v, *, " TRANSFORMS_SCHEMA ") -> Tensor");
+    m.def("dequantize(int[] plan, Tensor pages, Tensor block_table, Tensor lengths, SymInt max_tokens, "
+          "*, " TRANSFORMS_SCHEMA ", int sinks=0, ScalarType? dtype=None) -> (Tensor k, Tensor v)");
     m.def("merge(Tensor outs, Tensor lses) -> (Tensor out, Tensor lse)");
 }
 

@@ -148,38 +148,21 @@ static void free_cache(cache *c)
 
 static tq_layer layer_of(const cache *c)
 {
-    int has_values = c->plan.value.tile_bytes != 0;
-    return (tq_layer){.batch = c->batch,
-                      .kv_heads = c->heads,
-                      .max_pages = c->max_pages,
-                      .sinks = c->sinks,
-                      .window = c->window,
-                      .dtype = TQ_F32,
-                      .n_pages = c->n_pages,
-                      .pages = c->pages,
-                      .block_table = c->table,
-                      .lengths = c->lengths,
-                      .sink_k = c->sink_k,
-                      .sink_v = has_values ? c->sink_v : NULL,
-                      .window_k = c->window_k,
-                      .window_v = has_values ? c->window_v : NULL};
+    tq_layer l = {.batch = c->batch, .kv_heads = c->heads, .max_pages = c->max_pages, .n_pages = c->n_pages};
+    l.sinks = c->sinks, l.window = c->window, l.pages = c->pages, l.block_table = c->table, l.lengths = c->lengths;
+    l.sink_k = c->sink_k, l.window_k = c->window_k;
+    if (c->plan.value.tile_bytes) l.sink_v = c->sink_v, l.window_v = c->window_v;
+    return l;
 }
 
 static tq_append_params append_params(cache *c, int32_t tokens)
 {
     int64_t d = c->plan.head_dim, at = c->length * d;
     for (int32_t b = 0; b < c->batch; b++) c->lengths[b] = c->length + tokens;
-    tq_append_params p = {.layer = layer_of(c),
-                          .tokens = tokens,
-                          .k = c->k + at,
-                          .v = c->v + at,
-                          .k_stride_batch = c->heads * c->tokens * d,
-                          .k_stride_head = c->tokens * d,
-                          .k_stride_token = d,
-                          .v_stride_batch = c->heads * c->tokens * d,
-                          .v_stride_head = c->tokens * d,
-                          .v_stride_token = d};
-    if (!c->plan.value.tile_bytes) p.v = NULL;
+    tq_append_params p = {.layer = layer_of(c), .tokens = tokens, .k = c->k + at};
+    if (c->plan.value.tile_bytes) p.v = c->v + at;
+    p.k_stride_batch = p.v_stride_batch = c->heads * c->tokens * d;
+    p.k_stride_head = p.v_stride_head = c->tokens * d, p.k_stride_token = p.v_stride_token = d;
     return p;
 }
 
@@ -577,9 +560,11 @@ static void check_append_refused(void)
     REFUSES("k", *bad = -INFINITY);
     REFUSES("k", *bad = 16385);
     *bad = kept;
-    float *steps = zeros(2 * 2 * 4);
-    REFUSES("key_steps", p.layer.key.steps = steps);
-    REFUSES("value_rotation", p.layer.value.rotation = c.k);
+    float *steps = zeros(2 * 4 * 4);
+    REFUSES("key_numbers", (p.layer.key.steps = steps, p.layer.key.stride_head = 4));
+    REFUSES("key_numbers", (p.layer.key.moments = steps, p.layer.key.stride_head = 4));
+    REFUSES("stride_head", p.layer.key.stride_head = -4);
+    REFUSES("rotation", p.layer.value.rotation = c.k);
     free(steps);
     p = good;
     p.layer.dtype = 9;
@@ -665,14 +650,8 @@ static void check_others_refused(void)
     CHECK(refused(tq_merge(matrix, matrix, 1, 1, 24, NULL, matrix + 48, &e), TQ_E_VALUE, &e, "out"));
     const int32_t count = 1, page = 0;
     void *bytes = zeros((size_t)plan.record_bytes);
-    tq_layer good = {.batch = 1,
-                     .kv_heads = 1,
-                     .max_pages = 1,
-                     .n_pages = 1,
-                     .pages = bytes,
-                     .block_table = &page,
-                     .lengths = &count},
-             layer;
+    tq_layer good = {.batch = 1, .kv_heads = 1, .max_pages = 1, .n_pages = 1, .pages = bytes}, layer;
+    good.block_table = &page, good.lengths = &count;
 #define REFUSES(argument_, change)                                                                                     \
     do {                                                                                                               \
         layer = good;                                                                                                  \

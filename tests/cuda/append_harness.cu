@@ -70,22 +70,24 @@ static tq_plan plan_of(const Case &c)
 struct Side {
     const tq_side &plan;
     Array<uint8_t> sinks, ring;
-    Array<float> matrix, centre, steps;
+    Array<float> matrix, numbers; // numbers: after fill_side
+    std::vector<float> centre, steps, moments;
     Side(const tq_side &side, size_t sinks_bytes, size_t ring_bytes, size_t matrix_floats, size_t centre_floats,
-         size_t steps_floats)
-        : plan(side), sinks(sinks_bytes), ring(ring_bytes), matrix(matrix_floats), centre(centre_floats),
-          steps(steps_floats)
+         size_t steps_floats, const std::vector<float> &moments_, int heads)
+        : plan(side), sinks(sinks_bytes), ring(ring_bytes), matrix(matrix_floats),
+          numbers(centre_floats + (steps_floats / heads + 3) / 4 * 4 * heads + moments_.size()), centre(centre_floats),
+          steps(steps_floats), moments(moments_)
     {
     }
 };
 
-static tq_transform transform_of(Side &side, const Case &c, bool device)
+static tq_transform transform_of(Side &side, const tq_plan &plan, const Case &c, bool device)
 {
     tq_transform t = {};
     t.rotation = device ? side.matrix.or_null() : side.matrix.host_or_null();
     t.rotation_stride_head = c.shared_matrix ? 0 : (int64_t)side.plan.matrix_rows * c.dim;
-    t.centre = device ? side.centre.or_null() : side.centre.host_or_null();
-    t.steps = device ? side.steps.or_null() : side.steps.host_or_null();
+    use_numbers(plan, &side.plan == &plan.value, c.heads, side.numbers.host.size(),
+                device ? side.numbers.or_null() : side.numbers.host_or_null(), &t);
     return t;
 }
 
@@ -95,13 +97,14 @@ static void fill_side(Side &side, const Case &c, Random &random)
     const size_t matrix = (size_t)side.plan.matrix_rows * c.dim, table = has_table ? side.plan.step_columns : 0;
     for (size_t i = 0; i < side.matrix.host.size(); i += matrix)
         fill_matrix(&side.matrix.host[i], side.plan, c.dim, random);
-    for (float &x : side.centre.host) x = random.normal();
-    for (float &x : side.steps.host) x = expf(random.normal());
-    for (size_t i = 0; table && i < side.steps.host.size(); i += table)
-        fill_table(&side.steps.host[i], side.plan, random);
+    for (float &x : side.centre) x = random.normal();
+    for (float &x : side.steps) x = expf(random.normal());
+    for (size_t i = 0; table && i < side.steps.size(); i += table) fill_table(&side.steps[i], side.plan, random);
     for (uint8_t &x : side.sinks.host) x = 0;
     for (uint8_t &x : side.ring.host) x = 0;
-    side.matrix.up(), side.centre.up(), side.steps.up(), side.sinks.up(), side.ring.up();
+    const std::vector<float> joined = join_numbers(c.heads, side.centre, side.steps, side.moments);
+    std::copy(joined.begin(), joined.end(), side.numbers.host.begin());
+    side.matrix.up(), side.numbers.up(), side.sinks.up(), side.ring.up();
 }
 
 /** Bad numbers at random places of k (or v), and what the contract stores for them on the host's side. */
@@ -136,23 +139,22 @@ static void run(const Case &c)
     const int64_t bytes = dtype_size(c.dtype), row = c.dim * bytes, rows = (int64_t)c.batch * c.heads;
     const int64_t n_pages = (int64_t)c.batch * c.max_pages + 2,
                   capacity = c.sinks + c.window + c.max_pages * c.page_tokens;
+    std::mt19937 seed(c.dim);
+    const Moments moments({c.dim, c.heads, c.pairs, c.metric, 5.0f, c.neighbours}, plan, seed);
     auto make_side = [&](bool is_value) {
         const bool any = !is_value || values;
         const tq_side &side = is_value ? plan.value : plan.key;
         return new Side(side, any ? rows * c.sinks * row : 0, any ? rows * c.window * row : 0,
                         (size_t)side.matrix_rows * c.dim * (c.shared_matrix ? 1 : c.heads),
                         any && c.centred ? (size_t)c.heads * c.dim : 0,
-                        c.stepped || c.blocked ? (size_t)c.heads * side.step_columns : 0);
+                        any && (c.stepped || c.blocked) ? (size_t)c.heads * side.step_columns : 0,
+                        is_value ? std::vector<float>() : moments.numbers, c.heads);
     };
     Side *sides[2] = {make_side(false), make_side(true)};
     for (Side *side : sides) fill_side(*side, c, random);
-    std::mt19937 seed(c.dim);
-    const Moments moments({c.dim, c.heads, c.pairs, c.metric, 5.0f, c.neighbours}, plan, seed);
     Array<int32_t> turns(moments.turns.size());
-    Array<float> numbers(moments.numbers.size());
     std::copy(moments.turns.begin(), moments.turns.end(), turns.host.begin());
-    std::copy(moments.numbers.begin(), moments.numbers.end(), numbers.host.begin());
-    turns.up(), numbers.up();
+    turns.up();
 
     // Pages start full of anything: what is not written has to stay.
     Array<uint8_t> pages(n_pages * c.heads * plan.record_bytes);
@@ -218,7 +220,7 @@ static void run(const Case &c)
         p.layer.block_table = table.host.data();
         p.layer.sink_k = sides[0]->sinks.host_or_null(), p.layer.sink_v = sides[1]->sinks.host_or_null();
         p.layer.window_k = sides[0]->ring.host_or_null(), p.layer.window_v = sides[1]->ring.host_or_null();
-        p.layer.key = transform_of(*sides[0], c, false), p.layer.value = transform_of(*sides[1], c, false);
+        p.layer.key = transform_of(*sides[0], plan, c, false), p.layer.value = transform_of(*sides[1], plan, c, false);
         void *aligned = aligned_alloc(64, (pages.bytes() + 63) / 64 * 64); // the core wants pages aligned
         memcpy(aligned, pages.host.data(), pages.bytes());
         p.layer.pages = (uint8_t *)aligned;
@@ -226,9 +228,8 @@ static void run(const Case &c)
         d.layer.block_table = table.device, d.layer.pages = pages.device;
         d.layer.sink_k = sides[0]->sinks.or_null(), d.layer.sink_v = sides[1]->sinks.or_null();
         d.layer.window_k = sides[0]->ring.or_null(), d.layer.window_v = sides[1]->ring.or_null();
-        d.layer.key = transform_of(*sides[0], c, true), d.layer.value = transform_of(*sides[1], c, true);
-        p.layer.key.turns = turns.host_or_null(), p.layer.key.moments = numbers.host_or_null();
-        d.layer.key.turns = turns.or_null(), d.layer.key.moments = numbers.or_null();
+        d.layer.key = transform_of(*sides[0], plan, c, true), d.layer.value = transform_of(*sides[1], plan, c, true);
+        p.layer.key.turns = turns.host_or_null(), d.layer.key.turns = turns.or_null();
 
         tq_error error;
         size_t workspace_bytes;
@@ -676,19 +677,20 @@ static void check_dequantize()
             Array<int32_t> table(batch * max_pages), counts(batch);
             table.host = {3, 0, 4, 1};
             counts.host = {i == 0 ? 0 : 97 + i, 150};
-            Array<float> matrix(rotation == 2 ? (size_t)heads * dim * dim : 0), centre(i % 2 ? heads * dim : 0),
-                steps(i % 6 > 2 ? heads * groups : 0);
-            for (Array<float> *a : {&matrix, &centre, &steps}) {
-                for (float &x : a->host) x = expf(random.normal());
-                a->up();
-            }
+            std::vector<float> centre(i % 2 ? heads * dim : 0), steps(i % 6 > 2 ? heads * groups : 0);
+            Array<float> matrix(rotation == 2 ? (size_t)heads * dim * dim : 0);
+            for (std::vector<float> *a : {&matrix.host, &centre, &steps})
+                for (float &x : *a) x = expf(random.normal());
+            const std::vector<float> joined = join_numbers(heads, centre, steps);
+            Array<float> numbers(joined.size());
+            std::copy(joined.begin(), joined.end(), numbers.host.begin());
+            matrix.up(), numbers.up();
             pages.up(), table.up(), counts.up();
             Array<float> k((size_t)batch * heads * max_tokens * dim), v(values ? k.host.size() : 0);
             auto transform = [&](bool device) {
                 tq_transform t = {};
                 t.rotation = device ? matrix.or_null() : matrix.host_or_null(), t.rotation_stride_head = dim * dim;
-                t.centre = device ? centre.or_null() : centre.host_or_null();
-                t.steps = device ? steps.or_null() : steps.host_or_null();
+                use_numbers(plan, false, heads, joined.size(), device ? numbers.or_null() : numbers.host_or_null(), &t);
                 return t;
             };
             void *aligned = aligned_alloc(64, (pages.bytes() + 63) / 64 * 64);

@@ -98,7 +98,8 @@ struct Layer {
         float *numbers = get<float>(moments.numbers.size());
         check(cudaMemcpy(turns, moments.turns.data(), 4 * moments.turns.size(), cudaMemcpyHostToDevice), "copy");
         check(cudaMemcpy(numbers, moments.numbers.data(), 4 * moments.numbers.size(), cudaMemcpyHostToDevice), "copy");
-        p.layer.key.turns = turns, p.layer.key.moments = numbers;
+        p.layer.key.turns = turns;
+        use_numbers(plan, false, heads, moments.numbers.size(), numbers, &p.layer.key);
     }
 
     void append(cudaStream_t stream) const

@@ -47,31 +47,47 @@ struct Aligned {
 
 /** One side of everything a call is given: numbers, transform, the exact tokens. */
 struct Side {
-    Array<float> matrix, centre, table;
+    Array<float> matrix, numbers;
+    std::vector<float> centre, table;
     Array<int32_t> turns;
-    Array<float> moments;
     Array<uint8_t> x, sinks, ring, fresh; // x: all tokens [batch, heads, most, dim], at the right
     std::vector<float> decoded;           // of packed tokens [batch, heads, packed, dim], by the core
     tq_transform host = {}, device = {};
 
-    Side(const tq_side &plan, const Case &c, int most, int moments_of_head, Random &random)
+    Side(const tq_plan &whole, bool is_key, const Case &c, int most, Random &random)
+        : Side(whole, is_key ? whole.key : whole.value, is_key, c, most, random)
+    {
+    }
+    Side(const tq_plan &whole, const tq_side &plan, bool is_key, const Case &c, int most, Random &random)
         : matrix((size_t)plan.matrix_rows * c.dim * (c.shared_matrix ? 1 : c.heads)),
+          numbers((size_t)c.heads *
+                  ((c.centred ? c.dim : 0) + (plan.step_columns + 3) / 4 * 4 + (is_key ? whole.moments : 0))),
           centre(c.centred ? c.heads * c.dim : 0), table((size_t)plan.step_columns * c.heads),
-          turns(moments_of_head ? 3 * c.pairs : 0), moments((size_t)moments_of_head * c.heads), x(numbers(c, most)),
-          sinks(numbers(c, c.sinks)), ring(numbers(c, c.window)), fresh(numbers(c, c.fresh ? c.tokens : 0))
+          turns(is_key ? 3 * whole.wave_pairs : 0), x(exact(c, most)), sinks(exact(c, c.sinks)),
+          ring(exact(c, c.window)), fresh(exact(c, c.fresh ? c.tokens : 0))
     {
         const size_t one = (size_t)plan.matrix_rows * c.dim;
         for (size_t i = 0; i < matrix.host.size(); i += one) fill_matrix(&matrix.host[i], plan, c.dim, random);
-        for (size_t i = 0; i < table.host.size(); i += plan.step_columns) fill_table(&table.host[i], plan, random);
-        for (float &one_centre : centre.host) one_centre = 0.5f * random.normal();
+        for (size_t i = 0; i < table.size(); i += plan.step_columns) fill_table(&table[i], plan, random);
+        for (float &one_centre : centre) one_centre = 0.5f * random.normal();
         for (size_t i = 0; i < x.host.size() / dtype_size(c.dtype); i++) store(x.host, i, c.dtype, random.normal());
-        for (Array<uint8_t> *exact : {&sinks, &ring}) std::fill(exact->host.begin(), exact->host.end(), 0xff);
+        for (Array<uint8_t> *rows : {&sinks, &ring}) std::fill(rows->host.begin(), rows->host.end(), 0xff);
+        std::mt19937 seed(c.dim);
+        const Moments given({c.dim, c.heads, c.pairs, c.metric, 5.0f, c.group == 3}, whole, seed);
+        const bool moved = is_key && whole.moments;
+        for (size_t i = 0; i < turns.host.size(); i++) turns.host[i] = given.turns[i];
+        const std::vector<float> joined =
+            join_numbers(c.heads, centre, table, moved ? given.numbers : std::vector<float>());
+        std::copy(joined.begin(), joined.end(), numbers.host.begin());
         const int64_t stride = c.shared_matrix ? 0 : (int64_t)one;
-        host = {matrix.host_or_null(), stride, centre.host_or_null(), table.host_or_null()};
-        device = {matrix.or_null(), stride, centre.or_null(), table.or_null()};
-        matrix.up(), centre.up(), table.up();
+        host.rotation = matrix.host_or_null(), device.rotation = matrix.or_null();
+        host.rotation_stride_head = device.rotation_stride_head = stride;
+        host.turns = turns.host_or_null(), device.turns = turns.or_null();
+        use_numbers(whole, !is_key, c.heads, joined.size(), numbers.host_or_null(), &host);
+        use_numbers(whole, !is_key, c.heads, joined.size(), numbers.or_null(), &device);
+        matrix.up(), numbers.up(), turns.up();
     }
-    static size_t numbers(const Case &c, int tokens)
+    static size_t exact(const Case &c, int tokens)
     {
         return c.lengths.size() * c.heads * tokens * c.dim * (size_t)dtype_size(c.dtype);
     }
@@ -93,10 +109,9 @@ struct World {
           batch((int)c.lengths.size()), most(std::max(c.tokens, *std::max_element(c.lengths.begin(), c.lengths.end()))),
           packed(std::max(0, most - c.sinks - c.window)), used_pages((packed + c.page_tokens - 1) / c.page_tokens),
           max_pages(used_pages + c.spare_pages), n_pages(batch * used_pages + 2),
-          random(c.dim + c.window + 7 * c.group), key(plan.key, c, most, plan.moments, random),
-          value(plan.value, c, most, 0, random), pages((size_t)n_pages * c.heads * plan.record_bytes, 0xff),
-          table((size_t)batch * max_pages), lengths(batch), starts(c.starts.size()),
-          q((size_t)batch * c.heads * c.group * c.tokens * c.dim * dtype_size(c.dtype))
+          random(c.dim + c.window + 7 * c.group), key(plan, true, c, most, random), value(plan, false, c, most, random),
+          pages((size_t)n_pages * c.heads * plan.record_bytes, 0xff), table((size_t)batch * max_pages), lengths(batch),
+          starts(c.starts.size()), q((size_t)batch * c.heads * c.group * c.tokens * c.dim * dtype_size(c.dtype))
     {
         std::vector<int32_t> order(n_pages);
         for (int i = 0; i < n_pages; i++) order[i] = i;
@@ -105,7 +120,6 @@ struct World {
             for (int i = 0; i < max_pages; i++)
                 table.host[b * max_pages + i] = i < used_pages ? order[b * used_pages + i] : 0x40000000;
         starts.host.assign(c.starts.begin(), c.starts.end());
-        give_moments();
         for (size_t i = 0; i < q.host.size() / dtype_size(c.dtype); i++) store(q.host, i, c.dtype, 2 * random.normal());
         const int old = c.fresh ? most - c.tokens : most;
         append(0, old, c.fresh ? c.tokens : 0);
@@ -113,18 +127,6 @@ struct World {
         const std::vector<uint8_t> before[2] = {key.ring.host, value.ring.host};
         append(old, c.tokens, 0);
         key.ring.host = before[0], value.ring.host = before[1];
-    }
-
-    /** Keys get a wave and a metric, if the plan has them. */
-    void give_moments()
-    {
-        std::mt19937 seed(c.dim);
-        const Moments given({c.dim, c.heads, c.pairs, c.metric, 5.0f, c.group == 3}, plan, seed);
-        for (size_t i = 0; i < given.turns.size(); i++) key.turns.host[i] = given.turns[i];
-        for (size_t i = 0; i < given.numbers.size(); i++) key.moments.host[i] = given.numbers[i];
-        key.turns.up(), key.moments.up();
-        key.host.turns = key.turns.host_or_null(), key.host.moments = key.moments.host_or_null();
-        key.device.turns = key.turns.or_null(), key.device.moments = key.moments.or_null();
     }
 
     tq_layer layer_of(bool device)

@@ -323,10 +323,11 @@ static bool run_case(const Case &c)
     for (auto *x : {&q, &sinks[0], &sinks[1], &window[0], &window[1], &fresh[0], &fresh[1]})
         if (!x->empty()) x->insert(x->begin(), shift, 0xff);
     auto behind = [&](const DeviceArray &x) { return x.at ? (void *)(x.as<char>() + shift) : nullptr; };
+    const std::vector<float> numbers[2] = {join_numbers(H, centre[0], steps[0], moments.numbers),
+                                           join_numbers(H, centre[1], steps[1])};
     DeviceArray d_q(q), d_pages(pages), d_table(table), d_lengths(c.lengths), d_starts(c.starts), d_sk(sinks[0]),
-        d_sv(sinks[1]), d_wk(window[0]), d_wv(window[1]), d_fk(fresh[0]), d_fv(fresh[1]), d_ck(centre[0]),
-        d_cv(centre[1]), d_stk(steps[0]), d_stv(steps[1]), d_mk(matrix[0]), d_mv(matrix[1]), d_turns(moments.turns),
-        d_moments(moments.numbers);
+        d_sv(sinks[1]), d_wk(window[0]), d_wv(window[1]), d_fk(fresh[0]), d_fv(fresh[1]), d_kn(numbers[0]),
+        d_vn(numbers[1]), d_mk(matrix[0]), d_mv(matrix[1]), d_turns(moments.turns);
     size_t rows = (size_t)B * H * G * T, out_bytes = rows * d * (c.dtype == TQ_F32 ? 4 : 2);
     std::vector<uint8_t> poison(out_bytes, 0xff), out(out_bytes);
     std::vector<float> lse(rows, NAN);
@@ -347,9 +348,10 @@ static bool run_case(const Case &c)
     p.fresh_k_stride_batch = p.fresh_v_stride_batch = (int64_t)H * T * d,
     p.fresh_k_stride_head = p.fresh_v_stride_head = (int64_t)T * d;
     p.fresh_k_stride_token = p.fresh_v_stride_token = d;
-    p.layer.key = {d_mk.as<float>(), 0, d_ck.as<float>(), d_stk.as<float>()};
-    p.layer.key.turns = d_turns.as<int32_t>(), p.layer.key.moments = d_moments.as<float>();
-    p.layer.value = {d_mv.as<float>(), 0, d_cv.as<float>(), d_stv.as<float>()};
+    p.layer.key.rotation = d_mk.as<float>(), p.layer.value.rotation = d_mv.as<float>();
+    p.layer.key.turns = d_turns.as<int32_t>();
+    use_numbers(plan, false, H, numbers[0].size(), d_kn.at, &p.layer.key);
+    use_numbers(plan, true, H, numbers[1].size(), d_vn.at, &p.layer.value);
     p.out = behind(d_out), p.lse = c.no_lse ? nullptr : d_lse.as<float>();
     size_t workspace_bytes;
     tq_cuda_attend_call call;
@@ -497,7 +499,8 @@ static void time_shape(const Shape &s, int rotation)
     p.fresh_k_stride_batch = p.fresh_v_stride_batch = (int64_t)H * T * d,
     p.fresh_k_stride_head = p.fresh_v_stride_head = (int64_t)T * d;
     p.fresh_k_stride_token = p.fresh_v_stride_token = d;
-    p.layer.key.turns = d_turns.as<int32_t>(), p.layer.key.moments = d_moments.as<float>();
+    p.layer.key.turns = d_turns.as<int32_t>();
+    use_numbers(plan, false, H, moments.numbers.size(), d_moments.at, &p.layer.key);
     if (rotation == TQ_ROTATION_DENSE) p.layer.key.rotation = p.layer.value.rotation = d_matrix.as<float>();
     size_t workspace_bytes;
     tq_cuda_attend_call call;

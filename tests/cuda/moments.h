@@ -16,6 +16,30 @@ struct MomentSizes {
     bool neighbours = false;       /* pairs are channels 2 i and 2 i + 1, not i and i + dim / 2 */
 };
 
+/** A side's numbers of each head, one behind the other (turboquant.h, tq_transform): of centres, steps and moments,
+ *  [heads][n] each or empty. */
+inline std::vector<float> join_numbers(int heads, const std::vector<float> &centre, const std::vector<float> &steps,
+                                       const std::vector<float> &moments = {})
+{
+    std::vector<float> out;
+    for (int h = 0; h < heads; h++)
+        for (const std::vector<float> *part : {&centre, &steps, &moments}) {
+            const size_t n = part->size() / heads;
+            out.insert(out.end(), part->begin() + h * n, part->begin() + (h + 1) * n);
+            if (part == &steps) out.insert(out.end(), -n % 4, 1.0f);
+        }
+    return out;
+}
+
+/** Points a transform into such numbers at `at`, NULL if there are none. */
+inline void use_numbers(const tq_plan &plan, bool is_value, int heads, size_t n, const void *at, tq_transform *t)
+{
+    tq_error error;
+    if (tq_transform_numbers(&plan, is_value, (const float *)at, n / heads, t, &error) == TQ_OK) return;
+    fprintf(stderr, "%s: %s, got %g\n", error.argument, error.wants, error.got);
+    exit(2);
+}
+
 /** tq_transform's turns and moments. Pairs turn as in models, but for one that turns backwards and one by half a turn. */
 struct Moments {
     MomentSizes sizes;

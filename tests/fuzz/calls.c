@@ -84,13 +84,32 @@ typedef struct {
     int64_t element;
     int32_t *lengths, *table, *starts;
     uint8_t *pages;
-    void *k, *v, *sink_k, *sink_v, *window_k, *window_v, *matrix[2], *centre, *steps[2]; /* of keys, of values */
-    void *turns, *moments;
+    void *k, *v, *sink_k, *sink_v, *window_k, *window_v, *matrix[2], *numbers[2]; /* of keys, of values */
+    void *turns;
+    int32_t columns[2];
 } cache;
 
 static void *exact(stream *s, const cache *c, int64_t heads, int64_t tokens)
 {
     return tokens ? block(s, c->batch * heads * tokens * c->plan.head_dim * c->element, 1) : NULL;
+}
+
+/* Centre, steps and moments of a side, some of them as they should be. */
+static void read_numbers(stream *s, cache *c, int i, int centred, int stepped)
+{
+    const tq_side *side = i ? &c->plan.value : &c->plan.key;
+    int32_t steps = stepped && side->tile_bytes ? (side->step_columns + 3) / 4 * 4 : 0;
+    int32_t centre = centred && side->tile_bytes ? c->plan.head_dim : 0, moments = i ? 0 : c->plan.moments;
+    int is_table = side->levels == TQ_LEVELS_TABLE, right = size(s, 3) > 0;
+    c->columns[i] = centre + steps + moments;
+    int64_t n = (int64_t)c->kv_heads * c->columns[i];
+    float *x = n ? block(s, 4 * n, size(s, 3) > 0) : NULL;
+    for (int64_t k = 0; right && k < n; k++) {
+        int32_t column = (int32_t)(k % c->columns[i]) - centre;
+        if (column >= steps) x[k] = 0.5f; /* which is right for every number of a head's moments */
+        else if (column >= 0 && is_table) x[k] = (float)column;
+    }
+    c->numbers[i] = x;
 }
 
 static void read_cache(stream *s, cache *c)
@@ -111,33 +130,30 @@ static void read_cache(stream *s, cache *c)
     for (int i = 0; i < 2; i++)
         c->matrix[i] =
             sides[i]->matrix_rows ? block(s, 4 * (int64_t)sides[i]->matrix_rows * c->plan.head_dim, 1) : NULL;
-    c->centre = size(s, 1) ? block(s, 4 * (int64_t)c->kv_heads * c->plan.head_dim, size(s, 3) > 0) : NULL;
-    int given = size(s, 1);
-    for (int i = 0; i < 2; i++) {
-        int64_t n = (int64_t)c->kv_heads * sides[i]->step_columns;
-        int ordinary = given && size(s, 3) > 0, is_table = sides[i]->levels == TQ_LEVELS_TABLE;
-        c->steps[i] = given && (n || c->plan.is_plain) ? block(s, 4 * n, ordinary) : NULL;
-        for (int64_t k = 0; is_table && ordinary && k < n; k++) ((float *)c->steps[i])[k] = (float)k;
-    }
+    int centred = size(s, 1), stepped = size(s, 1);
+    for (int i = 0; i < 2; i++) read_numbers(s, c, i, centred, stepped);
     c->turns = c->plan.wave_pairs ? integers(s, 3 * (int64_t)c->plan.wave_pairs, c->plan.head_dim - 1) : NULL;
-    c->moments = c->plan.moments ? block(s, 4 * (int64_t)c->kv_heads * c->plan.moments, size(s, 3) > 0) : NULL;
-    int right = size(s, 3) > 0;
-    for (int64_t i = 0; c->moments && right && i < (int64_t)c->kv_heads * c->plan.moments; i++)
-        ((float *)c->moments)[i] = 0.5f; /* which is right for every number of a head */
 }
 
 static void free_cache(cache *c)
 {
-    void *all[] = {c->lengths, c->table,    c->starts,   c->pages,    c->k,         c->v,
-                   c->sink_k,  c->sink_v,   c->window_k, c->window_v, c->matrix[0], c->matrix[1],
-                   c->centre,  c->steps[0], c->steps[1], c->turns,    c->moments};
+    void *all[] = {c->lengths,   c->table,     c->starts,     c->pages,      c->k,
+                   c->v,         c->sink_k,    c->sink_v,     c->window_k,   c->window_v,
+                   c->matrix[0], c->matrix[1], c->numbers[0], c->numbers[1], c->turns};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
+}
+
+static void check(tq_status status, const tq_error *error)
+{
+    if (status != TQ_OK && (!error->argument || !error->wants || error->status != status)) abort();
 }
 
 static tq_transform transform(const cache *c, int side)
 {
-    if (side) return (tq_transform){c->matrix[side], 0, c->centre, c->steps[side], NULL, NULL};
-    return (tq_transform){c->matrix[side], 0, c->centre, c->steps[side], c->turns, c->moments};
+    tq_transform t = {.rotation = c->matrix[side], .turns = side ? NULL : c->turns};
+    tq_error error = {0};
+    check(tq_transform_numbers(&c->plan, side, c->numbers[side], c->columns[side], &t, &error), &error);
+    return t;
 }
 
 static tq_layer layer_of(const cache *c)
@@ -158,11 +174,6 @@ static tq_layer layer_of(const cache *c)
                       .window_v = c->window_v,
                       .key = transform(c, 0),
                       .value = transform(c, 1)};
-}
-
-static void check(tq_status status, const tq_error *error)
-{
-    if (status != TQ_OK && (!error->argument || !error->wants || error->status != status)) abort();
 }
 
 static void try_append(stream *s, cache *c)

@@ -10,18 +10,14 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from ..calibration import Calibration
-from ..calibration.data import SIDES
-from ..calibration.tensors import transforms
 from ..hf.attention import own_attention, refuse_transforms, without_gradient
-from ..modes import is_split, side_matrix
+from ..kvcache.transforms import layer_transforms, random_rotation
 from ..moments import Moments
-from ..moments.tensors import transforms as moments_of
 from ..ops import PackedKV
 from ..plan import PAGE_TOKENS
 from ..spec import CacheSpec
@@ -87,26 +83,26 @@ class PackedAttention:
     def on(self, device: torch.device) -> PackedAttention:
         """Itself, with its random matrices and its tensors of a calibration and moments on `device`."""
         if device != self._device:
-            self.transforms = {}
-            for side in SIDES:
-                if not is_split(self.spec, side) and self.spec.rotation_of(side) != "svd":
-                    matrix = side_matrix(self.spec, side, self.head_dim)
-                    if matrix is not None:
-                        made = torch.from_numpy(np.ascontiguousarray(matrix)).to(device)
-                        self.transforms[f"{side}_rotation"] = made
-            if self.calibration is not None:
-                self.transforms |= transforms(self.calibration, self.spec, self.layer, device)
-            if self.moments is not None:
-                self.transforms |= moments_of(self.moments, self.spec, self.layer, device)
             self._device = device
+            self.transforms = self._made(0)
+            rotation = random_rotation(self.spec, self.head_dim, device)
+            if rotation is not None:
+                self.transforms["rotation"] = rotation
         return self
 
     def shifted(self, by: int) -> dict[str, torch.Tensor]:
         """`transforms` for a call of `attend` that finds every packed token `by` positions later than it was stored."""
         if self.moments is None or self.spec.centre != "wave":
             return self.transforms
+        return self.transforms | self._made(by)
+
+    def _made(self, later: int) -> dict[str, torch.Tensor]:
         assert self._device is not None
-        return self.transforms | moments_of(self.moments, self.spec, self.layer, self._device, by)
+        return dict(
+            layer_transforms(
+                self.spec, self.layer, self.head_dim, self._device, self.calibration, self.moments, later=later
+            )
+        )
 
     def empty(
         self, table: torch.Tensor, lengths: torch.Tensor, pages: int, heads: int, tokens: int, dtype: torch.dtype

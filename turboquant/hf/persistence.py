@@ -351,10 +351,9 @@ class _Reader:
             stored.table = PageTable(PagePool(tensors.pop(f"layers.{i}.pages").to(devices[i])), header["rows"][i])
             held = {name: tensors.pop(f"layers.{i}.{name}", None) for name in _EXACT}
             stored.hold_exact({name: found.to(devices[i]) for name, found in held.items() if found is not None})
-            rotations = {
-                f"{side}_rotation": tensors.pop(f"layers.{i}.{side}_rotation", None) for side in ("key", "value")
-            }
-            stored.hold_split({name: x.to(devices[i]) for name, x in rotations.items() if x is not None})
+            rotations = {side: tensors.pop(f"layers.{i}.{side}_rotation", None) for side in ("key", "value")}
+            if split := {side: x.to(devices[i]) for side, x in rotations.items() if x is not None}:
+                stored.hold_split(split)
             stored.tokens, stored.padding = header["positions"], tuple(padding)
             stored.released, stored.sliding_window = header["released"][i], header["sliding_windows"][i]
 

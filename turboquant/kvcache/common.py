@@ -11,15 +11,14 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from .. import ops
 from ..calibration import Calibration
-from ..modes import side_matrix
 from ..moments import Moments
 from ..spec import CacheSpec
 from .pages import in_place, outside_autograd
+from .transforms import random_rotation
 
 if TYPE_CHECKING:
     from .storage import LayerStorage
@@ -168,17 +167,15 @@ class Common:
         self._lengths[device], self._earlier = (after + 1, padding, lengths), {}
         self._schedules = {where: (None, schedule) for where, (_, schedule) in self._schedules.items()}
 
-    @outside_autograd
-    def rotation(self, spec: CacheSpec, side: str, head_dim: int, device: torch.device) -> torch.Tensor | None:
-        """The random matrix of a side, float32 [1, rows, head_dim], one for all layers of a device: Haar, a sketch, or
-        Haar above a sketch. None if the plan needs none."""
-        rows = spec.sketch_rows(head_dim) if side == "key" else 0
-        where = (spec.rotation_of(side) == "dense", rows, spec.seed, head_dim, device)
+    def rotation(self, spec: CacheSpec, head_dim: int, device: torch.device) -> torch.Tensor | None:
+        """`random_rotation`, one for all layers of a device."""
+        rows = spec.sketch_rows(head_dim)
+        where = (spec.rotation_of("key"), spec.rotation_of("value"), rows, spec.seed, head_dim, device)
         if where not in self._rotations:
-            matrix = side_matrix(spec, side, head_dim)
+            matrix = random_rotation(spec, head_dim, device)
             if matrix is None:
                 return None
-            self._rotations[where] = torch.from_numpy(np.ascontiguousarray(matrix)).to(device)
+            self._rotations[where] = matrix
         return self._rotations[where]
 
     def fork(self) -> Common:

@@ -24,7 +24,7 @@ def prompt_rotations(
     spec: CacheSpec, key: torch.Tensor, value: torch.Tensor, padding: tuple[int, ...]
 ) -> dict[str, torch.Tensor]:
     """Rotations of the sides whose channels are split by their mean squares over the first `outlier_tokens` real tokens
-    of all sequences. They are arguments of the operators: float32 [kv_heads, rows, head_dim], on the device of `key`.
+    of all sequences, by side: float32 [kv_heads, rows, head_dim], on the device of `key`.
 
     key, value   [batch, kv_heads, tokens, head_dim], padding in front of each sequence not counted
     """
@@ -35,5 +35,5 @@ def prompt_rotations(
         squares = [_numbers(x[b, :, pad : pad + spec.outlier_tokens]).square().sum(1) for b, pad in enumerate(padding)]
         rotation = split_rotation(spec, side, torch.stack(squares).sum(0).cpu().numpy())
         matrix = side_matrix(spec, side, key.shape[-1], rotation)
-        made[f"{side}_rotation"] = torch.from_numpy(np.ascontiguousarray(matrix)).to(key.device)
+        made[side] = torch.from_numpy(np.ascontiguousarray(matrix)).to(key.device)
     return made

@@ -9,9 +9,8 @@ i - padding[b], and is padding if that is negative.
     sinks        keys and values in the model's dtype, each [batch, kv_heads, sinks, head_dim]
     window       the same, a ring of [batch, kv_heads, window, head_dim]; both have fewer rows, or are None, until there
                  are enough tokens (`exact`)
-    calibration  rotations, steps and centres of keys and values (`calibration.tensors`): shared by all caches of a
-                 calibration on a device, and counted in each
-    moments      wave and metric of the keys (`moments.tensors`), likewise
+    transforms   rotations, steps and centres of a calibration, wave and metric of the keys (`transforms`): shared by
+                 all caches of a calibration and moments on a device, and counted in each
 
 Growth: when a sequence fills its last page, the needed pages are added, or 1/64 of the present ones if that is more. So
 at most 1/64 is unused. Adding copies the layer's packed bytes. A sequence needs a page every 128 tokens, and every step
@@ -29,15 +28,13 @@ from typing import Any
 
 import torch
 
-from ..calibration.tensors import transforms
-from ..modes import is_split
-from ..moments.tensors import transforms as moments_of
 from ..ops import PackedKV
 from ..plan import PAGE_TOKENS, Plan
 from ..spec import CacheSpec
 from .common import Common
 from .exact import exact_rows, laid_out, with_room
 from .pages import PageTable, outside_autograd
+from .transforms import layer_transforms
 
 __all__ = ["LayerTensors"]
 
@@ -72,10 +69,9 @@ class LayerTensors(PackedKV):
         self.sink_k = self.sink_v = self.window_k = self.window_v = None
         self.exact_ready = 0.0  # positions that sinks and window have rows for
         self.flag: torch.Tensor | None = None  # of `append` on CUDA, int64 [1]
-        self.transforms = {}  # these and the shared rotations
-        self.split: dict[str, torch.Tensor] = {}  # rotations that split off the prompt's outlier channels
-        self.calibrated: dict[str, torch.Tensor] = {}
-        self.measured: dict[str, torch.Tensor] = {}
+        self.transforms = {}
+        self.own_transforms: dict[str, torch.Tensor] = {}  # those but for a rotation that all layers share
+        self.split: dict[str, torch.Tensor] = {}  # by side, views: rotations that split off outlier channels
 
     @outside_autograd
     def start(self, batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -92,16 +88,7 @@ class LayerTensors(PackedKV):
         self.table = PageTable.empty(batch, kv_heads, PAGE_TOKENS * self.spec.bytes_per_token(head_dim), device)
         if device.type == "cuda":
             self.flag = torch.zeros(1, dtype=torch.int64, device=device)
-        for side in ("key", "value"):
-            if not is_split(self.spec, side) and self.spec.rotation_of(side) != "svd":
-                rotation = self.shared.rotation(self.spec, side, head_dim, device)
-                if rotation is not None:
-                    self.transforms[f"{side}_rotation"] = rotation
-        if found is not None:
-            self.calibrated = transforms(found, self.spec, self.rank, device)
-        if self.spec.measured and self.shared.moments is not None:
-            self.measured = moments_of(self.shared.moments, self.spec, self.rank, device)
-        self.transforms |= self.calibrated | self.measured
+        self.hold_split({})
         self.shape = (batch, kv_heads, head_dim, dtype, device)
 
     def _plan(self, kv_heads: int, head_dim: int) -> Plan:
@@ -116,8 +103,16 @@ class LayerTensors(PackedKV):
         return self.spec.plan(head_dim, *measured.sizes)
 
     def hold_split(self, rotations: dict[str, torch.Tensor]) -> None:
-        """Sets the rotations that split off outlier channels."""
-        self.split, self.transforms = rotations, {**self.transforms, **rotations}
+        """Sets the rotations that split off outlier channels, by side, and makes the transforms."""
+        moments = self.shared.moments if self.spec.measured else None
+        common = self.shared.rotation(self.spec, self.head_dim, self.device)
+        self.own_transforms = layer_transforms(
+            self.spec, self.rank, self.head_dim, self.device, self.shared.calibration, moments, prompt=rotations
+        )
+        self.transforms = self.own_transforms if common is None else {**self.own_transforms, "rotation": common}
+        rows = {side: rotation.shape[1] for side, rotation in rotations.items()}
+        whole = self.transforms.get("rotation", _NOTHING)
+        self.split = {side: whole[:, :n] if side == "key" else whole[:, -n:] for side, n in rows.items()}
 
     def __str__(self) -> str:
         heads = f"{self.kv_heads} KV heads of {self.head_dim} channels"
@@ -150,9 +145,7 @@ class LayerTensors(PackedKV):
         if self.flag is not None:
             yield "flag", self.flag
         yield from (("window" if name[0] == "w" else "sinks", held) for name, held in self.exact().items())
-        yield from (("rotation", held) for held in self.split.values())
-        yield from (("calibration", held) for held in self.calibrated.values())
-        yield from (("moments", held) for held in self.measured.values())
+        yield from (("transforms", held) for held in self.own_transforms.values())
 
     # ---- device ----
 

@@ -119,9 +119,9 @@ class LayerMoments:
             raise ValueError(f"`pairs` must have each channel in one pair, got {self.pairs.tolist()}")
 
     def transforms(self, wave: bool, metric: bool) -> dict[str, NDArray[Any]]:
-        """Keyword arguments of the operators (`turboquant.operators`, "transforms") for a plan with this wave, or this
-        metric, or both: those that it takes of key_turns int32 [pairs, 3], key_moments float32 [kv_heads, n] and
-        key_centre float32 [kv_heads, head_dim]."""
+        """Arguments of `turboquant.transforms.transforms` for a plan with this wave, or this metric, or both: those
+        that it takes of key_turns int32 [pairs, 3], key_moments float32 [kv_heads, n] and key_centre float32
+        [kv_heads, head_dim]."""
         heads = len(self.centre)
         made: dict[str, NDArray[Any]] = {}
         if wave and self.centre.any():

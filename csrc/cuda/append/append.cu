@@ -61,6 +61,7 @@ AppendSide side_of(const tq_plan &plan, const tq_append_params &p, bool is_value
     side.stride_token = bytes * (is_value ? p.v_stride_token : p.k_stride_token);
     side.rotation = transform.rotation;
     side.rotation_stride_head = transform.rotation_stride_head;
+    side.numbers_stride_head = transform.stride_head;
     side.centre = transform.centre;
     side.steps = transform.steps;
     for (int group = 0; group < APPEND_GROUPS; group++) {

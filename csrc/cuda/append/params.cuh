@@ -32,7 +32,7 @@ struct AppendSide {
     char *ring, *sinks;
     int64_t stride_batch, stride_head, stride_token;
     const float *rotation, *centre, *steps;
-    int64_t rotation_stride_head; // elements
+    int64_t rotation_stride_head, numbers_stride_head; // elements; the second of centre and steps
     int32_t bits[APPEND_GROUPS], offset[APPEND_GROUPS];
     int32_t tile_bytes, codes_offset, scales_offset;
     uint32_t widths;   // bit b: some group has b bits
@@ -148,8 +148,8 @@ template <class Args> __device__ __forceinline__ Head head_of(const Args &a, con
     head.ring = side.ring + a.row_bytes * at * a.window;
     head.sinks = side.sinks + a.row_bytes * at * a.sinks;
     head.matrix = side.rotation ? side.rotation + w.h * side.rotation_stride_head : nullptr;
-    head.centre = side.centre ? side.centre + (int64_t)w.h * a.head_dim : nullptr;
-    head.steps = side.steps ? side.steps + w.h * a.groups : nullptr;
+    head.centre = side.centre ? side.centre + w.h * side.numbers_stride_head : nullptr;
+    head.steps = side.steps ? side.steps + w.h * side.numbers_stride_head : nullptr;
     return head;
 }
 

@@ -97,7 +97,6 @@ tq_status fill_args(const tq_plan &plan, const tq_attend_params &p, Launch *l, t
     a.signs = signs_of(plan);
     a.wave.pairs = plan.wave_pairs;
     a.wave.metric = plan.metric;
-    a.wave.numbers = plan.moments;
     a.wave.steps = (plan.wave_pairs + 2 * WAVE_STEP - 1) / (2 * WAVE_STEP) * 2;
     return TQ_OK;
 }

@@ -87,8 +87,8 @@ tq_status check_alignment(const tq_attend_params *p, tq_error *error)
                   {"fresh_k", p->fresh_k},
                   {"fresh_v", p->fresh_v}};
     if ((uintptr_t)p->layer.key.moments % 16)
-        return fail(error, TQ_E_VALUE, "key_moments", -1, (double)((uintptr_t)p->layer.key.moments % 16),
-                    "aligned to 16 bytes on CUDA (got: bytes behind)");
+        return fail(error, TQ_E_VALUE, "key_numbers", -1, (double)((uintptr_t)p->layer.key.moments % 16),
+                    "with moments aligned to 16 bytes on CUDA (got: bytes behind)");
     for (auto &x : arrays)
         if ((uintptr_t)x.at % (4 * bytes))
             return fail(error, TQ_E_VALUE, x.name, -1, (double)((uintptr_t)x.at % (4 * bytes)),

@@ -35,7 +35,7 @@ template <int GROUPS> struct ValueSteps {
         for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) {
             int g = group_of(a, LaneRow<GROUPS>::channel(k, lane));
             bool has = a.p.layer.value.steps && g < a.plan_groups && a.value.bits[g];
-            step[k] = has ? a.p.layer.value.steps[h * a.plan_groups + g] : 1.0f;
+            step[k] = has ? a.p.layer.value.steps[h * a.p.layer.value.stride_head + g] : 1.0f;
         }
     }
 };
@@ -91,7 +91,7 @@ struct Output {
     {
         int32_t token, head;
         if (find_row(a, s, i, token, head)) row = ((int64_t)s.b * a.p.query_heads + head) * a.p.query_tokens + token;
-        if (centre) centre += (int64_t)s.h * a.head_dim;
+        if (centre) centre += s.h * a.p.layer.value.stride_head;
     }
 
     /** Adds value centre and exact sums to an un-rotated row. */

@@ -89,8 +89,8 @@ constexpr int WAVE_STEP = 16; /* pairs of one tensor-core product */
 
 /** The wave and the metric of keys; all 0 without. */
 struct WaveArgs {
-    int32_t pairs, metric, numbers; /* of the plan; numbers: of a head in tq_transform.moments */
-    int32_t steps;                  /* pairs / WAVE_STEP, rounded up to an even number */
+    int32_t pairs, metric; /* of the plan */
+    int32_t steps;         /* pairs / WAVE_STEP, rounded up to an even number */
     int32_t at_table, at_polynomials, at_increments, at_rows, at_warps,
         warp_bytes; /* shared memory of kernels on pages, bytes: WaveSpace; at_rows: put_wave's results, if there */
     float2 *rows;   /* workspace: the same, [segments][tile_rows][16 steps] */

@@ -214,7 +214,7 @@ __device__ __forceinline__ float take_query(const AttendArgs &a, const RowSet &s
     for (int k = 0; k < QUADS; k++) row.quad[k] = to_float4_once(load.raw[k], a.p.layer.dtype);
     const float *centre = a.p.layer.key.centre;
     if (!centre) return 0;
-    centre += (int64_t)s.h * a.head_dim;
+    centre += s.h * a.p.layer.key.stride_head;
     float dot = 0;
 #pragma unroll
     for (int k = 0; k < QUADS; k++) {
@@ -407,7 +407,7 @@ template <int GROUPS> struct QueryScale {
 #pragma unroll
         for (int k = 0; k < QUADS; k++) {
             int g = group_of(a, LaneRow<GROUPS>::channel(k, lane));
-            if (a.p.layer.key.steps && factor[k] != 0) step[k] = a.p.layer.key.steps[(int64_t)h * a.plan_groups + g];
+            if (a.p.layer.key.steps && factor[k] != 0) step[k] = a.p.layer.key.steps[h * a.p.layer.key.stride_head + g];
         }
     }
 };

@@ -27,7 +27,8 @@ namespace tq
 
 __device__ __forceinline__ KeyMoments key_moments(const AttendArgs &a)
 {
-    return {a.p.layer.key.turns, a.p.layer.key.moments, a.wave.pairs, a.wave.metric, a.wave.numbers, a.head_dim};
+    return {a.p.layer.key.turns, a.p.layer.key.moments, a.p.layer.key.stride_head,
+            a.wave.pairs,        a.wave.metric,         a.head_dim};
 }
 
 /** Whether there is a wave, in a kernel that supports it. */

@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(SET_THREADS) prepare_kernel(const __grid_const
     wait_for_stream();
     const RowSet s = find_rows(a, blockIdx.x, SET_ROWS);
     const int64_t at = query_at(a, s, row);
-    const float *centre = centre_of(side, a.head_dim, s.h);
+    const float *centre = centre_of(side, s.h);
     float *to = side.rotation == TQ_ROTATION_DENSE ? x.spare + row * a.head_dim : rows + row * width, bias = 0.0f;
     for (int c = lane; c < width; c += 32) rows[row * width + c] = 0.0f;
     __syncwarp();
@@ -465,7 +465,7 @@ __global__ void __launch_bounds__(SET_THREADS) combine_kernel(const __grid_const
     int32_t token, head;
     if (!find_row(a, s, row, token, head)) return;
     const int64_t at = ((int64_t)s.b * a.p.query_heads + head) * a.p.query_tokens + token;
-    const float *centre = centre_of(side, a.head_dim, s.h);
+    const float *centre = centre_of(side, s.h);
     const bool nothing = totals.sum == 0.0f;
     const float inverse = nothing ? 0.0f : 1.0f / totals.sum;
 #pragma unroll

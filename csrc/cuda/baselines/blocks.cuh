@@ -112,13 +112,13 @@ __device__ __forceinline__ const float *sketch_of(const BlockSide &side, int hea
 
 __device__ __forceinline__ const float *table_of(const BlockSide &side, int h)
 {
-    return side.transform.steps + (int64_t)h * side.step_columns;
+    return side.transform.steps + h * side.transform.stride_head;
 }
 
-__device__ __forceinline__ const float *centre_of(const BlockSide &side, int head_dim, int h)
+__device__ __forceinline__ const float *centre_of(const BlockSide &side, int h)
 {
     const float *centre = side.transform.centre;
-    return centre ? centre + (int64_t)h * head_dim : nullptr;
+    return centre ? centre + h * side.transform.stride_head : nullptr;
 }
 
 /** The record of the page that holds packed index `index`; NULL where the block table names none of the cache. */

@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(32 * WARPS) dequantize_blocks_kernel(const __g
             residual_to_key(a.moments, h, a.sinks + first + i, restored.result + i * restored.stride);
         __syncthreads();
     }
-    const float *centre = centre_of(side, d, h);
+    const float *centre = centre_of(side, h);
     const int64_t at = (((int64_t)b * heads + h) * a.max_tokens + first) * d;
     for (int i = threadIdx.x; i < wanted * d; i += blockDim.x) {
         const float number = i / d < stored ? restored.result[i / d * restored.stride + i % d] : 0.0f;

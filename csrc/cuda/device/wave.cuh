@@ -55,14 +55,15 @@ struct Pair {
 struct KeyMoments {
     const int32_t *turns;
     const float *numbers;
-    int32_t pairs, metric, stride, head_dim; // metric: of the plan, 1 + its rank or 0; stride: numbers of a head
+    int64_t stride;                  // from one head's numbers to the next
+    int32_t pairs, metric, head_dim; // metric: of the plan, 1 + its rank or 0
 
     __host__ __device__ __forceinline__ bool any() const { return pairs || metric; }
     __device__ __forceinline__ int rank() const { return metric ? metric - 1 : 0; }
 
     __device__ __forceinline__ HeadMoments of_head(int h) const
     {
-        const float *wave = numbers + (int64_t)h * stride, *scale = wave + 2 * pairs;
+        const float *wave = numbers + h * stride, *scale = wave + 2 * pairs;
         return {wave, scale, scale + head_dim, scale + (int64_t)metric * head_dim};
     }
     __device__ __forceinline__ Pair pair(int i) const
@@ -76,7 +77,7 @@ struct KeyMoments {
 inline KeyMoments key_moments_of(const tq_plan &plan, const tq_transform &key)
 {
     if (!tq_has_moments(&plan)) return {};
-    return {key.turns, key.moments, plan.wave_pairs, plan.metric, plan.moments, plan.head_dim};
+    return {key.turns, key.moments, key.stride_head, plan.wave_pairs, plan.metric, plan.head_dim};
 }
 
 // ---- a row in the registers of a warp: lane l has channels l, l + 32, .. ----

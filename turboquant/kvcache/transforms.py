@@ -1,0 +1,140 @@
+"""What the vectors of a layer are transformed by, as operators take it (`turboquant.operators`, "transforms"): made
+once for each layer and device, and shared by all caches of a calibration and moments."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from ..calibration import Calibration
+from ..calibration.tables import LEVELS
+from ..modes import is_split, side_matrix, split_rotation
+from ..moments import Moments
+from ..spec import CacheSpec, group_widths
+from ..transforms import transforms
+from .pages import outside_autograd
+
+__all__ = ["layer_transforms", "random_rotation"]
+
+_SIDES = ("key", "value")
+# The fields of a spec that its transforms depend on.
+_FIELDS = ("key_bits", "value_bits", "group", "rotation", "value_rotation", "outliers", "centre", "metric",
+           "key_levels", "value_levels", "sketch", "seed")  # fmt: skip
+
+
+class _Absent:
+    """No calibration, or no moments, as a key of `_made`."""
+
+
+_ABSENT = _Absent()
+_Of = tuple[Any, ...]
+_made: weakref.WeakKeyDictionary[object, weakref.WeakKeyDictionary[object, dict[_Of, dict[str, torch.Tensor]]]]
+_made = weakref.WeakKeyDictionary()
+
+
+@outside_autograd
+def layer_transforms(
+    spec: CacheSpec,
+    layer: int,
+    head_dim: int,
+    device: torch.device,
+    calibration: Calibration | None = None,
+    moments: Moments | None = None,
+    *,
+    later: int = 0,
+    prompt: Mapping[str, torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor]:
+    """The operators' arguments of a layer, but for the `rotation` of a spec whose matrices are all random
+    (`random_rotation`). Not to be written to.
+
+    later   how many positions later each token is than when it was stored
+    prompt  the rotations of outliers="prompt", by side, when they are known: then made anew
+    """
+    if prompt:
+        return _tensors(_parts(spec, layer, head_dim, calibration, moments, later, prompt), device)
+    of_moments = _made.setdefault(_ABSENT if moments is None else moments, weakref.WeakKeyDictionary())
+    held = of_moments.setdefault(_ABSENT if calibration is None else calibration, {})
+    where = (layer, head_dim, device, later, *(getattr(spec, name) for name in _FIELDS))
+    if where not in held:
+        held[where] = _tensors(_parts(spec, layer, head_dim, calibration, moments, later, {}), device)
+    return held[where]
+
+
+@outside_autograd
+def random_rotation(spec: CacheSpec, head_dim: int, device: torch.device) -> torch.Tensor | None:
+    """The argument `rotation` of a spec whose matrices are all random, float32 [1, rows, head_dim], one for all layers:
+    Haar, a sketch, or Haar above a sketch, of keys and then of values. None if it needs no matrix or has others."""
+    if any(_is_of_data(spec, side) for side in _SIDES):
+        return None
+    matrices = {f"{side}_rotation": side_matrix(spec, side, head_dim) for side in _SIDES}
+    made = transforms(**matrices)
+    return torch.from_numpy(made["rotation"]).to(device) if "rotation" in made else None
+
+
+def _is_of_data(spec: CacheSpec, side: str) -> bool:
+    return is_split(spec, side) or spec.rotation_of(side) in ("svd", "calibrated")
+
+
+def _tensors(parts: dict[str, NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(x).to(device) for name, x in transforms(**parts).items()}
+
+
+def _parts(
+    spec: CacheSpec,
+    layer: int,
+    head_dim: int,
+    calibration: Calibration | None,
+    moments: Moments | None,
+    later: int,
+    prompt: Mapping[str, torch.Tensor],
+) -> dict[str, NDArray[Any]]:
+    """The arguments of `turboquant.transforms.transforms`."""
+    parts: dict[str, NDArray[Any]] = {}
+    of_data = {side: _is_of_data(spec, side) for side in _SIDES}
+    for i, side in enumerate(_SIDES):
+        if calibration is not None:
+            parts |= _of_calibration(calibration, spec, layer, i, side)
+        if side in prompt:
+            parts[f"{side}_rotation"] = prompt[side].cpu().numpy()
+        if not of_data[side] and any(of_data.values()):
+            matrix = side_matrix(spec, side, head_dim)
+            parts |= {} if matrix is None else {f"{side}_rotation": matrix}
+    if any(of_data[side] and f"{side}_rotation" not in parts for side in _SIDES):  # of a prompt that is still to come
+        parts = {name: x for name, x in parts.items() if not name.endswith("_rotation")}
+    if moments is not None:
+        parts |= moments.layers[layer].later(later).transforms(spec.centre == "wave", spec.metric == "query")
+    return parts
+
+
+def _of_calibration(
+    calibration: Calibration, spec: CacheSpec, layer: int, i: int, side: str
+) -> dict[str, NDArray[Any]]:
+    """Rotation and steps of rotation="calibrated"; rotations by singular vectors or outliers, with the rows of a
+    sketch; the centre; a table of levels."""
+    made: dict[str, NDArray[Any]] = {}
+    if spec.rotation == "calibrated":
+        widths = group_widths(getattr(spec, f"{side}_bits"), calibration.head_dim, spec.group)
+        made[f"{side}_rotation"], made[f"{side}_steps"] = calibration.merged(layer, i, widths, spec.group)
+    if spec.centre == "calibrated":
+        made[f"{side}_centre"] = calibration.centre[layer, i]
+    rotation = None
+    if spec.rotation_of(side) == "svd":
+        rotation = calibration.singular_axes(layer)[i]
+    elif is_split(spec, side) and spec.outliers == "calibrated":
+        rotation = split_rotation(spec, side, calibration.second_moment(layer)[i])
+    if rotation is not None:
+        matrix = side_matrix(spec, side, calibration.head_dim, rotation)
+        assert matrix is not None
+        made[f"{side}_rotation"] = matrix
+    if getattr(spec, f"{side}_levels") == "table":
+        if calibration.tables is None:
+            raise ValueError(
+                "`calibration` must have tables of levels for this spec, got one made without: calibrate again"
+            )
+        columns = LEVELS + (side == "key" and spec.sketch == "sign")
+        made[f"{side}_steps"] = calibration.tables[layer, i, :, :columns]
+    return made
