@@ -306,7 +306,7 @@ def papers() -> list[str]:
         figures = [own.get((name, text)) for text in texts]
         cells = [f"`{name}`", f"{bits:.3f}", f"{16 / bits:.2f}",
                  *("-" if row is None else f"{row['metrics']['kl_divergence']:#.3g}" for row in figures),
-                 PORTABLE if spec.blocked else KERNELS[spec.rotation]]  # fmt: skip
+                 PORTABLE if spec.blocked else KERNELS[spec.rotation_of("key")]]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     lines.append("")
     for family, source in SOURCES.items():

@@ -355,12 +355,12 @@ def test_a_model_that_cannot_be_measured(monkeypatch):
 
 def test_specs():
     axes = CacheSpec(budget=3.0, method="axes")
-    assert CacheSpec(rotation="svd").metric == axes.metric == axes.with_(sinks=1).metric == "none"
+    assert CacheSpec(rotation="svd").settled().metric == axes.settled().metric == "none"
     with pytest.raises(ValueError, match="`metric` must be 'none' where `rotation` is 'svd'"):
         CacheSpec(rotation="svd", metric="query")
-    with pytest.raises(ValueError, match="`metric` must not be named where `budget` shares the bits, got 'query'"):
-        CacheSpec(budget=3.0, metric="query")
-    with pytest.raises(ValueError, match="`metric` must be one of none, query, got 'queries'"):
+    with pytest.raises(ValueError, match="`metric` must be 'auto' where `budget` shares the bits, got 'none'"):
+        CacheSpec(budget=3.0, metric="none")
+    with pytest.raises(ValueError, match="`metric` must be one of auto, none, query, got 'queries'"):
         CacheSpec(metric="queries")
     for spec in (OURS, CacheSpec(budget=3.0)):
         assert CacheSpec.from_dict(spec.to_dict()) == spec

@@ -4,6 +4,7 @@ format."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import pickle
 
@@ -22,7 +23,7 @@ REFUSED = {  # fields, what the message must contain: the field, what it was, wh
     "bits of a group": (dict(key_bits=(4, 7)), r"`key_bits\[1\]` must be in 0\.\.6 or 8, got 7"),
     "no bits in any group": (dict(value_bits=(0, 0)), "`value_bits` must give bits to at least one group"),
     "groups that differ": (dict(key_bits=(4, 2), value_bits=(4, 2, 2)), "same number of groups, got 2 and 3"),
-    "rotation": (dict(rotation="hadamrd"), "`rotation` must be one of hadamard, dense, none, .*got 'hadamrd'"),
+    "rotation": (dict(rotation="hadamrd"), "`rotation` must be one of auto, hadamard, dense, none, .*got 'hadamrd'"),
     "codebook": (dict(codebook="beta"), "`codebook` must be one of normal, sphere, uniform"),
     "thirds": (dict(key_bits=3.3), "`key_bits` must be whole or a number of quarters between 1 and 6, got 3.3"),
     "group": (dict(group=8), "`group` must be 32 or 16 channels, got 8"),
@@ -55,7 +56,7 @@ REFUSED = {  # fields, what the message must contain: the field, what it was, wh
         "above 0 in every group",
     ),
     "scale": (dict(scale="max"), "`scale` must be one of eden, norm, norm_corrected, least_squares"),
-    "centre": (dict(centre="mean"), "`centre` must be one of none, calibrated, wave, got 'mean'"),
+    "centre": (dict(centre="mean"), "`centre` must be one of auto, none, calibrated, wave, got 'mean'"),
     "prefill": (dict(prefill="fast"), "`prefill` must be one of exact, packed"),
     "outlier_tokens": (dict(outlier_tokens=0), r"`outlier_tokens` must be in 1\.\.\d+, got 0"),
     "sinks": (dict(sinks=-1), r"`sinks` must be in 0\.\.\d+, got -1"),
@@ -116,9 +117,9 @@ def test_it_is_a_value():
 
 def test_overrides_apply_to_their_layers():
     spec = bare(4, 4, overrides={0: {"key_bits": 5, "window": 16}, -1: {"value_bits": (2, 3)}})
-    assert spec.for_layer(0, 6) == bare(5, 4, window=16)
-    assert spec.for_layer(3, 6) == bare(4, 4)
-    assert spec.for_layer(5, 6) == bare(4, (2, 3))
+    assert spec.for_layer(0, 6) == bare(5, 4, window=16).settled()
+    assert spec.for_layer(3, 6) == bare(4, 4).settled()
+    assert spec.for_layer(5, 6) == bare(4, (2, 3)).settled()
     assert hash(spec) == hash(spec.with_(seed=0)) and spec.with_(seed=1).for_layer(0, 6).key_bits == 5
     for layer in (-1, 6):
         with pytest.raises(ValueError, match=f"`layer` must be in 0..5, got {layer}"):
@@ -242,8 +243,9 @@ def test_plan_refuses_groups_of_another_head_dim():
 
 def test_presets():
     default = preset("default")
-    assert (default.key_bits, default.value_bits, default.rotation, default.scale) == (4, 4, "hadamard", "eden")
-    assert (default.centre, default.metric, default.sinks, default.window) == ("wave", "query", 4, 128)
+    done = default.settled()
+    assert (done.key_bits, done.value_bits, done.rotation, done.scale) == (4, 4, "hadamard", "eden")
+    assert (done.centre, done.metric, done.sinks, done.window) == ("wave", "query", 4, 128)
     assert default.prefill == "exact"
     for bits in (4, 3, 2):
         paper = preset(f"paper-mse-{bits}")
@@ -274,11 +276,10 @@ def test_unknown_presets():
 
 def test_fields_that_are_not_named_are_those_of_the_preset_default():
     assert CacheSpec() == preset("default")
-    assert CacheSpec(4, 3, window=64) == preset("default").with_(value_bits=3, window=64)
+    assert CacheSpec(4, 3, window=64) == CacheSpec(4).with_(value_bits=3, window=64)
     spec = CacheSpec(3, window=0, overrides={0: {"key_bits": 5}})
-    assert (spec.centre, spec.metric, spec.sinks, spec.window) == ("wave", "query", 4, 0)
-    layer = spec.for_layer(0, 2)
-    assert layer == CacheSpec(5, window=0) and layer.named == {"key_bits", "window", "overrides"}
+    assert (spec.centre, spec.metric, spec.sinks, spec.window) == ("auto", "auto", 4, 0)
+    assert spec.for_layer(0, 2) == CacheSpec(5, 4, "hadamard", centre="wave", metric="query", window=0)
 
 
 def copies(spec):
@@ -286,37 +287,84 @@ def copies(spec):
     yield copy.copy(spec)
     yield copy.deepcopy(spec)
     yield spec.with_()
+    yield dataclasses.replace(spec)
     yield eval(repr(spec))
     yield CacheSpec.from_dict(json.loads(json.dumps(spec.to_dict())))
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [CacheSpec(), CacheSpec(2.5, sinks=0, overrides={-1: {"key_bits": (2, 3)}}), CacheSpec(budget=3, window=1)],
-    ids=["default", "some named", "budget"],
-)
-def test_copies_know_which_fields_were_named(spec):
+EVERY = [
+    CacheSpec(),
+    CacheSpec(centre="wave", metric="query"),
+    CacheSpec(2.5, sinks=0, overrides={-1: {"key_bits": (2, 3)}}),
+    CacheSpec(budget=3, window=1),
+    CacheSpec(budget=3, method="axes"),
+    CacheSpec(overrides={0: {"rotation": "calibrated"}, -1: {"centre": "none"}}),
+    CacheSpec(rotation="calibrated", overrides={1: {"rotation": "hadamard"}}),
+]
+
+
+def changed(spec, fields):
+    try:
+        return spec.with_(**fields)
+    except (TypeError, ValueError) as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("spec", EVERY, ids=repr)
+def test_equal_specs_do_the_same(spec):
+    """A spec is its fields: whatever is done to a copy, the outcome is that of the original."""
+    changes = [dict(rotation="calibrated"), dict(budget=3), dict(budget=None, method="chosen"), dict(key_bits=3)]
     for same in copies(spec):
-        assert same == spec and hash(same) == hash(spec)
-        assert same.named >= spec.named and same.named <= spec.named
+        assert same == spec and hash(same) == hash(spec) and repr(same) == repr(spec)
+        for change in changes:
+            assert changed(same, change) == changed(spec, change)
+    assert spec.with_().__dict__.keys() == {field.name for field in dataclasses.fields(spec)}
 
 
-def test_a_budget_sets_what_was_not_named():
+@pytest.mark.parametrize("spec", EVERY, ids=repr)
+def test_settled(spec):
+    """`settled` changes no layer, and leaves "auto" to bits of a budget alone."""
+    done = spec.settled()
+    assert done.settled() == done and (done == spec) == (spec.to_dict() == done.to_dict())
+    left = {name for name, value in done.to_dict().items() if value == "auto"}
+    assert left == ({"key_bits", "value_bits"} if spec.budget else set())
+    for layer in range(4):
+        one = spec.for_layer(layer, 4)
+        assert one == done.for_layer(layer, 4) == one.settled()
+        assert (one.calibrated, one.measured, one.blocked) == (
+            done.for_layer(layer, 4).calibrated,
+            done.for_layer(layer, 4).measured,
+            done.for_layer(layer, 4).blocked,
+        )
+    assert (done.calibrated, done.measured) == (spec.calibrated, spec.measured)
+
+
+def test_auto_is_not_the_value_that_it_stands_for():
+    auto, named = CacheSpec(), CacheSpec(centre="wave", metric="query")
+    assert auto != named and auto.settled() == named.settled() and (auto.centre, named.centre) == ("auto", "wave")
+    assert auto.with_(rotation="calibrated").settled().centre == "calibrated"
+    with pytest.raises(ValueError, match="`metric` must be 'none' where `rotation` is 'calibrated'"):
+        named.with_(rotation="calibrated")
+    assert auto.plan(128) == named.plan(128) == auto.settled().plan(128)
+
+
+def test_a_budget_sets_what_is_auto():
     assert CacheSpec(budget=3) == preset("default").with_(budget=3)
-    assert CacheSpec(key_bits=4) == CacheSpec() and "key_bits" in CacheSpec(key_bits=4).named
-    with pytest.raises(ValueError, match="`key_bits` must not be named where `budget` shares the bits, got 4"):
+    assert CacheSpec(key_bits=4) != CacheSpec()
+    with pytest.raises(ValueError, match="`key_bits` must be 'auto' where `budget` shares the bits, got 4"):
         CacheSpec(key_bits=4).with_(budget=3)
-    with pytest.raises(ValueError, match="`rotation` must not be named where `budget` .* got 'hadamard'"):
-        CacheSpec(rotation="hadamard", budget=3)
+    with pytest.raises(ValueError, match="`rotation` must be 'auto' where `budget` .* got 'dense'"):
+        CacheSpec(rotation="dense", budget=3)
     assert CacheSpec(budget=3).with_(budget=None, key_bits=3) == CacheSpec(3)
 
 
 def test_axes_of_a_calibration_have_no_wave_and_no_metric_unless_they_are_named():
     for rotation, centre in (("calibrated", "calibrated"), ("svd", "none"), ("dense", "wave")):
         spec = CacheSpec(rotation=rotation)
-        assert (spec.centre, spec.metric) == (centre, "query" if rotation == "dense" else "none")
-        assert spec.measured == (rotation == "dense") and spec.with_(rotation="hadamard") == CacheSpec()
-        assert CacheSpec(rotation=rotation, centre="none").centre == "none"
+        done = spec.settled()
+        assert (done.centre, done.metric) == (centre, "query" if rotation == "dense" else "none")
+        assert spec.measured == (rotation == "dense") and spec.with_(rotation="auto") == CacheSpec()
+        assert CacheSpec(rotation=rotation, centre="none").settled().centre == "none"
     for name, spec in OURS.items():
         assert spec.measured == (spec.budget is None), name
 
@@ -326,15 +374,17 @@ def test_from_dict_takes_mappings():
         CacheSpec.from_dict("default")
 
 
-@pytest.mark.parametrize("named", [None, "sinks", ["bits"], [3]])
-def test_from_dict_refuses_names(named):
-    with pytest.raises(ValueError, match="`named` must list fields of a CacheSpec"):
-        CacheSpec.from_dict({**CacheSpec().to_dict(), "named": named})
+def test_from_dict_wants_every_field():
+    fields = CacheSpec().to_dict()
+    with pytest.raises(ValueError, match="`fields` must have every field of a CacheSpec, got no sinks"):
+        CacheSpec.from_dict({name: value for name, value in fields.items() if name != "sinks"})
+    with pytest.raises(TypeError, match="CacheSpec: `named` must be a field"):
+        CacheSpec.from_dict({**fields, "named": []})
 
 
 def test_other_schemes_name_what_they_switch_off():
     for name, spec in OTHERS.items():
         assert (spec.centre, spec.metric, spec.sinks, spec.window) == ("none", "none", 0, 0), name
-        assert spec.named >= {"centre", "sinks", "window", "key_bits", "value_bits"}, name
+        assert "auto" not in (spec.key_bits, spec.value_bits), name
         assert (spec.prefill, spec.seed, spec.group, spec.budget, spec.overrides) == ("exact", 0, 32, None, ()), name
     assert not OURS.keys() & OTHERS.keys() and presets() == {**OURS, **OTHERS}

@@ -399,7 +399,7 @@ def timed_as(spec: CacheSpec) -> str:
     their mean: they take at most 15 % longer (benchmarks/results/h200/attend_widths.json). A budget above 3 bits counts
     as mixed as well: it gives many sides 5 bits, which take longer than their bytes say.
     """
-    bits = spec.key_bits, spec.value_bits
+    bits = spec.settled().key_bits, spec.settled().value_bits
     if spec.blocked or (spec.budget is None and any(isinstance(b, int) and b > 5 for b in bits)):
         raise NotImplementedError("its kernels were not timed")
     if spec.budget is not None:

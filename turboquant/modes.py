@@ -52,8 +52,8 @@ def split_rotation(spec: CacheSpec, side: str, magnitude: NDArray[np.floating]) 
     out = np.zeros((heads, head_dim, head_dim), np.float32)
     for matrix, order in zip(out, np.argsort(-magnitude, axis=-1, kind="stable")):
         chosen, rest = np.sort(order[:first]), np.sort(order[first:])
-        matrix[:first, chosen] = _plain_rotation(spec.rotation, first, spec.seed)
-        matrix[first:, rest] = _plain_rotation(spec.rotation, head_dim - first, spec.seed)
+        matrix[:first, chosen] = _plain_rotation(spec.rotation_of(side), first, spec.seed)
+        matrix[first:, rest] = _plain_rotation(spec.rotation_of(side), head_dim - first, spec.seed)
     return out
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from numbers import Real
 from operator import index
-from typing import Any, ClassVar
+from typing import Any, Literal
 
 from .arguments import integer_in
 from .plan import (
@@ -29,11 +29,13 @@ from .plan import (
 
 __all__ = ["CacheSpec"]
 
-Bits = int | float | tuple[int, ...]
+Width = int | float | tuple[int, ...]
+Bits = Width | Literal["auto"]
 Overrides = tuple[tuple[int, tuple[tuple[str, Any], ...]], ...]
 
+AUTO: Literal["auto"] = "auto"
 _CHOICES = {
-    "rotation": ("hadamard", "dense", "none", "calibrated", "svd"),
+    "rotation": (AUTO, "hadamard", "dense", "none", "calibrated", "svd"),
     "value_rotation": ("same", "hadamard", "dense", "none", "svd"),
     "codebook": ("normal", "sphere", "uniform"),
     "key_levels": ("codebook", "affine", "absmax", "table"),
@@ -41,8 +43,8 @@ _CHOICES = {
     "sketch": ("none", "gaussian", "gaussian/4", "sign"),
     "outliers": ("none", "prompt", "calibrated"),
     "scale": ("eden", "norm", "norm_corrected", "least_squares"),
-    "centre": ("none", "calibrated", "wave"),
-    "metric": ("none", "query"),
+    "centre": (AUTO, "none", "calibrated", "wave"),
+    "metric": (AUTO, "none", "query"),
     "prefill": ("exact", "packed"),
     "method": ("chosen", "none", "moments", "widths", "moments+widths", "axes"),
 }
@@ -55,13 +57,20 @@ _RANGES = {
     "window": (0, 2**24),
     "seed": (0, 2**63 - 1),
 }
-_BUDGET_SETS = ("key_bits", "value_bits", "rotation", "centre", "metric")  # fields that a budget sets
+# What "auto" stands for; the next table has what differs where axes come from a calibration, which computes them
+# without a wave and a metric.
+_AUTO: dict[str, Any] = {
+    "key_bits": 4,
+    "value_bits": 4,
+    "rotation": "hadamard",
+    "centre": "wave",
+    "metric": "query",
+}
+_OF_AXES = {"calibrated": {"centre": "calibrated", "metric": "none"}, "svd": {"centre": "none", "metric": "none"}}
 BUDGET_BITS = 5  # the most that a budget gives a group of axes; groups of 16 may also get 8
 LEAST_AVERAGE = 2  # the smallest budget, except with `method="axes"`
 LEAST_SIDE_BITS = 1  # the least and the most that a budget gives a side of a layer
 MOST_SIDE_BITS = MAX_BITS
-# Defaults where axes come from a calibration, which computes them without a wave and a metric.
-_OF_AXES = {"calibrated": {"centre": "calibrated", "metric": "none"}, "svd": {"centre": "none", "metric": "none"}}
 _WHOLE_CACHE = (
     "prefill",
     "overrides",
@@ -72,8 +81,10 @@ _WHOLE_CACHE = (
 
 
 def _bits(value: Any, field: str) -> Bits:
-    """An integer in 1..6 or 8, a number of quarters between 1 and 6, or a tuple of integers in 0..6 or 8, one per
-    group, not all 0."""
+    """An integer in 1..6 or 8, a number of quarters between 1 and 6, a tuple of integers in 0..6 or 8, one per group,
+    not all 0, or "auto"."""
+    if isinstance(value, str) and value == AUTO:
+        return AUTO
     if isinstance(value, (bool, str, bytes, Set, Mapping)):
         raise TypeError(f"`{field}` must be an integer or a sequence of integers, got {value!r}")
     if isinstance(value, float) and not value.is_integer():
@@ -111,7 +122,7 @@ def first_part(bits: float, head_dim: int, group: int = GROUP) -> int:
     return min(max(1, round((bits - math.floor(bits)) * groups)), groups - 1)
 
 
-def group_widths(bits: Bits, head_dim: int, group: int = GROUP) -> tuple[int, ...]:
+def group_widths(bits: Width, head_dim: int, group: int = GROUP) -> tuple[int, ...]:
     """Bits of each group of channels. With fractional bits, the first groups have one bit more."""
     groups = max(1, -(-head_dim // group))  # a plan refuses head_dim 0
     if isinstance(bits, tuple):
@@ -125,18 +136,20 @@ class CacheSpec:
     """How the keys and values of a model's layers are stored. Frozen, hashable; `with_` makes a changed copy.
 
     A field that is not named has the value of the preset "default". To switch a feature off, name it:
-    ``centre="none", sinks=0, window=0``. `named` holds the names of the fields that were given: a budget may set the
-    others. Equality and hash look at values alone.
+    ``centre="none", sinks=0, window=0``. "auto" is the method's own choice, which depends on other fields; `settled`
+    puts a value in its place: 4 bits, "hadamard", "wave" and "query", but with axes of a calibration another centre and
+    no metric. Two specs are equal if all their fields are, so "auto" is not equal to the value that it stands for.
 
     key_bits, value_bits   bits of a code: 1..6 or 8 for all channels; a number of quarters such as 2.5: that fraction
-                           of the groups has one bit more (see `outliers`); or a tuple with one entry in 0..6 or 8 per
-                           group of rotated channels. On CUDA, 6 and 8 bits run in the kernels for any width.
+                           of the groups has one bit more (see `outliers`); a tuple with one entry in 0..6 or 8 per
+                           group of rotated channels; or "auto": 4, and the shares of a budget. On CUDA, 6 and 8 bits
+                           run in the kernels for any width.
     group           channels of a group: 32 or 16. With 16, a budget follows the variance more closely and may give a
                     few groups 8 bits, and heads that are no multiple of 32 are padded less.
     rotation        "hadamard": random signs and Walsh-Hadamard, nothing is stored; "dense": a dense random matrix;
                     "none"; "calibrated": the axes of a calibration for each KV head and side, each group divided
                     by its fixed step; "svd": per KV head, the right singular vectors of the calibration's
-                    vectors, not centred (TurboESM).
+                    vectors, not centred (TurboESM); "auto": "hadamard", and "calibrated" with `method="axes"`.
     value_rotation  rotation of the values; "same": that of the keys.
     codebook        "normal": levels for N(0, 1); "sphere": for the exact distribution of a coordinate of a unit vector
                     (matters below 64 channels); "uniform": equally spaced, best for N(0, 1).
@@ -157,10 +170,11 @@ class CacheSpec:
                     "norm_corrected" keeps the norm, "least_squares" minimises the squared error.
     centre          a vector subtracted from every key before the rotation. Without quantisation it would change no
                     softmax weight. "wave": the mean of the model's keys before RoPE, turned to each key's position
-                    (`turboquant.measure`); "calibrated": the means of a calibration, of keys and values; "none".
+                    (`turboquant.measure`); "calibrated": the means of a calibration, of keys and values; "none";
+                    "auto": "wave", but "calibrated" with `rotation="calibrated"` and "none" with "svd".
     metric          "query": keys are multiplied by a matrix, and queries by its inverse, so that errors go where the
-                    model's queries do not look (`turboquant.measure`); "none".
-                    Defaults with `rotation="calibrated"`: centre "calibrated", metric "none"; with "svd": both "none".
+                    model's queries do not look (`turboquant.measure`); "none"; "auto": "query", but "none" with
+                    `rotation="calibrated"` and "svd".
     sinks, window   how many tokens stay in the model's dtype at the start and at the end of each sequence.
     prefill         "exact": queries of the first forward read full-precision keys and values. Queries of a later
                     forward of many tokens (32 on a CPU, 128 on CUDA), such as a second turn, read the tokens of that
@@ -170,8 +184,8 @@ class CacheSpec:
                     {"key_bits": 5}}. Given as a mapping, held as sorted tuples.
     seed            of the rotation and the sketch; 0..2**63 - 1. (A calibration has its own.)
     budget          average bits of a code over all layers, keys and values, which a calibration distributes: 2 to 6;
-                    with `method="axes"` above 0 and at most 5. key_bits, value_bits, rotation, centre and metric may
-                    then not be named: the method sets them for each layer. None: they hold as they are.
+                    with `method="axes"` above 0 and at most 5. key_bits, value_bits, rotation, centre and metric are
+                    then "auto": the method sets them for each layer. None: they hold as they are.
     method          how to spend a budget: "chosen": what did best in the trials of the calibration;
                     "none": the same widths in all layers, moments of the model; "moments": moments of the calibration's
                     text and the model's; "widths": moments of the model, widths by layer and side;
@@ -180,13 +194,13 @@ class CacheSpec:
     Raises TypeError or ValueError that name the field, what it was and what it should be.
     """
 
-    key_bits: Bits = 4
-    value_bits: Bits = 4
-    rotation: str = "hadamard"
+    key_bits: Bits = AUTO
+    value_bits: Bits = AUTO
+    rotation: str = AUTO
     codebook: str = "normal"
     scale: str = "eden"
-    centre: str = "wave"
-    metric: str = "query"
+    centre: str = AUTO
+    metric: str = AUTO
     sinks: int = 4
     window: int = 128
     prefill: str = "exact"
@@ -204,22 +218,18 @@ class CacheSpec:
     outlier_tokens: int = 128
     group: int = GROUP
 
-    named: ClassVar[frozenset[str]] = frozenset()  # each spec has its own
-
-    def __new__(cls, *args: Any, **fields: Any) -> CacheSpec:
-        spec = super().__new__(cls)
+    def __new__(cls, *_: Any, **fields: Any) -> CacheSpec:
+        """Names of fields are checked here, because the message of a dataclass does not list them."""
         names = [field.name for field in dataclasses.fields(cls)]
         if unknown := [name for name in fields if name not in names]:
             near = difflib.get_close_matches(unknown[0], names, n=3, cutoff=0.5)
             hint = f"did you mean {' or '.join(near)}? " if near else ""
             raise TypeError(f"CacheSpec: `{unknown[0]}` must be a field: {hint}there are {', '.join(names)}")
-        given = (*names[: len(args)], *fields)
-        object.__setattr__(spec, "named", frozenset(given))
-        return spec
+        return super().__new__(cls)
 
     def __repr__(self) -> str:
-        """The fields that were named: they make an equal spec."""
-        given = (f.name for f in dataclasses.fields(self) if f.name in self.named)
+        """The fields that are not those of the preset "default": they make an equal spec."""
+        given = (f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
         return f"CacheSpec({', '.join(f'{name}={getattr(self, name)!r}' for name in given)})"
 
     def __post_init__(self) -> None:
@@ -235,9 +245,6 @@ class CacheSpec:
         self._check_budget()
         for name, (low, high) in _RANGES.items():
             put(self, name, _integer(getattr(self, name), name, low, high))
-        for name, value in _OF_AXES.get(self.rotation, {}).items():
-            if name not in self.named:
-                put(self, name, value)
         put(self, "group", _integer(self.group, "group", 0, 2**12))
         if self.group not in (GROUP, FINE_GROUP):
             raise ValueError(f"`group` must be {GROUP} or {FINE_GROUP} channels, got {self.group!r}")
@@ -255,11 +262,12 @@ class CacheSpec:
         """Fields that contradict each other."""
 
         def refuse(field: str, wants: str) -> None:
-            raise ValueError(f"`{field}` must be {wants}, got {getattr(self, field)!r}")
+            raise ValueError(f"`{field}` must be {wants}, got {self._meant(field)!r}")
 
         split = [isinstance(getattr(self, f"{side}_bits"), float) for side in _SIDES]
+        rotation = self._meant("rotation")
         for side in _SIDES:
-            levels, bits, block = (getattr(self, f"{side}_{name}") for name in ("levels", "bits", "block"))
+            levels, bits, block = (self._meant(f"{side}_{name}") for name in ("levels", "bits", "block"))
             if bits == 1 and levels == "absmax":
                 refuse(f"{side}_bits", f"at least 2 where `{side}_levels` are absmax")
             if levels == "table" and bits != 3:
@@ -275,17 +283,17 @@ class CacheSpec:
                 refuse("outliers", "'none' where no side has a fractional number of bits")
             if (self.key_levels, self.value_levels) != ("codebook", "codebook") or self.value_rotation != "same":
                 refuse("outliers", "'none' unless both sides have the levels of a codebook and one kind of rotation")
-            if self.rotation not in ("hadamard", "dense", "none"):
-                refuse("outliers", f"'none' where `rotation` is {self.rotation!r}")
+            if rotation not in ("hadamard", "dense", "none"):
+                refuse("outliers", f"'none' where `rotation` is {rotation!r}")
         if "codebook" not in (self.key_levels, self.value_levels):
             for name, left in (("scale", "eden"), ("codebook", "normal")):
                 if getattr(self, name) != left:
                     refuse(name, "left alone where no side has the levels of a codebook")
         if self.group != GROUP and self.blocked:
             refuse("group", f"{GROUP} with blocks, tables, sketches, outliers and `value_rotation`")
-        if self.metric != "none" and self.rotation in _OF_AXES:
-            refuse("metric", f"'none' where `rotation` is {self.rotation!r}, whose axes were made without it")
-        if self.rotation == "calibrated" and self.blocked:
+        if self._meant("metric") != "none" and rotation in _OF_AXES:
+            refuse("metric", f"'none' where `rotation` is {rotation!r}, whose axes were made without it")
+        if rotation == "calibrated" and self.blocked:
             what = "blocks, tables, sketches, outliers and `value_rotation`"
             refuse("rotation", f"other than 'calibrated' with {what}")
         if self.blocked and any(isinstance(b, tuple) and 0 in b for b in (self.key_bits, self.value_bits)):
@@ -314,29 +322,55 @@ class CacheSpec:
         if not axes and not LEAST_AVERAGE <= self.budget <= MOST_SIDE_BITS:
             wants = f"in {LEAST_AVERAGE}..{MOST_SIDE_BITS} bits"
             raise ValueError(f"`budget` must be {wants}, got {self.budget}")
-        for name in _BUDGET_SETS:
-            if name in self.named:
-                got = getattr(self, name)
-                raise ValueError(f"`{name}` must not be named where `budget` shares the bits, got {got!r}")
+        own = {**_AUTO, **({"rotation": "calibrated", **_OF_AXES["calibrated"]} if axes else {})}
+        for name, value in own.items():
+            got = getattr(self, name)
+            if got != AUTO and (name.endswith("_bits") or got != value):
+                raise ValueError(f"`{name}` must be 'auto' where `budget` shares the bits, got {got!r}")
         if self.blocked:
             what = "blocks, tables, sketches, outliers and `value_rotation`"
             raise ValueError(f"`budget` must be None with {what}, got {self.budget}")
         if self.group != GROUP and not axes:
             raise ValueError(f"`group` must be {GROUP} where a budget's method is not 'axes', got {self.group!r}")
-        if axes:
-            put(self, "rotation", "calibrated")
 
     @property
     def calibrated(self) -> bool:
         """Whether it cannot be used without a calibration. Ignores overrides."""
-        taken = (self.rotation, self.value_rotation, self.centre, self.outliers, self.key_levels, self.value_levels)
+        centre = self._meant("centre")
+        taken = (self.rotation, self.value_rotation, centre, self.outliers, self.key_levels, self.value_levels)
         return self.budget is not None or any(field in ("calibrated", "svd", "table") for field in taken)
 
     @property
     def measured(self) -> bool:
         """Whether it cannot be used without the moments of the model; a budget finds them in its calibration. Ignores
         overrides."""
-        return self.budget is None and (self.centre == "wave" or self.metric == "query")
+        return self.budget is None and (self._meant("centre") == "wave" or self._meant("metric") == "query")
+
+    def _meant(self, name: str) -> Any:
+        """The value of a field, or what "auto" stands for there."""
+        value = getattr(self, name)
+        if not isinstance(value, str) or value != AUTO:
+            return value
+        if name == "rotation" and self.method == "axes":
+            return "calibrated"
+        of = _OF_AXES.get(self._meant("rotation"), _AUTO) if name in ("centre", "metric") else _AUTO
+        return of[name]
+
+    def settled(self) -> CacheSpec:
+        """The spec with a value in place of each "auto". Bits that a budget shares stay "auto"."""
+        autos = [name for name in _AUTO if getattr(self, name) == AUTO]
+        if self.budget is not None:
+            autos = [name for name in autos if not name.endswith("_bits")]
+        plain = self.with_(overrides=(), **{name: self._meant(name) for name in autos})
+        layers = {}
+        for layer, changed in self.overrides:
+            one, fields = self.with_(overrides=(), **dict(changed)).settled(), dict(changed)
+            layers[layer] = {
+                name: getattr(one, name)
+                for name in {**fields, **_AUTO}
+                if name in fields or getattr(one, name) != getattr(plain, name)
+            }
+        return plain.with_(overrides=layers)
 
     def _checked_overrides(self) -> Overrides:
         given: Any = self.overrides
@@ -361,31 +395,22 @@ class CacheSpec:
         return tuple(sorted(held))
 
     def with_(self, **fields: Any) -> CacheSpec:
-        """A copy with some fields changed, checked again; they are added to `named`.
-
-        `dataclasses.replace` would name every field."""
-        return CacheSpec(**{name: getattr(self, name) for name in self.named} | fields)
+        """A copy with some fields changed, checked again."""
+        return dataclasses.replace(self, **fields)
 
     def to_dict(self) -> dict[str, Any]:
-        """The value of each field, and under "named" the names that were given: what `from_dict` takes."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**values, "named": sorted(self.named)}
+        """The value of each field: what `from_dict` takes."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> CacheSpec:
-        """The spec that `to_dict` described, checked again. Today's defaults do not change it."""
+        """The spec that `to_dict` described, checked again."""
         if not isinstance(fields, Mapping):
             raise TypeError(f"`fields` must be a mapping, as `to_dict` returns it, got {fields!r}")
-        values = dict(fields)
-        named = values.pop("named", None)
-        names = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(named, list) or not all(isinstance(name, str) for name in named) or not names >= {*named}:
-            raise ValueError(f"`named` must list fields of a CacheSpec, got {named!r}")
-        if values.get("budget") is not None:
-            values = {name: x for name, x in values.items() if name in named or name not in _BUDGET_SETS}
-        spec = cls(**values)
-        object.__setattr__(spec, "named", frozenset(named))
-        return spec
+        names = [field.name for field in dataclasses.fields(cls)]
+        if missing := [name for name in names if name not in fields]:
+            raise ValueError(f"`fields` must have every field of a CacheSpec, got no {', '.join(missing)}")
+        return cls(**fields)
 
     def with_boundary(self, layers: int, **fields: Any) -> CacheSpec:
         """A copy whose first and last `layers` layers differ in some fields: ``spec.with_boundary(2, key_bits=5)``.
@@ -399,14 +424,14 @@ class CacheSpec:
         return self.with_(overrides=held)
 
     def for_layer(self, layer: int, n_layers: int) -> CacheSpec:
-        """The spec of one layer of `n_layers`: its overrides applied, and none left.
+        """The spec of one layer of `n_layers`: its overrides applied and none left, and `settled`.
 
         Raises ValueError for a layer outside the model, an override outside the model, and two overrides of one layer.
         """
         n_layers = _integer(n_layers, "n_layers", 1, 2**31 - 1)
         layer = _integer(layer, "layer", 0, n_layers - 1)
         if not self.overrides:
-            return self
+            return self.settled()
         fields: dict[int, tuple[tuple[str, Any], ...]] = {}
         for number, changed in self.overrides:
             where = number + n_layers if number < 0 else number
@@ -419,7 +444,7 @@ class CacheSpec:
                     f"`overrides` must name each layer once, got layer {where} as {where} and {where - n_layers}"
                 )
             fields[where] = changed
-        return self.with_(overrides=(), **dict(fields.get(layer, ())))
+        return self.with_(overrides=(), **dict(fields.get(layer, ()))).settled()
 
     def plan(self, head_dim: int, wave_pairs: int = 0, rank: int = 0) -> Plan:
         """How a layer is stored, for heads of `head_dim` channels (a multiple of 8, 8..256). Ignores overrides.
@@ -434,20 +459,22 @@ class CacheSpec:
             )
         head_dim = _integer(head_dim, "head_dim", 0, 2**15)  # the core refuses some of these
         key, value = self._side("key", head_dim), self._side("value", head_dim)
-        pairs, metric = wave_pairs if self.centre == "wave" else 0, rank if self.metric == "query" else None
+        pairs = wave_pairs if self._meant("centre") == "wave" else 0
+        metric = rank if self._meant("metric") == "query" else None
         return Plan(head_dim, key, value, group=self.group, codebook=self.codebook, scale=self.scale, seed=self.seed,
                     wave_pairs=pairs, metric=metric)  # fmt: skip
 
     def rotation_of(self, side: str) -> str:
         """Rotation of "key" or "value"."""
-        return self.rotation if side == "key" or self.value_rotation == "same" else self.value_rotation
+        own = self.value_rotation if side == "value" else "same"
+        return self._meant("rotation") if own == "same" else own
 
     def sketch_rows(self, head_dim: int) -> int:
         """Rows of the Gaussian sketch of keys; 0 without one."""
         return {"gaussian": head_dim, "gaussian/4": head_dim // 4}.get(self.sketch, 0)
 
     def _side(self, side: str, head_dim: int) -> Side:
-        bits, rotation = getattr(self, f"{side}_bits"), self.rotation_of(side)
+        bits, rotation = self._meant(f"{side}_bits"), self.rotation_of(side)
         split = self.outliers != "none" and isinstance(bits, float)
         rows = self.sketch_rows(head_dim) if side == "key" else 0
         return Side(

@@ -352,7 +352,8 @@ def _nearest(windows: Iterable[int], window: int) -> int:
 def layer_specs(
     spec: CacheSpec, calibration: Calibration | None, n_layers: int, packed: Sequence[int] | None = None
 ) -> list[CacheSpec]:
-    """The spec of each layer that has keys and values, its overrides applied and its bits known.
+    """The spec of each layer that has keys and values, its overrides applied, its bits known and nothing
+    "auto".
 
     n_layers   layers of the model, which overrides count
     packed     those that have keys and values; None: all. The calibration has only these
@@ -384,6 +385,7 @@ def layer_specs(
     calibration._check_average("budget", spec.budget, calibration.groups(group))
     bits = calibration.bits(spec.budget, group).tolist()
     axes: dict[str, Any] = {"budget": None, "method": "chosen", "rotation": "calibrated", "group": group}
+    axes |= {"centre": "calibrated", "metric": "none"}
     return [s.with_(**axes, key_bits=tuple(b[0]), value_bits=tuple(b[1])) for s, b in zip(each, bits)]
 
 

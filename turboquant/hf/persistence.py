@@ -145,7 +145,7 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
             raise ValueError(f"`model` must be the one that filled this cache, got one with {', '.join(differs)}")
     described: dict[str, Any] = {
         "byte_format": FORMAT_VERSION,
-        "spec": cache.spec.to_dict(),
+        "spec": cache.spec.settled().to_dict(),  # "auto" may mean something else to the version that reads it
         "fingerprint": mark,
         "calibration": calibration_mark(cache._shared.calibration),
         "moments": None if moments is None else moments.described(),

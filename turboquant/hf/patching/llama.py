@@ -245,7 +245,7 @@ def _compare(cache: TurboQuantCache, state: _Patch) -> None:
         return
     cache.compared_with = state.spec
     theirs = cache._shared.calibration
-    if cache.spec != state.spec:
+    if cache.spec.settled() != state.spec.settled():
         what = f"spec, {cache.spec} instead of {state.spec}"
     elif theirs is not state.calibration and calibration_mark(theirs) != calibration_mark(state.calibration):
         what = "calibration"
