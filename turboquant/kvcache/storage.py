@@ -95,7 +95,7 @@ class LayerStorage(LayerTensors):
             self.past.add_fresh(before, (key, value), window, padding)
         words, arguments = self.plan.words, self.arguments()
         # Forks may attend in several threads at the same time, but not write.
-        apart = how is not None and (return_lse or table.pool.tables > 1)
+        apart = how is not None and table.pool.tables > 1
         seen = arguments
         if apart and new > 1 and self.window_k is not None and self.window_v is not None:
             # The first of the new tokens see what the last ones push out of the window.
@@ -110,8 +110,9 @@ class LayerStorage(LayerTensors):
                 if how is None or apart:
                     _append(words, key, value, lengths, *where, flag=self.flag, **arguments)
                 else:
-                    step = {"flag": self.flag, "schedule": schedule, **how, **arguments}
-                    attended = _append_attend(words, query, key, value, lengths, *where, **step), None
+                    lse = query.new_empty(query.shape[:3], dtype=torch.float32) if return_lse else None
+                    step = {"flag": self.flag, "schedule": schedule, "lse": lse, **how, **arguments}
+                    attended = _append_attend(words, query, key, value, lengths, *where, **step), lse
             except BaseException as error:
                 if undo is not None:
                     undo()
