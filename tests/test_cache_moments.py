@@ -26,6 +26,7 @@ from turboquant.hf import moments as module
 from turboquant.hf.attention import NAME
 from turboquant.hf.evaluation import text_windows
 from turboquant.hf.tap import tapped
+from turboquant.kvcache import decoded
 from turboquant.models.identity import describe, fingerprint
 from turboquant.moments.measure import measure_model
 
@@ -83,9 +84,14 @@ def test_attention_is_that_of_the_keys(what, fields):
         assert errors[1] > 3 * errors[0]  # without a centre, the large wave itself is quantised
 
 
+@pytest.mark.parametrize("decodes", [False, True], ids=["packed", "decoded"])
 @pytest.mark.parametrize("fields", [dict(), dict(sinks=3), dict(sinks=4, window=40), dict(window=30)], ids=str)
-def test_chunks_that_pytorch_attends_to_itself(fields):
-    """prefill="exact": attention within a chunk is computed apart, and merged with that to the packed tokens before."""
+def test_chunks_that_pytorch_attends_to_itself(fields, decodes, monkeypatch):
+    """prefill="exact": attention within a chunk is computed apart, and merged with that to the tokens before, which are
+    packed or decoded for it."""
+    monkeypatch.setattr(decoded, "LEAST_TOKENS", {"cpu": 1} if decodes else {})
+    monkeypatch.setattr(decoded, "LEAST_ROWS", (1, 1))
+    monkeypatch.setattr(decoded, "SCRATCH_BYTES", 100_000)
     stream, moments = waving()
     cache = TurboQuantCache(CONFIG, bare(5, 5, **WAVE).with_(**fields), moments=moments)
     pieces = (20, 150, 151, 300, 420)

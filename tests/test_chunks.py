@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 
 from turboquant import TurboQuantCache, ops
 from turboquant.hf.attention import attention, request_mask
-from turboquant.kvcache import attend, chunk, sliding
+from turboquant.kvcache import attend, chunk, decoded, sliding
 
 DTYPES = {torch.float32: 3e-5, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}
 WINDOWED = dict(sinks=4, window=32)
@@ -143,6 +143,37 @@ def test_a_chunk_sees_what_is_stored_and_itself_exactly(spec, device):
 def test_shapes_and_dtypes(heads, kv_heads, dim, dtype, device):
     shape = dict(heads=heads, kv_heads=kv_heads, dim=dim)
     run(Layer(bare(4, 4, **WINDOWED), **shape), (200, CHUNK, 130), dtype, device, batch=2, **shape)
+
+
+@pytest.fixture
+def decoding(monkeypatch):
+    """Chunks attend to decoded tokens, 128 or 256 at a time; the calls."""
+    calls = []
+    monkeypatch.setattr(decoded, "LEAST_TOKENS", {"cpu": 1, "cuda": 1})
+    monkeypatch.setattr(decoded, "LEAST_ROWS", (1, 1))
+    monkeypatch.setattr(decoded, "SCRATCH_BYTES", 200_000)
+    monkeypatch.setattr(
+        attend, "attend_to_decoded", lambda *given: calls.append(given) or decoded.attend_to_decoded(*given)
+    )
+    return calls
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads, kv_heads, dim", [(4, 4, 64), (8, 2, 128), (6, 2, 80), (4, 1, 256)])
+@pytest.mark.parametrize("fields", [{}, WINDOWED], ids=str)
+def test_a_chunk_that_sees_decoded_tokens(fields, heads, kv_heads, dim, dtype, device, decoding):
+    shape = dict(heads=heads, kv_heads=kv_heads, dim=dim)
+    run(Layer(bare(4, 3, **fields), **shape), (700, CHUNK, 1, 130), dtype, device, batch=2, **shape)
+    run(Layer(bare(4, 3, **fields), **shape), (700, CHUNK), dtype, device, batch=1, **shape)
+    assert len(decoding) == (0 if device == "cuda" and dtype == torch.float32 else 3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_decoded_tokens_and_left_padding(dtype, device, decoding):
+    run(Layer(bare(3, 3, **WINDOWED)), (400, CHUNK), dtype, device, batch=4, padding=(0, 1, 37, 300))
+    assert len(decoding) == (0 if device == "cuda" and dtype == torch.float32 else 1)
 
 
 @pytest.mark.parametrize("device", DEVICES)

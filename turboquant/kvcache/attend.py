@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .chunk import attention_in_chunk, merged
+from .decoded import attend_to_decoded, decodes
 from .sliding import attention_behind_window, visible_past
 from .tensors import LayerTensors
 
@@ -52,15 +53,22 @@ def attend_in_parts(
         )
     arguments, exact = stored.arguments(), 0
     earlier = []
+    packed = stored.packed(before, padding)
+    decoded = min(packed) > 0 and decodes(stored, query, max(packed), softcap)
     if stored.sinks + stored.window <= before - max(padding):  # every row holds a token: PyTorch may read them too
         # except sinks of a wave: their number gives `attend` the positions of packed tokens
-        sizes = {"window": stored.window} if stored.plan.wave_pairs else {"sink": stored.sinks, "window": stored.window}
+        sizes = {"sink": stored.sinks, "window": stored.window}
+        if stored.plan.wave_pairs and not decoded:
+            del sizes["sink"]
         exact = sum(sizes.values())
         earlier = [(arguments.pop(f"{part}_k"), arguments.pop(f"{part}_v")) for part, rows in sizes.items() if rows]
     pad = tuple(max(0, pad - before) for pad in padding)
     own = attention_in_chunk(query, earlier, key, value, scale, softcap, pad)
     if before - min(padding) <= exact:
         return own
+    if decoded:
+        seen = attend_to_decoded(stored, query, packed, scale)
+        return merged(seen, own), torch.logaddexp(seen[1], own[1]) if return_lse else None
     assert stored.table is not None
     with stored.table.pool.lock:  # forks may add pages
         where = stored.pages, stored.block_table

@@ -1,0 +1,108 @@
+"""Attention of many query tokens to a packed history, all of which they see, on a GPU: as the second turn of a chat or
+a later chunk of a prompt has it. Correctness first, timed in a CUDA graph.
+
+    python benchmarks/chunks.py [--only 1,8,4] [--bits 4 3 2] [--out benchmarks/results/h200]
+
+`decoded_us` decodes at most 128 MiB of keys and values at a time and lets PyTorch attend to them, as caches do it;
+`packed_us` is `attend`, from the packed bytes. The baseline is the fastest on the same tokens in bf16 of PyTorch's
+cuDNN and flash attention, also with the group's heads as query rows of one KV head. `speedup` is the baseline over the
+faster of ours. `dequantize_us` is the time to decode all keys and values to bf16, `of_copy` its bytes read and written
+a second over those of a copy. Plans are with a wave of all pairs, which turn as those of Llama 3, and a metric of rank
+4, and without. The error is that of a row of the output over its norm, against float64 over the tokens decoded to
+float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from attend import Shape, baseline, moments, named, tensors
+from ceilings import ceilings
+from timing import RESULTS, Report, microseconds
+
+from turboquant import ops
+from turboquant.kvcache import decoded
+from turboquant.plan import Plan
+
+SHAPES = [
+    (1, 8, 4, 32768, 128),
+    (1, 8, 4, 8192, 128),
+    (8, 8, 4, 8192, 128),
+    (1, 32, 1, 16384, 128),
+    (1, 8, 4, 32768, 64),
+]
+QUERY_TOKENS = (64, 128, 256, 512, 1024, 2048)
+
+
+def stored_as(packed: ops.PackedKV) -> Any:
+    """What `decoded` reads of a layer of a cache."""
+    pool = SimpleNamespace(lock=nullcontext())
+    held = dict(plan=packed.plan, pages=packed.pages, block_table=packed.block_table, transforms=packed.transforms)
+    where = dict(device=packed.pages.device, kv_heads=packed.pages.shape[1], table=SimpleNamespace(pool=pool))
+    return SimpleNamespace(**held, **where, spec=SimpleNamespace(sinks=0))
+
+
+def errors(shape: Shape, plan: Plan, query_tokens: int) -> dict[str, float]:
+    """Median and worst error of a row of the output, over its norm; on a cut of the shape."""
+    cut = (1, min(shape[1], 2), shape[2], min(shape[3], 4096) - 5, shape[4])
+    q, k, v = tensors(cut, 99, query_tokens=min(query_tokens, 256))
+    packed = ops.pack(k, v, plan, **moments(plan, cut[1]))
+    out, _ = decoded.attend_to_decoded(stored_as(packed), q, [cut[3]], shape[4] ** -0.5)
+    k, v = (x.double() for x in ops.dequantize(packed))
+    exact = F.scaled_dot_product_attention(q.double(), k, v, enable_gqa=True)
+    error = (out.double() - exact).norm(dim=-1) / exact.norm(dim=-1)
+    return {"error_median": float(error.median()), "error_worst": float(error.max())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bits", nargs="+", type=int, default=[4, 3, 2])
+    parser.add_argument("--only", default="", help="shapes that start so, such as 1,8,4")
+    parser.add_argument("--queries", nargs="+", type=int, default=QUERY_TOKENS)
+    parser.add_argument("--out", default=RESULTS / "local")
+    args = parser.parse_args()
+    report = Report("chunks", "cuda")
+    ceiling = ceilings("cuda")
+    report.add("ceilings", {}, ceiling)
+    for shape in (shape for shape in SHAPES if ",".join(map(str, shape)).startswith(args.only)):
+        batch, kv_heads, _, tokens, d = shape
+        bases = {n: baseline(shape, n) for n in args.queries}
+        for bits in args.bits:
+            for pairs, rank in ((0, None), (d // 2, 4)):
+                torch.cuda.empty_cache()
+                plan = Plan(d, bits, bits, wave_pairs=pairs, metric=rank)
+                _, k, v = tensors(shape, 0)
+                packed = ops.pack(k, v, plan, **moments(plan, kv_heads))
+                del k, v
+                moved = packed.pages.nbytes + 4 * batch * kv_heads * tokens * d
+                us = microseconds([partial(ops.dequantize, packed, torch.bfloat16)], "cuda")["us"]
+                decode = {"dequantize_us": us, "of_copy": round(moved / us / 1e6 / ceiling["copy_tbps"], 3)}
+                report.add("dequantize", named(shape) | {"bits": bits, "wave_pairs": pairs, "metric": rank}, decode)
+                print(shape, bits, pairs, decode, flush=True)
+                for n in args.queries:
+                    q, *_ = tensors((batch, kv_heads, shape[2], 1, d), 1, query_tokens=n)
+                    metrics: dict[str, Any] = errors(shape, plan, n)
+                    if not metrics["error_worst"] < 1e-2:
+                        raise AssertionError(f"{shape}: {metrics}")
+                    stored, counts = stored_as(packed), [tokens] * batch
+                    far = [partial(decoded.attend_to_decoded, stored, q, counts, d**-0.5)]
+                    near = [partial(ops.attend, q, packed, causal=False)]
+                    metrics["decoded_us"] = microseconds(far, "cuda")["us"]
+                    metrics["packed_us"] = microseconds(near, "cuda")["us"]
+                    metrics |= bases[n]
+                    best = min(bases[n].values())
+                    metrics["speedup"] = round(best / min(metrics["decoded_us"], metrics["packed_us"]), 3)
+                    where = {"query_tokens": n, "bits": bits, "wave_pairs": pairs, "metric": rank}
+                    report.add("chunks", named(shape) | where, metrics)
+                    print(shape, n, bits, pairs, metrics, flush=True)
+    print(report.save(args.out))
+
+
+if __name__ == "__main__":
+    main()
