@@ -98,8 +98,16 @@ def _known(config: Any, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _changed(config: Any, fields: dict[str, Any]) -> Any:
-    """A configuration of the same class, with its own defaults and these fields."""
+    """A configuration of the same class, with its own defaults and these fields. Lists with an entry for each layer
+    have as many as there are then."""
     own = {name: x for name, x in config.to_diff_dict().items() if name not in ("model_type", "transformers_version")}
+    layers, count = fields.get("num_hidden_layers"), getattr(config, "num_hidden_layers", None)
+    if layers is not None and layers != count:
+        for name, x in vars(config).items():
+            if isinstance(x, (list, tuple)) and len(x) == count:
+                own[name] = type(x)(x[:layers])
+            elif name == "per_layer_config" and isinstance(x, dict):
+                own[name] = {i: one for i, one in x.items() if int(i) < layers}
     return type(config)(**{**own, **fields})
 
 

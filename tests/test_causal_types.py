@@ -69,7 +69,7 @@ EXACT: dict[str, dict[str, Any]] = {
         emu3 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text glm glm4
         glm4_moe gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text
         hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna lfm3 llama
-        mellum minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder moshi nanochat
+        mellum minimax_m2 ministral ministral3 mistral mixtral modernbert-decoder moshi nanochat
         nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe sarvam_moe
         seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
         """.split()
@@ -162,6 +162,7 @@ REFUSED: dict[str, str] = {
     "it demands a cache class of its own": "minimax",
     "its attention adds position biases": "inkling2_text inkling_text",
     SPARSE + "indexed_attention": "qwen4_exp qwen4_exp_text",
+    SPARSE + "minimax_m3_sparse": "minimax_m3_vl_text",
     SPARSE + "chunked_attention": "llama4 llama4_text",
     SPARSE + "compressed_sparse_attention": "deepseek_v4",
     "layers have different head_dims": "gemma4 gemma4_text gemma4_unified gemma4_unified_text",
@@ -190,6 +191,7 @@ ASSISTANT = dict(
 NEEDED: dict[str, dict[str, Any]] = {
     "gemma4_assistant": dict(text_config=ASSISTANT),
     "gemma4_unified_assistant": dict(text_config=ASSISTANT),
+    "minimax_m3_vl_text": dict(num_hidden_layers=2, layer_types=["full_attention", "minimax_m3_sparse"]),
     "mllama": dict(rope_scaling={"rope_type": "default"}),
     "nemotron": dict(num_key_value_heads=8),
     "qwen3_next": dict(num_hidden_layers=4),  # 24576 modules of experts in transformers 4.57

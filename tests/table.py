@@ -1,0 +1,34 @@
+"""Writes the lists of model types in docs/models.md, from the tables of the tests.
+
+python tests/table.py
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+
+FILE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+
+
+def listed(types: Iterable[str]) -> str:
+    """One block of the page."""
+    return textwrap.indent(textwrap.fill(", ".join(sorted(types)), 130, break_on_hyphens=False), "    ")
+
+
+def page(text: str) -> str:
+    """The page, with the lists that the tables have: three indented blocks, in this order."""
+    import test_causal_types
+    import test_multimodal_types
+
+    tables = [test_causal_types.EXACT, test_multimodal_types.EXACT, test_multimodal_types.PATCHED]
+    blocks = re.findall(r"^ {4}\S.*(?:\n {4}\S.*)*", text, re.MULTILINE)
+    for block, types in zip(blocks, tables, strict=True):
+        text = text.replace(block, listed(types), 1)
+    return text
+
+
+if __name__ == "__main__":
+    FILE.write_text(page(FILE.read_text(encoding="utf-8")), encoding="utf-8")

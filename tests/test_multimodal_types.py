@@ -1,0 +1,163 @@
+"""Every type of transformers that reads images or sound and continues a text: patched and exact with an image in the
+prompt, patched without a test, or refused with a reason.
+
+A type that is in no table fails. `multimodal` says what stands in for the towers.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from models import torch, transformers
+from multimodal import TYPES, give_features, prompt, tiny
+from specs import bare
+from table import FILE, page
+from test_causal_types import VERSION
+from transformers import CONFIG_MAPPING
+
+import turboquant
+from turboquant import TurboQuantCache
+from turboquant.hf import names
+from turboquant.hf.patching import check
+
+pytestmark = pytest.mark.skipif(VERSION < (5, 23), reason="the table is that of transformers 5.23 and newer")
+
+HOLDS_ALL, PACKED = bare(4, 4, sinks=2, window=256), bare(5, 5)
+
+# Run here with an image, or sound, in the prompt.
+EXACT = """
+    aria aya_vision cohere2_vision cosmos3_edge cosmos3_omni deepseek_vl exaone4_5 gemma3 glm46v glm4v glm_ocr glmasr
+    glmga got_ocr2 hyperclovax_vision_v2 idefics2 idefics3 internvl janus lfm2_vl lfm3_vl lighton_ocr llava llava_next
+    llava_next_video llava_onevision minicpm_ocr minicpmv4_6 minicpmv4_7 mistral3
+    moss_transcribe_diarize muse_glimmer paddleocr_vl pp_chart2table qianfan_ocr qwen2_5_vl qwen2_vl qwen3_5
+    qwen3_5_moe qwen3_asr qwen3_vl qwen3_vl_moe shieldgemma2 smolvlm video_llama_3 vipllava voxtral
+    """.split()
+
+# `patch` takes them. Their inputs or towers are too unlike the others' for an image here.
+PATCHED = """
+    deepseek_vl_hybrid ernie4_5_vl_moe fun_asr_nano fuyu granite_docling granite_speech granite_speech_plus idefics
+    kosmos-2 kosmos-2.5 kyutai_speech_to_text molmo2 muse_spark nemo_speechlm nemotron_h_omni ovis2 phi4_multimodal
+    qwen2_5_omni_thinker qwen2_audio step3p7 vibevoice_asr video_llava voxtral_realtime
+    """.split()
+
+# A phrase of the refusal, and the types that are refused with it.
+REFUSED: dict[str, str] = {
+    "encoder-decoder models": "florence2 pix2struct pp_formulanet t5gemma2 udop vision-encoder-decoder",
+    "its attention does not go through transformers' AttentionInterface": "blip git",
+    "its forward takes no cache": "blip-2 evolla instructblip instructblipvideo qwen2_5_omni",
+    "not all of its attention is causal": "paligemma",
+    "its configuration has no `num_hidden_layers`": "pi0",
+    "cross-attention layers": "mllama",
+    r"latent attention \(`kv_lora_rank`\)": "dots3_note glm5_next kimi_k25 mistral4 mistral_large4",
+    "got chunked_attention": "llama4",
+    "got reference_sliding_attention": "unlimited_ocr",
+    "got minimax_m3_sparse": "minimax_m3_vl",
+    "layers have different head_dims": "gemma4 gemma4_unified",
+    "its attention adds position biases": "inkling2 inkling_mm_model",
+}
+
+# Types whose default configuration transformers cannot build here (timm, or sizes that do not fit), or whose default
+# head_dim is no multiple of 8, unlike that of any checkpoint.
+NOT_BUILT = """
+    chameleon cohere_compass deepseek_ocr2 diffusion_gemma emu3 fast_vlm gemma3n glm4v_moe granite4_vision hunyuan_vl
+    perception_lm qwen3_omni_moe qwen3_omni_moe_thinker qwen4_exp
+    """.split()
+
+# Fields of the published layer patterns of types whose default is another.
+PUBLISHED = {
+    "minimax_m3_vl": dict(text_config=dict(num_hidden_layers=2, layer_types=["full_attention", "minimax_m3_sparse"]))
+}
+
+QUICK = {"gemma3", "mistral3", "qwen3_5", "qwen3_vl", "voxtral", "gemma4", "paligemma", "mllama"}
+SLOW = (pytest.mark.slow, pytest.mark.newest)
+
+
+def every(given: Any) -> list[Any]:
+    return [pytest.param(name, marks=() if name in QUICK else SLOW) for name in given if name in TYPES]
+
+
+def built(name: str) -> Any:
+    """The type at its default size, without weights."""
+    model = getattr(transformers, TYPES[name])
+    with torch.device("meta"):
+        return model((model.config_class or CONFIG_MAPPING[name])(**PUBLISHED.get(name, {})))
+
+
+def with_an_image(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A small model and inputs for it. Some types join a list of features, others take one tensor."""
+    model = tiny(name)
+    inputs = prompt(model)
+    for as_list in (False, True):
+        give_features(model, as_list)
+        try:
+            with torch.no_grad():
+                model.generate(**inputs, max_new_tokens=1)
+            return model, inputs
+        except (TypeError, AttributeError):
+            if as_list:
+                raise
+    raise AssertionError
+
+
+def test_every_type_is_in_a_table() -> None:
+    tables = [EXACT, PATCHED, NOT_BUILT, *(names.split() for names in REFUSED.values())]
+    for name in TYPES:
+        assert sum(name in table for table in tables) == 1, (
+            f"transformers {transformers.__version__} has the type {name!r}, which must be in one table: patch it, and "
+            "put it into EXACT if it agrees with the model without a patch, else into REFUSED with the phrase"
+        )
+
+
+def test_the_documentation_has_the_tables() -> None:
+    text = FILE.read_text(encoding="utf-8")
+    assert page(text) == text, "run `python tests/table.py`"
+
+
+@pytest.mark.parametrize("name", every(EXACT))
+def test_an_image_in_the_prompt(name: str) -> None:
+    model, inputs = with_an_image(name)
+    options = dict(max_new_tokens=5, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    with torch.no_grad():
+        want = model.generate(**inputs, **options)
+        blind = model(input_ids=inputs["input_ids"] % 80, use_cache=True).logits[:, -1]
+        assert (blind - want.logits[0]).abs().max() > 0.1  # the image counts
+        turboquant.patch(model, HOLDS_ALL)
+        got = model.generate(**inputs, **options)
+        turboquant.patch(model, PACKED)
+        packed = model.generate(**inputs, **options)
+    for out in (got, packed):
+        assert type(out[names.CACHE]) is TurboQuantCache
+    assert torch.equal(got.sequences, want.sequences)
+    for a, b in zip(got.logits, want.logits, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=5e-5)
+    same = int((packed.sequences == want.sequences).long().cumprod(1).sum()) - inputs["input_ids"].shape[1]
+    for a, b in list(zip(packed.logits, want.logits, strict=True))[: same + 1]:  # while both read the same text
+        assert torch.nn.functional.cosine_similarity(a, b).min() > 0.94
+
+
+@pytest.mark.parametrize("name", every(PATCHED))
+def test_patched(name: str) -> None:
+    check(built(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "phrase"),
+    [
+        pytest.param(name, phrase, marks=() if name in QUICK else SLOW)
+        for phrase, given in REFUSED.items()
+        for name in given.split()
+        if name in TYPES
+    ],
+)
+def test_refused(name: str, phrase: str) -> None:
+    model = built(name)
+    with pytest.raises(NotImplementedError, match=f"^{re.escape(type(model).__name__)} cannot be patched: .*{phrase}"):
+        check(model)
+
+
+@pytest.mark.parametrize("name", every(NOT_BUILT))
+def test_not_built(name: str) -> None:
+    with pytest.raises((ImportError, AttributeError, ValueError, TypeError, KeyError)):
+        check(built(name))
