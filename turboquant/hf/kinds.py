@@ -21,7 +21,8 @@ def kinds_of(text: Any) -> list[tuple[str, dict[str, Any]]]:
     if _read_kinds is None:
         kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
         return [(kind, {}) for kind in kinds]
-    return list(zip(*_read_kinds(text), strict=True))
+    kinds, arguments = _read_kinds(text)  # up to some release the same arguments for all layers
+    return list(zip(kinds, [arguments] * len(kinds) if isinstance(arguments, dict) else arguments, strict=True))
 
 
 def unknown_kinds(text: Any) -> set[str]:
