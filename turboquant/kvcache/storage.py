@@ -110,8 +110,9 @@ class LayerStorage(LayerTensors):
                 if how is None or apart:
                     _append(words, key, value, lengths, *where, flag=self.flag, **arguments)
                 else:
-                    lse = query.new_empty(query.shape[:3], dtype=torch.float32) if return_lse else None
-                    step = {"flag": self.flag, "schedule": schedule, "lse": lse, **how, **arguments}
+                    step, lse = {"flag": self.flag, "schedule": schedule, **how, **arguments}, None
+                    if return_lse:
+                        step["lse"] = lse = query.new_empty(query.shape[:3], dtype=torch.float32)
                     attended = _append_attend(words, query, key, value, lengths, *where, **step), lse
             except BaseException as error:
                 if undo is not None:
