@@ -98,6 +98,9 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "Index: `bits`": lambda n: turboquant.Index(64, bits=n),
     "Index: `seed`": lambda n: turboquant.Index(64, seed=n),
     "search: `k`": lambda n: index().search(eye(), n),
+    "search: `factor`": lambda n: index().search(  # None is the default
+        eye(), 1, refine=np.eye(64, dtype=np.float32), factor=0.5 if n is None else n
+    ),
     "search: `threads`": lambda n: index().search(eye(), 1, threads=n),
     "range_search: `threads`": lambda n: index().range_search(eye(), 0.5, threads=n),
     "Codes: `vectors`": lambda n: turboquant.Codes(turboquant.Plan(64, 4), np.zeros((1, 1, 1), np.uint8), n),

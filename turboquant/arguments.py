@@ -24,6 +24,7 @@ BOUNDS = {
     "Index: `bits`": (1, 8),
     "Index: `seed`": (0, 2**63 - 1),
     "search: `k`": (1, 2**20),
+    "search: `factor`": (1, 1000),
     "search: `threads`": (0, 256),
     "range_search: `threads`": (0, 256),
     "Codes: `vectors`": (0, 2**40),

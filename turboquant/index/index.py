@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from .. import _core
 from ..arguments import bounded
 from ..files import existing_file
-from . import inputs, storage, training, transform
+from . import inputs, refining, storage, training, transform
 from .contents import Contents
 from .inputs import Floats, Ids, id_array, integer
 from .storage import Segment
@@ -149,15 +149,24 @@ class Index:
                 f"{op}: the index is mapped from {self._read_only}; Index.load(path, mmap=False) can change"
             )
 
-    def train(self, sample: Any, axes: bool = True) -> None:
+    def train(self, sample: Any, axes: bool = True, recall: float | None = None) -> None:
         """Learn the mean of `sample`, [n, dim] as in `add`, and with `axes` its principal axes and a width of 0..6 or
         8 bits for each 32 of them. Each is kept only if more neighbours of held-out rows of the sample are found with
-        it; axes must find more by two standard errors. `training` says what was chosen. The index must be empty."""
+        it; axes must find more by two standard errors. `training` says what was chosen. The index must be empty.
+
+        recall: the share, above 0 and at most 1, of what a scan of all bits finds that a search shall find. The bound
+            of searches becomes the narrowest that keeps it on held-out rows, so that they read less. Needs 64 rows.
+        """
         self._writable("train")
+        share = None if recall is None else inputs.number("train", "recall", recall, 0, 1)
+        if share == 0:
+            raise ValueError("train: `recall` must be above 0 and at most 1, got 0")
         x = inputs.vectors("train", "sample", sample, self._dim)
         if x.ndim != 2 or len(x) < 2:
             raise ValueError(f"train: `sample` must have at least 2 rows, got shape {list(x.shape)}")
-        x = x[:: -(-len(x) // transform.SAMPLE)]
+        if share is not None and len(x) < training.LEAST:
+            raise ValueError(f"train: `recall` needs a sample of at least {training.LEAST} rows, got {len(x)}")
+        x = x[:: -(-len(x) // training.JUDGES)]
         x = inputs.as_float32(x)
         inputs.check("train", "sample", x, self._metric)
         exponent = 0
@@ -169,7 +178,7 @@ class Index:
             if self._contents.segments:
                 raise ValueError(f"train: the index must be empty, it has {self.ntotal} vectors")
             base = replace(transform.untrained(self._dim, self._bits, self._seed), exponent=exponent)
-            chosen = training.choose(base, x, self._bits, METRICS.index(self._metric), axes)
+            chosen = training.choose(base, x, self._bits, METRICS.index(self._metric), axes, share)
             self._contents = replace(self._contents, transform=chosen)
 
     def _space(self, contents: Contents, sigmas: float | None = None) -> Any:
@@ -254,18 +263,39 @@ class Index:
         wide = np.clip(np.ldexp(scores.astype(np.float64), 2 * now.transform.exponent), -most, most)
         return np.where(np.isinf(scores), scores, wide).astype(np.float32)
 
-    def search(self, queries: Any, k: int, filter: Any = None, threads: int = 0) -> tuple[Floats, Ids]:
+    def search(
+        self,
+        queries: Any,
+        k: int,
+        filter: Any = None,
+        threads: int = 0,
+        *,
+        sigmas: float | None = None,
+        refine: Any = None,
+        factor: int | None = None,
+    ) -> tuple[Floats, Ids]:
         """The k best vectors of each query: (scores, ids), float32 and int64 [queries, k], or [k] for a query
         [dim]; ids -1 with scores -inf (l2: inf) where fewer are left.
 
         queries: [queries, dim] or [dim], as in `add`.
         filter: ids to search among (unknown ones are ignored), or a bool mask in the order of `ids`.
         threads: how many to use at most; 0: as many as `turboquant._core.num_threads()`.
+        sigmas: the width of the bound in standard deviations, at least 0, instead of the measured one. A narrow bound
+            reads less and finds less; `math.inf`: all bits of all rows are read.
+        refine: the vectors themselves, [n, dim], such as a mapped array of float32 or float16 or a tensor of bfloat16.
+            Row i must be the vector with the id i. factor * k rows are found by their codes, and the k best of them by
+            exact scores, which are returned.
+        factor: at least 1; None: 10 at 1 bit, 3 at 2 bits, otherwise 2.
         """
         k = bounded("search: `k`", k)
         threads = bounded("search: `threads`", threads)
+        width = None if sigmas is None else inputs.number("search", "sigmas", sigmas, 0, math.inf)
+        if refine is not None:
+            return self._refined(queries, k, filter, threads, width, refine, factor)
+        if factor is not None:
+            raise ValueError("search: `factor` needs `refine`, the vectors themselves")
         single, x, now = self._queries("search", queries, self._contents)
-        space, rows = self._space(now, now.sigmas), now.rows(filter)
+        space, rows = self._space(now, now.sigmas if width is None else width), now.rows(filter)
         few = max(1, min(k, now.ntotal))
         parts = [
             _core.index_search(space, x[at : at + _QUERIES], rows, few, threads) for at in range(0, len(x), _QUERIES)
@@ -281,6 +311,19 @@ class Index:
         if self._metric == "l2":
             scores = np.where(np.isinf(scores), np.float32(np.inf), 0 - scores)
         scores = self._undivided(scores, now)
+        return (scores[0], ids[0]) if single else (scores, ids)
+
+    def _refined(
+        self, queries: Any, k: int, filter: Any, threads: int, sigmas: float | None, refine: Any, factor: int | None
+    ) -> tuple[Floats, Ids]:
+        rows = refining.rows_of(refine, self._dim)
+        times = refining.factor_for(self._bits) if factor is None else bounded("search: `factor`", factor)
+        x = inputs.as_float32(inputs.vectors("search", "queries", queries, self._dim))
+        found = self.search(x, min(k * times, max(k, len(self)), 2**20), filter, threads, sigmas=sigmas)[1]
+        single = found.ndim == 1
+        scores, ids = refining.best(x.reshape(-1, self._dim), np.atleast_2d(found), rows, self._metric, k)
+        if self._metric == "l2":
+            scores = np.where(ids < 0, np.float32(np.inf), 0 - scores)
         return (scores[0], ids[0]) if single else (scores, ids)
 
     def range_search(

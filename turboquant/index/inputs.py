@@ -20,6 +20,18 @@ def integer(op: str, name: str, value: Any, low: int, high: int) -> int:
     return integer_in(value, f"{op}: `{name}`", low, high)
 
 
+def number(op: str, name: str, value: Any, low: float, high: float) -> float:
+    """ValueError unless low <= value <= high."""
+    try:
+        own = float(value.__float__())
+    except (AttributeError, TypeError):  # text too
+        raise TypeError(f"{op}: `{name}` must be a number, got {value!r}") from None
+    if not low <= own <= high:  # NaN too
+        wanted = f"at least {low:g}" if math.isinf(high) else f"in {low:g}..{high:g}"
+        raise ValueError(f"{op}: `{name}` must be {wanted}, got {own:g}")
+    return own
+
+
 def _is_torch(x: Any) -> bool:
     return type(x).__module__.partition(".")[0] == "torch" and hasattr(x, "dtype")
 
@@ -91,14 +103,18 @@ def id_array(op: str, ids: Any, name: str = "ids") -> Ids:
     return array.astype(np.int64)
 
 
-def check(op: str, name: str, rows: Floats, metric: str, first: int = 0) -> None:
-    """ValueError unless rows are finite, and not zero with cosine. first: the number of rows[0]."""
+def check(op: str, name: str, rows: Floats, metric: str, first: int | Ids = 0) -> None:
+    """ValueError unless rows are finite, and not zero with cosine. first: the number of rows[0], or those of all."""
+
+    def which(i: int) -> int:
+        return first + i if isinstance(first, int) else int(first[i])
+
     good = np.isfinite(rows)
     if not good.all():
         i, j = divmod(int(np.argmin(good)), rows.shape[1])
-        raise ValueError(f"{op}: `{name}[{first + i}, {j}]` must be finite in float32, got {rows[i, j]}")
+        raise ValueError(f"{op}: `{name}[{which(i)}, {j}]` must be finite in float32, got {rows[i, j]}")
     if metric == "cosine" and not (there := rows.any(axis=1)).all():
-        raise ValueError(f"{op}: `{name}[{first + int(np.argmin(there))}]` must not be zero with cosine")
+        raise ValueError(f"{op}: `{name}[{which(int(np.argmin(there)))}]` must not be zero with cosine")
 
 
 def normalised(rows: Floats) -> Floats:

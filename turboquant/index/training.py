@@ -13,9 +13,12 @@ from .. import _core
 from .inputs import Floats, Ids
 from .transform import Axes, Transform, with_mean
 
+JUDGES = 100_000  # the most rows of a sample that are used, spread evenly
+_SAMPLE = 20_000  # the most that mean and axes are learnt from
 _HELD = 1000  # the most queries
-_LEAST = 64  # rows of a sample that can be judged
+LEAST = 64  # rows of a sample that can be judged
 _SIGMAS = (3.0, 3.5, 4.0)
+_DIAL = tuple(0.25 * i for i in range(16))
 _MISSED = 0.0005  # share of the best rows that a bound below the widest may miss
 _LOST = 0.004  # of the recall, by the widest
 _POWERS = (1.0, 0.5, 0.0)  # of variances, for widths
@@ -48,6 +51,16 @@ class _Trial:
     def recall(self, t: Transform, rows: tuple[Any, ...]) -> Recalls:
         return _share(self.found(t, rows), self.truth)
 
+    def width_for(self, t: Transform, share: float) -> float:
+        """The least width of a bound that keeps this share of what a scan of all bits finds; the transform's own if
+        none is narrower."""
+        rows = self.encoded(t)
+        every = self.found(t, rows)
+        for sigmas in _DIAL:
+            if sigmas < t.sigmas < math.inf and _share(self.found(t, rows, sigmas), every).mean() >= share:
+                return sigmas
+        return t.sigmas
+
     def bounded(self, t: Transform, rows: tuple[Any, ...]) -> tuple[float, Recalls]:
         """The least width of a bound that hardly misses what a scan of all bits finds, at most 4 standard deviations;
         and the recall with it."""
@@ -70,11 +83,18 @@ def _rises(before: Recalls, after: Recalls) -> bool:
     return bool(gain.mean() > 2 * gain.std() / math.sqrt(len(gain)))
 
 
-def choose(base: Transform, x: Floats, bits: int, metric: int, axes: bool) -> Transform:
+def _spread(x: Floats, most: int) -> Floats:
+    """At most so many rows of x, spread evenly."""
+    return x[:: max(1, -(-len(x) // most))]
+
+
+def choose(base: Transform, x: Floats, bits: int, metric: int, axes: bool, share: float | None = None) -> Transform:
     """`base`, its mean alone, or axes and widths too: what finds the most neighbours of held-out rows of x. Axes must
-    find more by two standard errors, with a bound of at most 4 standard deviations."""
-    if len(x) < _LEAST:
+    find more by two standard errors, with a bound of at most 4 standard deviations, also among more rows than they were
+    learnt from. share: of what a scan of all bits finds, that the bound must keep."""
+    if len(x) < LEAST:
         return replace(with_mean(base, x), training={"chosen": "mean", "queries": 0, "recall": {}})
+    judges, x = _spread(x, JUDGES), _spread(x, _SAMPLE)
     trial = _Trial(x, metric)
     recalls: dict[str, Recalls] = {}
     for name, t in (("none", base), ("mean", with_mean(base, trial.rest))):
@@ -85,12 +105,21 @@ def choose(base: Transform, x: Floats, bits: int, metric: int, axes: bool) -> Tr
     if axes and (found := _best_axes(trial, base, bits, recalls, recalls[plain])):
         power, together, sigmas = found
         learnt = Axes(base, x).transform(bits, power, together)
-        if learnt is not None:
+        if learnt is not None and (len(judges) == len(x) or _holds(_Trial(judges, metric), chosen, learnt, sigmas)):
             chosen = replace(learnt, sigmas=sigmas)
             what = {"chosen": "axes", "power": power, "together": together, "sigmas": sigmas}
             what["widths"] = chosen.bits.tolist()
+    if share is not None:
+        chosen = replace(chosen, sigmas=trial.width_for(chosen, share))
+        what["sigmas"] = chosen.sigmas if math.isfinite(chosen.sigmas) else None
     means = {name: round(float(recall.mean()), 4) for name, recall in recalls.items()}
     return replace(chosen, training={**what, "queries": len(trial.queries), "recall": means})
+
+
+def _holds(trial: _Trial, plain: Transform, axes: Transform, sigmas: float) -> bool:
+    """Whether axes find more than `plain` among the rows of a trial."""
+    before = trial.recall(plain, trial.encoded(plain))
+    return _rises(before, _share(trial.found(axes, trial.encoded(axes), sigmas), trial.truth))
 
 
 def _best_axes(

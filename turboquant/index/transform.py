@@ -15,7 +15,6 @@ from ..plan import Plan, Rotation, Side
 from .storage import Segment
 
 GROUP = 32
-SAMPLE = 20_000  # the most rows of a sample that are used, spread evenly
 FEW = 16  # up to this many numbers, the rotated coordinates are no independent noise, and the scan has no bound
 TWO_LEAD = 192  # up to this many coordinates, the scan of an untrained index reads two bits of each
 # E[(u - its level)^2] of N(0, 1), by bits

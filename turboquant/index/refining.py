@@ -1,0 +1,64 @@
+"""Exact scores of the rows that a search found, from the caller's vectors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import inputs
+from .inputs import Floats, Ids
+
+_TOGETHER = 2**22  # numbers that are gathered at a time
+_FACTORS = {1: 10, 2: 3}  # rows that are scored exactly, as a multiple of k, by bits
+
+
+def factor_for(bits: int) -> int:
+    return _FACTORS.get(bits, 2)
+
+
+def rows_of(refine: Any, dim: int) -> Any:
+    """The caller's vectors, checked but for their numbers."""
+    x = inputs.vectors("search", "refine", refine, dim)
+    if x.ndim != 2:
+        raise ValueError(f"search: `refine` must be of shape [n, {dim}], got {list(x.shape)}")
+    return x
+
+
+def best(queries: Floats, found: Ids, refine: Any, metric: str, k: int) -> tuple[Floats, Ids]:
+    """(scores, ids), float32 and int64 [queries, k]: the k best of the ids that were found, -1 where there are none, by
+    their exact scores."""
+    if (most := int(found.max(initial=-1))) >= len(refine):
+        raise ValueError(f"search: `refine` must have a row for every id, got {len(refine)} rows, but the id {most}")
+    scores = np.empty((len(queries), k), np.float32)
+    ids = np.empty((len(queries), k), np.int64)
+    if metric == "cosine":
+        queries = inputs.normalised(queries)
+    step = max(1, _TOGETHER // max(1, found.shape[1] * queries.shape[1]))
+    for at in range(0, len(queries), step):
+        own, near = queries[at : at + step], found[at : at + step]
+        exact = _scores(own, near, refine, metric)
+        exact[near < 0] = -np.inf
+        order = np.lexsort((near, -exact), axis=1)[:, :k]
+        part = np.s_[at : at + step, : order.shape[1]]
+        scores[part] = np.take_along_axis(exact, order, axis=1)
+        ids[part] = np.take_along_axis(near, order, axis=1)
+    return scores, ids
+
+
+def _scores(queries: Floats, found: Ids, refine: Any, metric: str) -> Floats:
+    ids = found.ravel()
+    rows = inputs.as_float32(refine[np.maximum(ids, 0)])
+    inputs.check("search", "refine", rows[ids >= 0], metric, ids[ids >= 0])
+    if metric == "cosine":
+        rows = inputs.normalised(rows)
+    rows = rows.reshape(*found.shape, -1)
+    with np.errstate(over="ignore"):
+        if metric == "l2":
+            rows = rows - queries[:, None]
+            scores = -np.einsum("qij,qij->qi", rows, rows)
+        else:
+            scores = np.matmul(rows, queries[:, :, None])[:, :, 0]
+    most = np.finfo(np.float32).max
+    clipped: Floats = np.clip(scores, -most, most, out=scores)
+    return clipped
