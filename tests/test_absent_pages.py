@@ -118,21 +118,21 @@ def test_nothing_is_left(plan: Any, path: str, device: str, rng: np.random.Gener
 
 
 @pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("plan", ALL.values(), ids=ALL)
-def test_dequantize_to_0(plan: Any, device: str, rng: np.random.Generator) -> None:
+def test_dequantize_to_0(plan: Any, dtype: Any, device: str, rng: np.random.Generator) -> None:
     cache, table = packed(plan, device, rng)
-    tokens, size = int(cache["lengths"].max()), plan.page_tokens
-    want = tq.dequantize(plan.words, block_table=table.to(device), max_tokens=tokens, **cache)
+    size, asked = plan.page_tokens, dict(max_tokens=int(cache["lengths"].max()), dtype=dtype)
+    want = tq.dequantize(plan.words, block_table=table.to(device), **asked, **cache)
+    for x in want:
+        assert x[0, :, size : 2 * size].any() and x[1, :, :size].any()
+        x[0, :, size : 2 * size], x[1, :, :size] = 0, 0
     for number in BAD:
         table[0, 1], table[1, 0] = number, number
-        for x, y in zip(tq.dequantize(plan.words, block_table=table.to(device), max_tokens=tokens, **cache), want):
-            assert y[0, :, size : 2 * size].any() and y[1, :, :size].any()
-            y[0, :, size : 2 * size], y[1, :, :size] = 0, 0
-            assert torch.equal(x, y)
-            y[0, :, size : 2 * size], y[1, :, :size] = 1, 1  # for the next number
-    assert not any(x.any() for x in tq.dequantize(
-        plan.words, block_table=table.to(device), max_tokens=tokens, **cache | dict(pages=cache["pages"][:0])
-    ))  # fmt: skip
+        for x, y in zip(tq.dequantize(plan.words, block_table=table.to(device), **asked, **cache), want):
+            assert x.dtype == dtype and torch.equal(x, y)
+    none = cache | dict(pages=cache["pages"][:0])
+    assert not any(x.any() for x in tq.dequantize(plan.words, block_table=table.to(device), **asked, **none))
 
 
 @pytest.mark.parametrize("number", BAD)
