@@ -109,6 +109,9 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "evaluate: `generate`": lambda n: evaluate(generate=n),
     "text_windows: `windows`": lambda n: text_windows(n, 2),
     "text_windows: `length`": lambda n: text_windows(1, n),
+    "calibrate: `sensitivity_batches`": lambda n: turboquant.calibrate(
+        model(), [torch.arange(200).view(2, 100) % 50], sensitivity_batches=n
+    ),
     "`batch_size`": scanned,
     "calc: --batch": lambda n: main(["calc", "llama-3-8b", "--batch", str(n)]),
     "calc: --context": lambda n: main(["calc", "llama-3-8b", "--context", str(n)]),

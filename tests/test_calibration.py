@@ -463,11 +463,13 @@ def test_what_cannot_be_calibrated(model):
         turboquant.calibrate(model, [{"input_ids": ids, "attention_mask": ids[:, 1:]}])
     with pytest.raises(TypeError, match="attention_mask that is a tensor, got list"):
         turboquant.calibrate(model, [{"input_ids": ids, "attention_mask": ids.tolist()}])
-    with pytest.raises(ValueError, match="`sensitivity_batches` must be at least 1"):
+    with pytest.raises(ValueError, match="`sensitivity_batches` must be in 1..1048576, got 0"):
         turboquant.calibrate(model, 3 * [ids], sensitivity_batches=0)
+    with pytest.raises(TypeError, match="`source` must be a str, got b'a book'"):
+        turboquant.calibrate(model, 3 * [ids], source=b"a book")
     with pytest.raises(TypeError, match="`sensitivity_batches` must be an integer, got 1.5"):
         turboquant.calibrate(model, 3 * [ids], sensitivity_batches=1.5)
-    for averages in (3, None, ["a"]):
+    for averages in (3, None, ["a"], ["4"], "4", [True]):
         with pytest.raises(TypeError, match="`averages` must be a list of numbers of bits, got"):
             turboquant.calibrate(model, 3 * [ids], averages=averages)
     with pytest.raises(NotImplementedError, match="LlamaModel cannot be calibrated: it has no head"):

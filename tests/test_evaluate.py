@@ -266,6 +266,8 @@ def test_windows_of_a_text():
     assert text_windows(text, tokenizer, 1, 100).shape == (1, 100)
     with pytest.raises(ValueError, match="`text` must have 4 x 26 tokens, got 100: 3 windows of that length"):
         text_windows(text, tokenizer, 4, 26)
+    with pytest.raises(TypeError, match="`text` must be a str, got bytes"):
+        text_windows(b"bytes", None, 1, 2)
     with pytest.raises(ValueError, match="`windows` must be in 1..1048576, got 0"):
         text_windows(text, tokenizer, 0, 26)
 

@@ -401,6 +401,16 @@ REFUSED: dict[str, tuple[type[Exception], Any, str]] = {
         lambda k, p: ops.append(p, k[:, :2, :1], k[:, :2, :1]),
         "append: `k` must be of 3 KV heads, as `packed` is, got (2, 2, 1, 64)",
     ),
+    "a rotation that is not finite": (
+        ValueError,
+        lambda k, p: ops.pack(k, k, bits=4, transforms={"rotation": torch.full((1, 64, 64), torch.nan)}),
+        "pack: `transforms['rotation']` must have finite numbers only, got nan",
+    ),
+    "a centre that is not finite": (
+        ValueError,
+        lambda k, p: ops.pack(k, k, bits=4, transforms=ops.transforms(value_centre=torch.full((3, 64), -torch.inf))),
+        "pack: `transforms['value_numbers']` must have finite numbers only, got -inf",
+    ),
     "not finite": (
         ValueError,
         lambda k, p: ops.append(p, k[:, :, :1] / 0, k[:, :, :1]),

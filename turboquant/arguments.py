@@ -33,6 +33,7 @@ BOUNDS = {
     "evaluate: `generate`": (0, 2**20),
     "text_windows: `windows`": (1, 2**20),
     "text_windows: `length`": (2, 2**20),
+    "calibrate: `sensitivity_batches`": (1, 2**20),
     "`batch_size`": (1, 2**16),
     "calc: --batch": (1, _MOST),
     "calc: --context": (1, _MOST),

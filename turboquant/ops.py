@@ -334,7 +334,7 @@ def pack(
     given = _given("pack", transforms)
     sizes = {"max_tokens": max_tokens, "sinks": sinks, "window": window}
     _checked("pack", v=v, **sizes)
-    _check_moments(plan, k, v, given)
+    _check_transforms(plan, k, v, given)
     batch, kv_heads, tokens, _ = k.shape
     n_pages = -(-max(0, max(tokens, max_tokens) - sinks - window) // plan.page_tokens)
     with torch.inference_mode(False):  # so that `append` may write to it outside inference mode too
@@ -357,8 +357,13 @@ def pack(
     return packed
 
 
-def _check_moments(plan: Plan, k: Tensor, v: Tensor | None, transforms: dict[str, Tensor]) -> None:
-    """Checks the numbers of a wave and a metric once: on CUDA, operators do not wait for the device to check them."""
+def _check_transforms(plan: Plan, k: Tensor, v: Tensor | None, transforms: dict[str, Tensor]) -> None:
+    """Checks the numbers of transforms once: operators look at no matrix, which may be large, and on CUDA do not wait
+    for the device to look at any."""
+    for name, x in transforms.items():
+        if x.is_floating_point() and not x.isfinite().all():
+            bad = x[~x.isfinite()][0].item()
+            raise ValueError(f"pack: `transforms[{name!r}]` must have finite numbers only, got {bad}")
     numbers = transforms.get("key_numbers")
     if not plan.key_moments or numbers is None or not numbers.is_cuda:
         return

@@ -18,14 +18,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from numbers import Integral
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..arguments import integer
+from ..arguments import bounded, integer
 from ..files import file_name, write_whole
 from ..hf.routing import uses_interface
 from ..hf.tap import Tap, tapped
@@ -360,6 +360,8 @@ def calibrate(
     from ..moments.text import PACKAGE, check_tokenizer, found_tokenizer
 
     seed = checked_seed(seed)
+    if not isinstance(source, str):
+        raise TypeError(f"`source` must be a str, got {source!r}")
     mark = _checked_model(model)
     check_tokenizer(tokenizer)
     why = ""
@@ -377,11 +379,7 @@ def calibrate(
         raise ValueError(
             f"`batches` must hold more tokens than a head has channels ({mark['head_dim']}), got {tokens}: more text"
         )
-    if not isinstance(sensitivity_batches, Integral):
-        raise TypeError(f"`sensitivity_batches` must be an integer, got {sensitivity_batches!r}")
-    if sensitivity_batches < 1:
-        raise ValueError(f"`sensitivity_batches` must be at least 1, got {sensitivity_batches}")
-    probes = given[:sensitivity_batches]
+    probes = given[: bounded("calibrate: `sensitivity_batches`", sensitivity_batches)]
     run = _Run(_identity(mark, [given, tests], len(probes), seed), seed, checkpoint)
     found = _learned(model, mark, given, probes, run, source, progress)
     if batches is not None and not tests:
@@ -450,10 +448,10 @@ def _checked_held_out(model: Any, held_out: Sequence[Batch | torch.Tensor] | Non
 def checked_averages(averages: Sequence[float]) -> tuple[float, ...]:
     """Sorted from high to low, without duplicates. TypeError for what is no list of numbers, ValueError for none, and
     for one that is not in 2..6."""
-    try:
-        found = tuple(sorted({float(average) for average in averages}, reverse=True))
-    except (TypeError, ValueError):
-        raise TypeError(f"`averages` must be a list of numbers of bits, got {averages!r}") from None
+    given = list(averages) if isinstance(averages, Iterable) else [None]
+    if not all(isinstance(average, Real) and not isinstance(average, bool) for average in given):
+        raise TypeError(f"`averages` must be a list of numbers of bits, got {averages!r}")
+    found = tuple(sorted({float(average) for average in given}, reverse=True))
     if not found or not all(LEAST_AVERAGE <= average <= MOST_SIDE_BITS for average in found):
         wants = f"{LEAST_AVERAGE}..{MOST_SIDE_BITS} bits, at least one"
         raise ValueError(f"`averages` must be in {wants}, got {list(averages)}")

@@ -413,6 +413,8 @@ def text_windows(text: str, tokenizer: Any, windows: int, length: int) -> torch.
 
     ValueError if the text has fewer tokens than that; the message says how many windows it has.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"`text` must be a str, got {type(text).__name__}")
     windows, length = bounded("text_windows: `windows`", windows), bounded("text_windows: `length`", length)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < windows * length:
