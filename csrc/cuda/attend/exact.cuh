@@ -80,6 +80,14 @@ __device__ __forceinline__ float dot_quads(float4 x, float4 y, float sum)
     return fmaf(x.x, y.x, fmaf(x.y, y.y, fmaf(x.z, y.z, fmaf(x.w, y.w, sum))));
 }
 
+/** The logit, in units of log2, of a score <q, k>. */
+__device__ __forceinline__ float base2_logit(const AttendArgs &a, float score)
+{
+    float x = score * a.p.softmax_scale;
+    if (a.p.softcap > 0) x = a.p.softcap * tanhf(x / a.p.softcap);
+    return x * LOG2_E;
+}
+
 /** Positions that query token `token` may see; of the ring's tokens only the last `window`. */
 struct ExactSight {
     Range visible;
@@ -95,10 +103,9 @@ struct ExactSight {
     /** The token's base-2 logit from its product with the query; -inf if the query does not see it. */
     __device__ __forceinline__ float logit(const AttendArgs &a, int32_t position, float dot) const
     {
-        float x = dot * a.p.softmax_scale;
-        if (a.p.softcap > 0) x = a.p.softcap * tanhf(x / a.p.softcap);
-        return position >= (position >= a.p.layer.sinks ? recent_lo : visible.lo) && position < visible.hi ? x * LOG2_E
-                                                                                                           : -INFINITY;
+        float x = base2_logit(a, dot);
+        bool sees = position >= (position >= a.p.layer.sinks ? recent_lo : visible.lo) && position < visible.hi;
+        return sees ? x : -INFINITY;
     }
 };
 

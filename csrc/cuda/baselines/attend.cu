@@ -238,11 +238,11 @@ __device__ __forceinline__ float product(const float *tile, int stride, const fl
     return sum_of_row(sums);
 }
 
-/** Puts a score, in units of log2, where softmax finds it; -inf where a row does not see a token, which may be bytes of anything. */
-__device__ __forceinline__ void put_score(const AttendArgs &a, const AttendShared &shared, float logit, bool seen)
+/** Puts the logit of a score where softmax finds it; -inf where a row does not see a token, which may be bytes of anything. */
+__device__ __forceinline__ void put_score(const AttendArgs &a, const AttendShared &shared, float score, bool seen)
 {
-    if (a.p.softcap > 0) logit = a.p.softcap * tanhf(logit / a.p.softcap);
-    shared.scores[threadIdx.x % PIECES * TQ_TILE + threadIdx.x / PIECES] = seen ? logit * LOG2_E : -INFINITY;
+    float x = base2_logit(a, score);
+    shared.scores[threadIdx.x % PIECES * TQ_TILE + threadIdx.x / PIECES] = seen ? x : -INFINITY;
 }
 
 /** Scores to weights in place, by the warp that keeps the row's totals: in rounded_sum what packed tokens weigh. */
@@ -315,7 +315,7 @@ __device__ __forceinline__ void attend_packed(const AttendBlocksArgs &args, cons
     float x = product(shared.tile, stride, shared.projected, args.key_width);
     if (args.moments.pairs)
         x += wave_product(args.moments, shared.waves, a.p.layer.sinks + first + (int)threadIdx.x / PIECES);
-    put_score(a, shared, (x + row.bias) * a.p.softmax_scale, row.sees_packed(first + (int)threadIdx.x / PIECES));
+    put_score(a, shared, x + row.bias, row.sees_packed(first + (int)threadIdx.x / PIECES));
     __syncthreads();
     softmax(shared, totals, true);
     decode_values(args.plan, s.h, record, token_tile, view.packed.lo - first, view.packed.hi - first, shared.levels[1],
@@ -353,8 +353,7 @@ __device__ __forceinline__ void attend_exact_tile(const AttendArgs &a, const Row
     load_exact(a, shared, n, false, width + KEY_PAD);
     __syncthreads();
     const float x = product(shared.tile, width + KEY_PAD, shared.queries, width);
-    put_score(a, shared, x * a.p.softmax_scale,
-              token < n && row.sees_exact(shared.tokens[min(token, n - 1)].position, a.p.layer.sinks));
+    put_score(a, shared, x, token < n && row.sees_exact(shared.tokens[min(token, n - 1)].position, a.p.layer.sinks));
     __syncthreads();
     softmax(shared, totals, false);
     load_exact(a, shared, n, true, width + VALUE_PAD);
