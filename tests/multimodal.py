@@ -152,10 +152,10 @@ def tiny(name: str, text: dict[str, Any] | None = None, **fields: Any) -> Any:
     return model(made).eval()
 
 
-def give_features(model: Any, as_list: bool = False, seed: int = 5) -> None:
-    """Has a model's towers return `FEATURES` random rows, whatever the image."""
+def give_features(model: Any, as_list: bool = False, seed: int = 5, tokens: int = FEATURES) -> None:
+    """Has a model's towers return `tokens` random rows, whatever the image."""
     width = model.config.get_text_config(decoder=True).hidden_size
-    rows = torch.randn(FEATURES, width, generator=torch.Generator().manual_seed(seed))
+    rows = torch.randn(tokens, width, generator=torch.Generator().manual_seed(seed))
 
     def found(self: Any, *args: Any, **kwargs: Any) -> BaseModelOutputWithPooling:
         out = BaseModelOutputWithPooling(pooler_output=(rows,) if as_list else rows)
@@ -168,15 +168,17 @@ def give_features(model: Any, as_list: bool = False, seed: int = 5) -> None:
                 setattr(part, method, MethodType(functools.wraps(getattr(type(part), method))(found), part))
 
 
-def prompt(model: Any, tokens: int = 20, at: int = 5, seed: int = 1) -> dict[str, torch.Tensor]:
-    """Inputs: tokens with an image, or sound, from position `at` on."""
+def prompt(
+    model: Any, tokens: int = 20, at: int = 5, seed: int = 1, grid: tuple[int, int] = (2, 3)
+) -> dict[str, torch.Tensor]:
+    """Inputs: tokens with an image of this grid, or sound, from position `at` on."""
     sees = any(hasattr(part, "get_image_features") for part in model.modules())
     ids = torch.randint(2, 80, (1, tokens), generator=torch.Generator().manual_seed(seed))
-    ids[0, at : at + FEATURES] = IMAGE if sees else SOUND
+    ids[0, at : at + grid[0] * grid[1]] = IMAGE if sees else SOUND
     kinds = (ids >= IMAGE).int()
     given = {
         "pixel_values" if sees else "input_features": torch.zeros(1, 3, 32, 32) if sees else torch.zeros(1, 8, 16),
-        "image_grid_thw": torch.tensor([[1, 4, 6]]),  # in patches; four make a token
+        "image_grid_thw": torch.tensor([[1, 2 * grid[0], 2 * grid[1]]]),  # in patches; four make a token
         "image_sizes": torch.tensor([[32, 32]]),
         "mm_token_type_ids": kinds,
         "token_type_ids": kinds,

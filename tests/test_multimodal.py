@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -69,6 +70,70 @@ def test_an_image_in_a_later_turn(name):
     turboquant.patch(model, PACKED)
     for a, b in zip(two_turns(model, TurboQuantCache(model)), want, strict=True):
         assert torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), 0) > 0.94
+
+
+def divergences(model: Any, spec: Any, moments: Any, inputs: Any, follows: bool = True) -> float:
+    """Mean divergence of the logits behind an image from the model's own, everything packed."""
+    turboquant.unpatch(model)
+    with torch.no_grad():
+        want = model(**inputs, use_cache=False).logits[:, 74:].log_softmax(-1)
+        turboquant.patch(model, spec, moments=moments)
+        cache = TurboQuantCache(model)
+        if not follows:
+            cache.follow = lambda positions, mask: 0
+        got = model(**inputs, use_cache=True, **{names.CACHE: cache}).logits[:, 74:].log_softmax(-1)
+    return float((want.exp() * (want - got)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
+def test_behind_an_image_the_wave_does_no_harm(name):
+    """Keys whose mean is 10 times their deviation, and an image that takes up far fewer positions than tokens."""
+    model = made(name)
+    give_features(model, True, tokens=64)
+    generator = torch.Generator().manual_seed(4)
+    for layer in model.model.language_model.layers:
+        attention = layer.self_attn
+        attention.q_norm = attention.k_norm = torch.nn.Identity()  # Qwen3-VL's would bring the mean down again
+        mean = torch.randn(attention.k_proj.out_features, generator=generator)
+        attention.k_proj.bias = torch.nn.Parameter(10 * 8 * attention.k_proj.weight.detach().std() * mean)
+        attention.q_proj.weight.data *= 0.2
+    moments = turboquant.measure(model)
+    assert {layer.kind for layer in moments.layers} == {"wave"}
+    inputs = prompt(model, 100, 10, grid=(8, 8))
+    wave, none = bare(3, 8, centre="wave", prefill="packed"), bare(3, 8, prefill="packed")
+    without = divergences(model, none, None, inputs)
+    followed = divergences(model, wave, moments, inputs)
+    ignored = divergences(model, wave, moments, inputs, follows=False)
+    assert followed < 0.5 * without and followed < 0.75 * ignored
+
+
+def test_positions_that_move_in_a_later_turn_are_warned_of():
+    model = made("qwen3_vl")
+    moments = turboquant.measure(model)
+    turboquant.patch(model, bare(4, 4, centre="wave"), moments=moments)
+    cache = TurboQuantCache(model)
+    decoder, embeddings = model.model.language_model, torch.randn(1, 8, 64)
+
+    def forward(first: int) -> None:
+        positions = torch.arange(first, first + 8).expand(3, 1, -1)
+        with torch.no_grad():
+            decoder(inputs_embeds=embeddings, position_ids=positions, use_cache=True, **{names.CACHE: cache})
+
+    forward(0)
+    assert cache._shared.moments is moments
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        forward(8)
+    with pytest.warns(UserWarning, match="an image in a later turn moves positions by up to 20, and the wave cannot"):
+        forward(36)
+    cache.reset()
+    forward(5)
+    assert cache._shared.moments is not moments and cache.measured_moments is moments
+    by_five = [layer.later(-5).amplitudes for layer in moments.layers]
+    assert all((a.amplitudes == b).all() for a, b in zip(cache._shared.moments.layers, by_five, strict=True))
+    cache.reset()
+    forward(0)
+    assert cache._shared.moments is moments
 
 
 def test_tokens_that_see_each_other_need_an_exact_prefill():

@@ -168,6 +168,41 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
             self.unread.read = True
             self.unread = None
 
+    #: The moments as they were measured, where `follow` has others in use. None: the same.
+    measured_moments: Moments | None = None
+    #: Positions that the last token of the last prompt lies later than the cache counts, where `follow` knows.
+    shift = 0
+
+    def follow(self, positions: torch.Tensor, mask: torch.Tensor | None) -> int:
+        """A forward has tokens at positions int64 [3, batch, tokens], one for each axis of an image (M-RoPE): behind an
+        image they are not those that the cache counts, by which the wave is turned. In the first forward the wave is
+        replaced by the mean of what it would be at all positions, half of it at that of the last token, behind which
+        the text goes on. Fast pairs of channels then have little wave left, slow ones nearly all. Returns how many
+        positions later the tokens of another forward lie than was counted on.
+
+        mask   [batch, tokens], False for padding; or None. Reads the device.
+        """
+        tokens, held = positions.shape[2], self.get_seq_length()
+        if not self.waves or (tokens == 1 and positions.device.type != "cpu"):
+            return 0
+        if held:
+            padding = torch.tensor(self.packed_layers[0].storage.padding).view(-1, 1)
+            counted = torch.arange(held, held + tokens) - padding
+            return int((positions.cpu() - counted - self.shift).abs().max())
+        real = torch.ones(positions.shape[1:], dtype=torch.bool)
+        if mask is not None and mask.shape == real.shape:
+            real = mask.cpu().bool()
+        shifts = positions.cpu() - (real.long().cumsum(1) - 1)
+        found, counts = torch.unique(shifts[:, real], return_counts=True)
+        last = shifts[0, :, -1]
+        weights = counts / (2 * counts.sum()) + (found[:, None] == last).sum(1) / (2 * len(last))
+        measured = self.measured_moments or self._shared.moments
+        turned = measured is not None and bool(found.any())
+        self.measured_moments = measured if turned else None
+        self._shared.moments = measured.averaged(found.numpy(), weights.numpy()) if turned and measured else measured
+        self.shift = int(last.float().mean())
+        return 0
+
     #: A forward has begun and not ended. Only known of caches with states.
     at_work = False
 
@@ -241,6 +276,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         other._shared = self._shared.fork()
         own = (PackedLayer, StateLayer)
         other._hold([layer.fork(other._shared) if isinstance(layer, own) else copy(layer) for layer in self.layers])
+        other.measured_moments, other.shift = self.measured_moments, self.shift
         other.known_ids, other.compared_with = self.known_ids, self.compared_with
         return other
 

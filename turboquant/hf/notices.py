@@ -21,7 +21,7 @@ from .routing import adopt, patched_with
 if TYPE_CHECKING:
     from .cache import TurboQuantCache
 
-__all__ = ["Unread", "check_positions", "foreign_cache", "foreign_keys", "named_cache", "quiet"]
+__all__ = ["Unread", "check_positions", "foreign_cache", "foreign_keys", "later_positions", "named_cache", "quiet"]
 
 _KINDS = ("cache", "positions", "spec", "unread")
 FAR = 4  # positions. With 2 bits, 4 make the divergence of SmolLM2-135M 1.3 times as large, 16 make it 1.6 times
@@ -94,6 +94,14 @@ class Unread:
         why = 'because with prefill="exact" a first forward attends in full precision, and its cache was dropped unread'
         how = 'to measure quantisation, turboquant.patch(model, spec, prefill="packed"), otherwise pass use_cache=False'
         _say(self._said, "unread", f"{self._name}: the logits of a forward show no quantisation, {why}: {how}")
+
+
+def later_positions(model: Any, state: Any, off: int) -> None:
+    """Warns if tokens with an image in a later forward lie `off` positions from where the wave is turned."""
+    if off >= FAR:
+        why = f"because an image in a later turn moves positions by up to {off}, and the wave cannot follow"
+        how = 'give images in the first turn, or use a spec with centre="none"'
+        _say(state.said, "positions", f"{type(model).__name__}: keys are quantised worse, {why}: {how}")
 
 
 def check_positions(

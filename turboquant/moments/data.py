@@ -154,6 +154,14 @@ class LayerMoments:
         turned = [a * np.cos(angle) + b * np.sin(angle), b * np.cos(angle) - a * np.sin(angle)]
         return replace(self, amplitudes=np.stack(turned, -1).astype(np.float32))
 
+    def averaged(self, shifts: NDArray[np.integer], weights: NDArray[np.floating]) -> LayerMoments:
+        """Moments for tokens that lie `shifts` positions later than they are counted, each shift with its weight: the
+        mean of their centres. Weights sum to 1."""
+        if not len(self.pairs):
+            return self
+        amplitudes = sum(weight * self.later(-int(shift)).amplitudes for shift, weight in zip(shifts, weights))
+        return replace(self, amplitudes=np.asarray(amplitudes, np.float32))
+
     def centre_at(self, positions: NDArray[np.integer]) -> NDArray[np.float64]:
         """c_p of each position, [kv_heads, positions, head_dim] float64."""
         phase = positions.astype(np.uint64)[:, None] * self.increments & np.uint64(0xFFFFFFFF)
@@ -230,6 +238,10 @@ class Moments:
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(layer.nbytes for layer in self.layers)
+
+    def averaged(self, shifts: NDArray[np.integer], weights: NDArray[np.floating]) -> Moments:
+        """See `LayerMoments.averaged`."""
+        return replace(self, layers=tuple(layer.averaged(shifts, weights) for layer in self.layers))
 
     @property
     def not_probed(self) -> tuple[int, ...]:

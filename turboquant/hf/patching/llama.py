@@ -118,6 +118,8 @@ def _prepare(model: Any, spec: CacheSpec, calibration: Calibration | None) -> No
     handles = [model.register_forward_pre_hook(_give_cache, with_kwargs=True)]
     if any(has_state(kind) for kind, _ in kinds_of(text_config(model))):
         handles.append(model.register_forward_hook(_ended, with_kwargs=True))
+    if (decoder := decoder_of(model)) is not model:
+        handles.append(decoder.register_forward_pre_hook(partial(_follow, model), with_kwargs=True))
     previous = route(model, NAME)
     name = cache_argument(model.forward) or CACHE
     at = arguments.index(name)
@@ -249,7 +251,9 @@ def _compare(cache: TurboQuantCache, state: _Patch) -> None:
         what = f"spec, {cache.spec} instead of {state.spec}"
     elif theirs is not state.calibration and calibration_mark(theirs) != calibration_mark(state.calibration):
         what = "calibration"
-    elif state.moments is not None and moments_mark(cache._shared.moments) != moments_mark(state.moments):
+    elif state.moments is not None and moments_mark(cache.measured_moments or cache._shared.moments) != (
+        moments_mark(state.moments)
+    ):
         what = "set of moments"
     else:
         return
@@ -307,6 +311,18 @@ def _give_cache(
         return (*args[:at], cache, *args[at + 1 :]), kwargs
     others = {name: x for name, x in kwargs.items() if name not in NAMES}  # a name with None: both together raise
     return args, {**others, state.cache_name: cache}
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _follow(model: Any, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The text decoder inside `model` runs. Only here are the positions known that it gives to tokens of an image."""
+    positions: Any = kwargs.get("position_ids")
+    cache, mask = given_cache(kwargs), kwargs.get("attention_mask")
+    state = getattr(model, "_turboquant", None)
+    if state is None or not isinstance(cache, TurboQuantCache) or getattr(positions, "ndim", 0) != 3:
+        return
+    mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+    notices.later_positions(model, state, cache.follow(positions[-3:], mask))
 
 
 def _ended(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
