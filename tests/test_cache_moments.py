@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import re
 import threading
 import warnings
 from dataclasses import replace
@@ -22,7 +21,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import turboquant
 from turboquant import CacheSpec, Moments, TurboQuantCache
-from turboquant.hf import moments as module
 from turboquant.hf.attention import NAME
 from turboquant.hf.evaluation import text_windows
 from turboquant.hf.tap import tapped
@@ -210,7 +208,6 @@ def test_they_are_measured_once_for_a_model_and_tokenizer(monkeypatch):
     monkeypatch.setattr(
         "turboquant.moments.measure.measure_model", lambda *args, **how: runs.append(args[1]) or plain(*args, **how)
     )
-    monkeypatch.setattr(module, "_SAID_AFTER", 1e9)
     turboquant.patch(model, OURS)
     with pytest.warns(UserWarning, match="measured on random token ids"):
         out = model.generate(**prompts(2, 9, (3, 0)), max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
@@ -293,13 +290,17 @@ def test_those_of_patch_serve_every_cache_of_the_model(measured, tmp_path):
     assert TurboQuantCache(model)._shared.moments is None
 
 
-def test_one_line_if_it_takes_long(measured, monkeypatch, capsys):
+def test_one_line_before_a_model_is_measured(measured, monkeypatch, capsys, tmp_path):
     model = tiny(seed=3)
-    monkeypatch.setattr(module, "_SAID_AFTER", 0.0)
+    monkeypatch.setenv("TURBOQUANT_CACHE", str(tmp_path))
     with pytest.warns(UserWarning, match="random token ids"):
         TurboQuantCache(model, OURS)
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1 and re.match(r"turboquant: the moments of LlamaForCausalLM took \d+ s$", said[0])
+    what = "LlamaForCausalLM runs once over 2,048 tokens, to measure the moments that its caches need"
+    assert said == [f"turboquant: {what}, kept in {tmp_path}"]
+    with pytest.warns(UserWarning, match="random token ids"):
+        TurboQuantCache(tiny(seed=3), OURS)  # reads the file
+    assert not capsys.readouterr().err
 
 
 def test_the_model_is_evaluated_with_them():

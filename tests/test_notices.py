@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 import turboquant
 from turboquant import CacheSpec, TurboQuantCache
-from turboquant.hf import attention, notices
+from turboquant.hf import attention, notices, routing
 
 PLAIN = bare(4, 4)
 MEASURE = 'turboquant.patch(model, spec, prefill="packed")'
@@ -228,6 +228,17 @@ def test_a_mask_says_what_happened_whatever_is_asked_of_it():
         with pytest.raises((RuntimeError, AttributeError), match="changed during this forward, by turboquant.unpatch"):
             ask()
     assert not hasattr(mask, "to")  # accelerate asks, to move arguments
+
+
+def test_patched_models_that_another_thread_unpatches():
+    """A model may lose its state while it is still among the patched ones: `unpatch` takes the state first."""
+    model, other = turboquant.patch(tiny(), PLAIN), tiny()
+    state, model._turboquant = model._turboquant, None
+    try:
+        assert routing.patched_with(other.config) is None
+        assert type(turboquant.unpatch(turboquant.patch(other, PLAIN))) is type(other)
+    finally:
+        model._turboquant = state
 
 
 def test_unpatch_while_a_thread_is_about_to_run():

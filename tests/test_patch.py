@@ -351,20 +351,30 @@ def test_unsupported_models(name, fields, message):
     assert (model.config._attn_implementation, set(vars(model)), dict(model._forward_pre_hooks)) == before
 
 
-def test_the_cache_by_each_name_that_this_transformers_has():
+@pytest.mark.parametrize("name", names.NAMES)
+def test_the_cache_by_each_name_in_every_version(name):
+    """Whichever name this transformers has, and without its warning of an old one."""
     model, inputs = turboquant.patch(tiny()), prompts(1, 6)
     taken = names.cache_argument(type(model).forward)
     assert taken in names.NAMES and names.cache_argument(model.forward) == taken
-    for name in names.NAMES[names.NAMES.index(taken) :]:  # the newest of them, and those that it still takes
-        cache = TurboQuantCache(model)
-        with torch.no_grad():
-            out = model(inputs["input_ids"], **{name: cache})
+    cache = TurboQuantCache(model, EXACT)
+    turboquant.patch(model, EXACT)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error", FutureWarning)
+        out = model(inputs["input_ids"], **{name: cache})
         assert out[names.CACHE] is cache and cache.get_seq_length() == 6
         cache = TurboQuantCache(model)
         assert model.generate(**inputs, max_new_tokens=2, **{name: cache}).shape == (1, 8)
         assert cache.get_seq_length() == 7
-        other = next(one for one in names.NAMES if one != name)
-        assert names.given_cache({name: cache, other: None}) is cache and names.given_cache({other: None}) is None
+    other = next(one for one in names.NAMES if one != name)
+    assert names.given_cache({name: cache, other: None}) is cache and names.given_cache({other: None}) is None
+    for renamed in (
+        names.renamed({"a": 1, name: cache, other: None}, taken),
+        names.renamed({"a": 1, name: cache}, taken),
+    ):
+        assert names.given_cache(renamed) is cache and renamed["a"] == 1 and renamed[taken] is cache
+    both = {name: cache, other: cache}
+    assert names.renamed(both, taken) is both
 
 
 def test_other_wrong_arguments():

@@ -95,14 +95,14 @@ def _patched_with(model: Any, calibration: Any, moments: Any) -> tuple[CacheSpec
 
 class TurboQuantCache(Cache):  # type: ignore[misc]
     """Compressed keys and values of a model, for `cache=` of a model that `turboquant.patch` has prepared
-    (`past_key_values=` before transformers 5.24).
+    with every version of transformers.
 
     model    the model, or its configuration. Only the number and kind of its layers matter, shapes come from tensors
     spec     a CacheSpec or the name of a preset; None: what `model` was patched with, its calibration included
     calibration   a Calibration or its file, if `spec` is given and uses one; else None
     moments  moments of the model (`turboquant.measure`) or their file, if `spec` is given and has a wave or a metric.
              None: those that `model` was patched with. If there are none, they are measured, once for each model, with
-             one line on stderr if it takes longer than two seconds
+             one line on stderr that says so
 
     Raises TypeError for a configuration without a spec, and ValueError without a spec for a model that is not patched.
     Raises NotImplementedError for layers that cannot be packed and models that cannot be measured, and ValueError for

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -26,7 +25,6 @@ __all__ = ["moments_for", "moments_notes", "warn_of_changes"]
 
 AnyMoments = Moments | str | os.PathLike[str] | None
 
-_SAID_AFTER = 2.0  # seconds
 _WAY_OUT = 'pass `moments` from a file (turboquant.Moments.load), or use a spec with centre="none" and metric="none"'
 
 
@@ -144,16 +142,18 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _measure(model: torch.nn.Module, tokenizer: Any, read: bool = True, write: bool = True) -> Moments:
-    from ..moments.measure import measure_model
+    from ..moments.measure import cache_folder, measure_model
 
-    began = time.monotonic()
+    def before(tokens: int) -> None:
+        folder = cache_folder() if write else None
+        kept = "" if folder is None else f", kept in {folder}"
+        what = f"{type(model).__name__} runs once over {tokens:,} tokens, to measure the moments that its caches need"
+        print(f"turboquant: {what}{kept}", file=sys.stderr)
+
     try:
-        found = measure_model(model, tokenizer, read=read, write=write)
+        return measure_model(model, tokenizer, read=read, write=write, before=before)
     except (NotImplementedError, ValueError) as error:
         raise type(error)(f"{error}: {_WAY_OUT}") from error
-    if (took := time.monotonic() - began) > _SAID_AFTER:
-        print(f"turboquant: the moments of {type(model).__name__} took {took:.0f} s", file=sys.stderr)
-    return found
 
 
 def moments_notes(moments: Moments | None, specs: Sequence[CacheSpec]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-__all__ = ["CACHE", "NAMES", "cache_argument", "given_cache", "outputs_with"]
+__all__ = ["CACHE", "NAMES", "cache_argument", "given_cache", "outputs_with", "renamed"]
 
 NAMES = ("cache", "past_key_values")  # the newest first
 
@@ -34,6 +34,14 @@ CACHE = _installed_name()
 def given_cache(arguments: Mapping[str, Any]) -> Any:
     """The cache among keyword arguments, whichever name it has there; None if there is none."""
     return next((arguments[name] for name in NAMES if arguments.get(name) is not None), None)
+
+
+def renamed(arguments: dict[str, Any], name: str) -> dict[str, Any]:
+    """Keyword arguments with the cache under `name`, whichever name it was given by."""
+    given = [other for other in NAMES if arguments.get(other) is not None]
+    if given in ([], [name]) or len(given) > 1:  # a forward refuses two
+        return arguments
+    return {**{other: x for other, x in arguments.items() if other not in NAMES}, name: arguments[given[0]]}
 
 
 def outputs_with(logits: Any, cache: Any) -> CausalLMOutputWithPast:

@@ -97,10 +97,13 @@ def adopt(model: Any) -> None:
 
 def patched_with(config: Any) -> Any:
     """A patched model that has this configuration object; None if there is none."""
-    for model in list(_patched):
-        if any(theirs is config for theirs, _ in model._turboquant.previous):
-            return model
-    return None
+    return next((model for model, previous in _patched_now() if any(x is config for x, _ in previous)), None)
+
+
+def _patched_now() -> list[tuple[Any, Previous]]:
+    """The patched models. Another thread may unpatch one of them meanwhile."""
+    states = ((model, getattr(model, "_turboquant", None)) for model in list(_patched))
+    return [(model, state.previous) for model, state in states if state is not None]
 
 
 def check_route(model: Any, name: str) -> None:
@@ -120,7 +123,7 @@ def check_route(model: Any, name: str) -> None:
 def restore(model: Any) -> None:
     """Takes back what `route` did, while the model still has its state."""
     _patched.discard(model)
-    shared = {id(config) for other in _patched for config, _ in other._turboquant.previous}
+    shared = {id(config) for _, previous in _patched_now() for config, _ in previous}
     for config, before in model._turboquant.previous:
         if id(config) not in shared:
             set_name(config, before)
@@ -153,8 +156,8 @@ def evaluating(model: Any) -> Iterator[None]:
 
 def _before(config: Any) -> str | None:
     """What a configuration named before any patch: another patched model may share the object."""
-    for other in _patched:
-        for theirs, before in other._turboquant.previous:
+    for _, previous in _patched_now():
+        for theirs, before in previous:
             if theirs is config:
-                return before  # type: ignore[no-any-return]
+                return before
     return config._attn_implementation  # type: ignore[no-any-return]

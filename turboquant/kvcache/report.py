@@ -84,16 +84,44 @@ class CacheReport:
 
     def __str__(self) -> str:
         names = list(dict.fromkeys(part for layer in self.layers for part in layer.parts))
-        lines = ["".join(["layer".ljust(8), *(n.rjust(13) for n in ("tokens", *names, "bytes"))])]
+        alike: dict[tuple[int, ...], list[int]] = {}
         for layer in self.layers:
             cells = (layer.tokens, *(layer.parts.get(n, 0) for n in names), layer.nbytes)
-            lines.append("".join([str(layer.layer).ljust(8), *(f"{cell:,}".rjust(13) for cell in cells)]))
+            alike.setdefault(cells, []).append(layer.layer)
+        heads = {cells: _ranges(layers) for cells, layers in alike.items()}
+        width = max(8, *(2 + len(head) for head in heads.values()))
+        lines = ["".join(["each of".ljust(width), *(n.rjust(13) for n in ("tokens", *names, "bytes"))])]
+        for cells, head in heads.items():
+            lines.append("".join([head.ljust(width), *(f"{cell:,}".rjust(13) for cell in cells)]))
         lines += [f"{part + ' (all layers)':<24}{size:,}" for part, size in self.shared.items()]
         if not self.numbers:
             return "\n".join([*lines, f"{self.nbytes:,} bytes: no token is stored yet", *self.notes])
-        smaller = f"{self.ratio_bf16:.2f} times smaller than bfloat16, {self.ratio_fp32:.2f} than float32"
-        lines.append(f"{self.nbytes:,} bytes: {self.effective_bits:.3f} bits per number, {smaller}")
+        size = f"{self.ratio_bf16:.2f} times smaller than bfloat16, {self.ratio_fp32:.2f} than float32"
+        if self.ratio_bf16 < 1:
+            size = f"{1 / self.ratio_bf16:.2f} times larger than bfloat16, {self._largest()}"
+        lines.append(f"{self.nbytes:,} bytes: {self.effective_bits:.3f} bits per number, {size}")
         return "\n".join([*lines, *self.notes])
+
+    def _largest(self) -> str:
+        """Why a cache is large: its largest part, in words."""
+        part, size = max(self.parts.items(), key=lambda held: held[1])
+        longer = "a longer text is smaller"
+        if part == "pages":
+            return f"because pages are allocated whole, {PAGE_TOKENS} tokens each: {longer}"
+        if part in ("sinks", "window", "past windows"):
+            return f"because most tokens are exact ones, in the model's dtype ({part}): {longer}"
+        return f"because {part} are {size:,} bytes at any length: {longer}"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers as "0-4,6"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def layer_tensors(stored: LayerStorage) -> Iterator[tuple[str, torch.Tensor]]:

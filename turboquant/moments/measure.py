@@ -11,7 +11,7 @@ import inspect
 import json
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +60,15 @@ def measure(model: Any, tokenizer: Any = None, text: str | None = None) -> Momen
 
 
 def measure_model(
-    model: Any, tokenizer: Any = None, text: str | None = None, read: bool = True, write: bool = True
+    model: Any,
+    tokenizer: Any = None,
+    text: str | None = None,
+    read: bool = True,
+    write: bool = True,
+    before: Callable[[int], None] = lambda tokens: None,
 ) -> Moments:
-    """As `measure`. read, write: whether a file of the cache folder may be used, or made."""
+    """As `measure`. read, write: whether a file of the cache folder may be used, or made. before: is called with the
+    number of tokens that the model is about to run over."""
     base = checked_base_model(model)
     name, proteins = type(base).__name__, base.config.model_type == "esm"
     if not proteins and not uses_interface(base):
@@ -78,6 +84,7 @@ def measure_model(
     everywhere = on_all_ranks(base, kept is not None)
     if kept is not None and everywhere:
         return kept
+    before(sum(one.shape[1] for one in ids))
     parts = _weighted(ids, 1.0)
     layers = _of_proteins(base, parts) if proteins else _measured(base, parts, limit)
     moments = Moments(layers, mark, sum(map(_counted, ids)), source)

@@ -51,8 +51,8 @@ def patch(
               ids are used instead of text, with a warning
 
     From then on `generate`, and a forward with use_cache=True or without gradients, create a `TurboQuantCache` unless
-    they are given `cache` (`past_key_values` before transformers 5.24), which may be a `TurboQuantCache` made by hand
-    or carried over from an earlier turn. With any other cache, and in a forward without one (training,
+    they are given `cache` (or `past_key_values`, with any version of transformers), which may be a `TurboQuantCache`
+    made by hand or carried over from an earlier turn. With any other cache, and in a forward without one (training,
     use_cache=False), the model attends by SDPA as without a patch. What packs nothing without an error, such as another
     cache, is one warning after each call of `patch` (docs/troubleshooting.md). Patching again replaces the spec.
     Existing caches keep theirs; a cache of another spec or calibration than the model's warns once. Models that share

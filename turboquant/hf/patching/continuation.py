@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..cache import TurboQuantCache
-from ..names import given_cache
+from ..names import CACHE, given_cache, renamed
 
 __all__ = ["METHOD", "generate", "remember_first"]
 
@@ -27,6 +27,7 @@ def remember_first(cache: TurboQuantCache, ids: Any) -> None:
 
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """The `generate` of a patched model: checks the prompt against the given cache, then calls that of its class."""
+    kwargs = renamed(kwargs, CACHE)
     ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
     cache = given_cache(kwargs)
     if isinstance(cache, TurboQuantCache) and isinstance(ids, torch.Tensor) and ids.dim() == 2:

@@ -30,7 +30,7 @@ from ..cache import TurboQuantCache, checked_config
 from ..graph import ForwardWithGraphs
 from ..kinds import has_state, kinds_of, packed_indices
 from ..moments import moments_for
-from ..names import CACHE, NAMES, cache_argument, given_cache
+from ..names import CACHE, NAMES, cache_argument, given_cache, renamed
 from ..persistence import calibration_mark, moments_mark
 from ..routing import (
     Previous,
@@ -294,7 +294,10 @@ def _give_cache(
         _notice_positions(model, state, given, args, kwargs)
     elif given is not None and "cache" not in state.said:
         notices.foreign_cache(model, state, type(given).__name__)
-    if model.training or given is not None:
+    if given is not None:
+        by_name = renamed(kwargs, state.cache_name)
+        return None if by_name is kwargs else (args, by_name)
+    if model.training:
         return None
     use_cache = kwargs.get("use_cache")
     if use_cache is None:
