@@ -199,6 +199,23 @@ def test_shortlist_loses_next_to_nothing(trained):
     assert (found == few[np.argsort(-every[:, few], axis=1, kind="stable")[:, :5]]).all()
 
 
+@pytest.mark.parametrize("metric", ["ip", "cosine", "l2"])
+def test_queries_together_find_what_each_finds_alone(metric):
+    x, queries = clustered(1500, 96), clustered(150, 96, seed=4)
+    index = INDEX(96, 3, metric)
+    index.train(x)
+    index.add(x)
+    assert index._contents.transform.matrix is not None
+    each = [index.search(query, 10) for query in queries]
+    for threads in (1, 3):
+        for n in (1, 5, 64, 65, 150):
+            scores, ids = index.search(queries[:n], 10, threads=threads)
+            assert all((scores[i] == each[i][0]).all() and (ids[i] == each[i][1]).all() for i in range(n))
+    queries[101, 3] = np.nan
+    with pytest.raises(ValueError, match=r"`queries\[101, 3\]`"):
+        index.search(queries, 10)
+
+
 def test_adding_one_by_one_is_adding_together():
     x = clustered(300, 40)
     one, all_at_once = INDEX(40, 3, "l2"), INDEX(40, 3, "l2")

@@ -39,8 +39,10 @@ typedef struct {
     double *squared;   /* [n], |query - mean|^2, 0 unless l2 */
 } tq_index_queries;
 
-/** Query i of x. workspace: [2, channels]. Returns 0 if it is refused. */
-int tq_index_fix(const tq_index_use *use, const float *x, int64_t i, float *workspace, const tq_index_queries *out);
+/** Queries first .. first + rows - 1 of x, rotated together. workspace: [2, rows, channels]. Returns 0 if one is
+ *  refused. */
+int tq_index_fix(const tq_index_use *use, const float *x, int64_t first, int32_t rows, float *workspace,
+                 const tq_index_queries *out);
 
 /** A row's score, without the query's constant, is at most scale * (sum * unit + margin) + offset. `sum` adds table
  *  entries for its leading bits (kernels/scan_signs.h). The bound fails only if the other bits add more than `sigmas`

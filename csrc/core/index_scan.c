@@ -13,6 +13,7 @@ enum {
     RARE = 50,          /* if at most 1 row in 50 is allowed, all are scored */
     NOTED = 16,         /* rows that are being prefetched */
     SAMPLE = 8,         /* 1 block in 8 is sampled for a first limit */
+    TOGETHER = 64,      /* queries that are rotated together */
     MOST_SAMPLED = 512, /* the most rows that are scored for it */
 };
 
@@ -94,7 +95,8 @@ typedef struct {
     int64_t n, k, table_bytes; /* n queries */
     int64_t sampled;           /* blocks of the sample */
     const float *x;            /* queries as they were given */
-    float *workspace;          /* [threads, 2, channels] */
+    int32_t together;          /* queries that are rotated together: a dense matrix is read once for all of them */
+    float *workspace;          /* [threads, 2, together, channels] */
     int16_t *levels;           /* [threads, BLOCK, channels], if `every` */
     tq_index_queries queries;
     const tq_index_rows *rows; /* all segments */
@@ -480,16 +482,20 @@ static void finish_query(void *context, int64_t q, int32_t worker)
     }
 }
 
-/** Converts queries to fixed point and, if there are tables, fills them. */
-static void make_query(void *context, int64_t q, int32_t worker)
+/** Converts `together` queries to fixed point and, if there are tables, fills them. */
+static void make_some(void *context, int64_t task, int32_t worker)
 {
     scan_job *job = context;
     const tq_index_use *use = &job->use;
-    if (!tq_index_fix(use, job->x, q, job->workspace + (int64_t)worker * 2 * use->channels, &job->queries)) {
+    int64_t first = task * job->together;
+    int32_t rows = job->n - first < job->together ? (int32_t)(job->n - first) : job->together;
+    float *workspace = job->workspace + (int64_t)worker * 2 * job->together * use->channels;
+    if (!tq_index_fix(use, job->x, first, rows, workspace, &job->queries)) {
         atomic_store(&job->refused, 1);
         return;
     }
-    if (job->tables)
+    if (!job->tables) return;
+    for (int64_t q = first; q < first + rows; q++)
         tq_sign_query_make(use->layout.layout, use->space->sigmas, job->queries.q + q * use->channels,
                            job->queries.units[q], job->tables + q * job->table_bytes, &job->bounds[q]);
 }
@@ -498,11 +504,12 @@ static tq_status make_queries(scan_job *job, tq_error *error)
 {
     int32_t threads = job->n > 3 ? job->threads : 1; /* one query is made before another thread wakes up */
     atomic_init(&job->refused, 0);
-    tq_parallel(job->n, threads, make_query, job);
+    tq_parallel((job->n + job->together - 1) / job->together, threads, make_some, job);
     if (!atomic_load(&job->refused)) return TQ_OK;
-    float workspace[2 * TQ_MAX_DIM];
+    float centred[TQ_MAX_DIM];
+    double offset, squares;
     for (int64_t q = 0;; q++)
-        if (!tq_index_fix(&job->use, job->x, q, workspace, &job->queries)) {
+        if (!tq_index_centre(&job->use, job->x + q * job->use.space->dim, centred, &offset, &squares)) {
             tq_index_refused(&job->use, job->x, q, error);
             if (error) error->argument = "queries";
             return TQ_E_VALUE;
@@ -521,7 +528,9 @@ static tq_status start(scan_job *job, const tq_index_space *space, const float *
     job->threads = threads;
     job->table_bytes = 64 * tq_sign_tables(job->use.planes);
     job->queries.units = malloc((size_t)numbers + 1);
-    job->workspace = malloc(sizeof(float) * 2 * (size_t)threads * (size_t)job->use.channels);
+    int64_t share = space->matrix ? (n + threads - 1) / threads : 1;
+    job->together = share > TOGETHER ? TOGETHER : share > 1 ? (int32_t)share : 1;
+    job->workspace = malloc(sizeof(float) * 2 * (size_t)threads * (size_t)job->together * (size_t)job->use.channels);
     if (!job->queries.units || !job->workspace)
         return tq_fail(error, TQ_E_MEMORY, "queries", -1, (double)n, "few enough for the memory there is");
     job->queries.constants = job->queries.units + n;

@@ -121,14 +121,12 @@ void tq_index_rotate(const tq_index_use *use, const float *centred, int32_t rows
                          z + i * use->channels);
 }
 
-int tq_index_fix(const tq_index_use *use, const float *x, int64_t i, float *workspace, const tq_index_queries *out)
+/** Query i, rotated to z, as fixed point. z is lost. */
+static void fix_query(const tq_index_use *use, float *z, int64_t i, const tq_index_queries *out)
 {
     const tq_index_layout *layout = &use->space->layout;
-    int32_t dim = use->space->dim, n = use->channels;
-    float *z = workspace + n;
-    double offset, squares, largest = 0, sum = 0;
-    if (!tq_index_centre(use, x + i * dim, workspace, &offset, &squares)) return 0;
-    tq_index_rotate(use, workspace, 1, z);
+    int32_t n = use->channels;
+    double largest = 0, sum = 0;
     for (int32_t j = 0; j < n; j++) {
         z[j] *= layout->steps[j / 32] * use->layout.books[layout->bits[j / 32]].step;
         double magnitude = fabs((double)z[j]);
@@ -139,9 +137,22 @@ int tq_index_fix(const tq_index_use *use, const float *x, int64_t i, float *work
     if (unit < least) unit = least;
     int16_t *q = out->q + i * n;
     for (int32_t j = 0; j < n; j++) q[j] = unit > 0 ? (int16_t)lrint(z[j] / unit) : 0;
-    int l2 = use->space->metric == TQ_INDEX_L2;
     out->units[i] = unit;
-    out->constants[i] = l2 ? 0 : offset + use->mean_squares; /* <mean, query> */
-    out->squared[i] = l2 ? squares : 0;
+}
+
+int tq_index_fix(const tq_index_use *use, const float *x, int64_t first, int32_t rows, float *workspace,
+                 const tq_index_queries *out)
+{
+    float *z = workspace + (int64_t)rows * use->channels;
+    int l2 = use->space->metric == TQ_INDEX_L2;
+    for (int32_t r = 0; r < rows; r++) {
+        double offset, squares;
+        float *centred = workspace + (int64_t)r * use->channels;
+        if (!tq_index_centre(use, x + (first + r) * use->space->dim, centred, &offset, &squares)) return 0;
+        out->constants[first + r] = l2 ? 0 : offset + use->mean_squares; /* <mean, query> */
+        out->squared[first + r] = l2 ? squares : 0;
+    }
+    tq_index_rotate(use, workspace, rows, z);
+    for (int32_t r = 0; r < rows; r++) fix_query(use, z + (int64_t)r * use->channels, first + r, out);
     return 1;
 }
