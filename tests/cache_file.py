@@ -23,7 +23,7 @@ def tensors_of(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     start = 8 + int.from_bytes(data[:8], "little")
     entries = json.loads(data[8:start])
     about = entries.pop("__metadata__")
-    assert about["format"] == "turboquant-cache-1"
+    assert about["format"] == "turboquant-cache-2"
     assert about["crc32"] == f"{zlib.crc32(about['turboquant'].encode()):08x}"
     header, tensors, at = json.loads(about["turboquant"]), {}, 0
     for name, entry in entries.items():

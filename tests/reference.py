@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import math
 import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -45,7 +44,7 @@ Array = NDArray[Any]
 
 TILE = 32
 PAGE_TOKENS = 128
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 NONE, HADAMARD, DENSE = 0, 1, 2  # tq_rotation
 NORMAL, SPHERE = 0, 1  # tq_codebook_law
 EDEN, NORM, NORM_CORRECTED, LEAST_SQUARES = 0, 1, 2, 3  # tq_scale
@@ -150,12 +149,12 @@ def table_rows() -> list[tuple[str, list[int]]]:
 
 
 def code_of(rank: int, bits: int) -> int:
-    """The code of a rank: the rank itself, or sign and magnitude from 4 bits on."""
+    """The code of a rank: the rank itself, or magnitude and sign from 4 bits on."""
     if bits <= 3:
         return rank
     half = 2 ** (bits - 1)
     magnitude, sign = (rank - half, 0) if rank >= half else (half - 1 - rank, 1)
-    return (magnitude & 7) | sign << 3 | (magnitude >> 3) << 4
+    return magnitude | sign << (bits - 1)
 
 
 WIDE, WIDE_STEP = 8, np.float32(0.03125)
@@ -208,7 +207,8 @@ class Plan:
         value = self.rotation if any(self.value_bits) else 0
         sides = (self.rotation, 0, 0, 0, value, 0, 0, 0)
         moments = self.wave_pairs, self.metric
-        return (PLAN_VERSION, *common, *sides, *moments, *block(self.key_bits), *block(self.value_bits))
+        kept = 0, 0  # tries, variance
+        return (PLAN_VERSION, *common, *sides, *moments, *kept, *block(self.key_bits), *block(self.value_bits))
 
     @property
     def groups(self) -> int:
@@ -771,26 +771,3 @@ def dot(p: Plan, queries: F32, pages: NDArray[np.uint8], n: int, transform: Tran
     """tq_dot in float64."""
     c = Cache(pages, np.arange(len(pages), dtype=np.int32)[None])
     return queries.astype(np.float64) @ decode_packed(p, "key", c, 0, 0, n, transform).T
-
-
-# ---- files ----
-
-
-def file_header(words: tuple[int, ...], vectors: int, payload: bytes) -> bytes:
-    """The header of a codes file."""
-    numbers = [*words, vectors, len(payload)]
-    head = b"TQCODES\0" + (1).to_bytes(4, "little") + len(words).to_bytes(4, "little")
-    head += b"".join(n.to_bytes(8, "little") for n in numbers)
-    head += zlib.crc32(payload).to_bytes(4, "little")
-    return head + zlib.crc32(head).to_bytes(4, "little")
-
-
-def read_file_header(data: bytes) -> tuple[tuple[int, ...], int, int, int]:
-    """Plan words, vectors, payload bytes and payload checksum of a valid header."""
-    assert data[:8] == b"TQCODES\0" and int.from_bytes(data[8:12], "little") == 1
-    n = int.from_bytes(data[12:16], "little")
-    numbers = [int.from_bytes(data[i : i + 8], "little") for i in range(16, 16 + 8 * (n + 2), 8)]
-    at = 16 + 8 * (n + 2)
-    payload_checksum, checksum = (int.from_bytes(data[i : i + 4], "little") for i in (at, at + 4))
-    assert checksum == zlib.crc32(data[: at + 4])
-    return tuple(numbers[:n]), numbers[n], numbers[n + 1], payload_checksum

@@ -50,7 +50,7 @@ class Plan:
 
     @property
     def words(self) -> tuple[int, ...]:
-        common = (1, self.head_dim, self.page_tokens, TILE, self.codebook, self.scale, self.seed)
+        common = (ref.PLAN_VERSION, self.head_dim, self.page_tokens, TILE, self.codebook, self.scale, self.seed)
         heads, tails = [], []
         for side in (self.key, self.value):
             if side is None:
@@ -59,7 +59,7 @@ class Plan:
             else:
                 heads += [side.rotation, side.levels, side.sketch, side.sketch_rows]
                 tails += [bits + 16 * (g in side.begins) for g, bits in enumerate(side.bits)]
-        return (*common, *heads, 0, 0, *tails)
+        return (*common, *heads, 0, 0, 0, 0, *tails)
 
     def side(self, name: str) -> Side | None:
         return self.key if name == "key" else self.value

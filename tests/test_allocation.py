@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from refusals import OPERATIONS, snapshot
 
-from turboquant import Plan, _core
+from turboquant import _core
 
 _testcapi = pytest.importorskip("_testcapi", reason="this Python was built without its test modules")
 
@@ -61,9 +61,3 @@ def test_every_allocation_of_a_call_may_fail(op: str) -> None:
             before = snapshot(arguments)  # the call succeeded and wrote its results
     assert failed >= 2
     function(**OPERATIONS[op][0]())
-
-
-def test_files_of_codes() -> None:
-    header = _core.file_header_write(Plan(64, 3, page_tokens=32).words, 0, 0, 0)
-    assert any(failing(n, lambda: _core.file_header_read(header, len(header))) for n in range(30))
-    assert _core.file_header_read(header, len(header))["vectors"] == 0

@@ -1,7 +1,6 @@
 """The byte format: places of bits, sizes, golden files, reading bytes that C did not write."""
 
 import runpy
-import zlib
 
 import numpy as np
 import pytest
@@ -14,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turboquant import _core
+from turboquant.transforms import transforms as arrays
 
 GOLDEN = ROOT / "tests" / "golden"
 make = runpy.run_path(str(GOLDEN / "make.py"))
-GOOD, MODES, BAD = make["CASES"], make["MODES"], make["bad_files"]()
+GOOD, MODES = make["CASES"], make["MODES"]
 
 
 @st.composite
@@ -166,13 +166,17 @@ def test_padding_channels_are_not_read(bits: int, group: int, rng: np.random.Gen
 # ---- golden files ----
 
 
-def golden(folder: str, name: str) -> bytes:
-    return (GOLDEN / folder / f"{name}.tqcodes").read_bytes()
+def golden(name: str) -> bytes:
+    return (GOLDEN / "good" / f"{name}.pages").read_bytes()
+
+
+def test_no_golden_file_is_without_a_case() -> None:
+    assert {path.stem for path in (GOLDEN / "good").iterdir()} == {*GOOD, *MODES}
 
 
 @pytest.mark.parametrize("name", [*GOOD, *MODES])
 def test_golden_files_are_what_the_reference_makes(name: str) -> None:
-    assert golden("good", name) == make["build"](name)
+    assert golden(name) == make["build"](name)
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -188,21 +192,13 @@ def test_core_writes_golden_pages(name: str) -> None:
         x = dict(key=k[None, None], value=values)
         tolerance.check_pages(p, pages, table, x, dict(key=key, value=value))
         return
-    header = _core.file_header_write(p.words, n, pages.nbytes, zlib.crc32(pages))
-    assert header + pages.tobytes() == golden("good", name)
+    assert pages.tobytes() == golden(name)
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_core_reads_golden_files(name: str) -> None:
-    (p, n, _), data = GOOD[name], golden("good", name)
-    header = _core.file_header_read(data, len(data))
-    start = header["header_bytes"]
-    payload = data[start:]
-    assert (header["plan"], header["vectors"]) == (p.words, n)
-    assert (header["payload_bytes"], header["payload_checksum"]) == (len(payload), zlib.crc32(payload))
-    assert header == _core.file_header_read(data[:start], len(data))  # the header alone is enough
-    assert ref.read_file_header(data) == (p.words, n, len(payload), zlib.crc32(payload))
-    pages = realigned(np.frombuffer(payload, np.uint8).reshape(-1, 1, p.record_bytes))
+def test_core_reads_golden_pages(name: str) -> None:
+    p, n, _ = GOOD[name]
+    pages = realigned(np.frombuffer(golden(name), np.uint8).reshape(-1, 1, p.record_bytes))
     key, value = make["transforms"](name)
     c, most = ref.Cache(pages, np.arange(len(pages), dtype=np.int32)[None]), np.array([n], np.int32)
     transform = keywords(key, value if any(p.value_bits) else None)
@@ -215,10 +211,8 @@ def test_core_reads_golden_files(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODES)
 def test_core_writes_and_reads_golden_pages_that_are_not_plain(name: str) -> None:
-    (p, n), data = MODES[name], golden("good", name)
-    header = _core.file_header_read(data, len(data))
-    payload = np.frombuffer(data[header["header_bytes"] :], np.uint8).reshape(-1, 1, p.record_bytes)
-    assert (header["plan"], header["vectors"]) == (p.words, n)
+    p, n = MODES[name]
+    payload = np.frombuffer(golden(name), np.uint8).reshape(-1, 1, p.record_bytes)
     (k, v), sides = make["vectors"](name), dict(zip(("key", "value"), make["mode_transforms"](name)))
     transform = {}
     for side, t in sides.items():
@@ -227,77 +221,19 @@ def test_core_writes_and_reads_golden_pages_that_are_not_plain(name: str) -> Non
         ):
             if array is not None:
                 transform[f"{side}_{field}"] = array[None]
+    given = dict(arrays(**transform))
     table, counts = np.arange(len(payload), dtype=np.int32)[None], np.array([n], np.int32)
     pages = _core.new_pages(p.words, len(payload), 1)
     values = None if v is None else v[None, None]
-    _core.append(p.words, k[None, None], values, counts, pages, table, **transform)
+    _core.append(p.words, k[None, None], values, counts, pages, table, **given)
     if tolerance.has_matrix(p):
         x = {side: rows[None, None] for side, rows in (("key", k), ("value", v)) if rows is not None}
         tolerance.check_pages(p, pages, table, x, {side: [t] for side, t in sides.items()})
     else:
         np.testing.assert_array_equal(pages, payload)
-    back = _core.dequantize(p.words, realigned(payload), table, counts, n, **transform)
+    back = _core.dequantize(p.words, realigned(payload), table, counts, n, **given)
     for side, x, got in zip(sides, (k, v), back):
         if x is None:
             continue
         want = modes.decode(p, side, *modes.encode(p, side, x, sides[side]), sides[side])
         np.testing.assert_allclose(got[0, 0], want, rtol=0, atol=4e-6 * abs(want).max())
-
-
-def test_bad_files_are_the_committed_ones() -> None:
-    assert {path.stem for path in (GOLDEN / "bad").glob("*.tqcodes")} == set(BAD)
-    assert {path.stem for path in (GOLDEN / "good").glob("*.tqcodes")} == {*GOOD, *MODES}
-    assert all(golden("bad", name) == data for name, data in BAD.items())
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_files_are_refused(name: str) -> None:
-    data = golden("bad", name)
-    with pytest.raises(ValueError, match=r"file_header_read: `.*` must be .*, got"):
-        _core.file_header_read(data, len(data))
-
-
-def test_more_bytes_than_the_file_has_are_refused() -> None:
-    data = golden("good", next(iter(GOOD)))
-    with pytest.raises(ValueError, match=r"file_header_read: `file_bytes` must be at least a header's, got"):
-        _core.file_header_read(data, len(data) - 1)
-
-
-# ---- headers ----
-
-
-@given(plans(), st.integers(0, 2**20))
-def test_header_round_trip(p: ref.Plan, vectors: int) -> None:
-    size = -(-vectors // p.page_tokens) * p.record_bytes
-    header = _core.file_header_write(p.words, vectors, size, 2**32 - 1)
-    start = ref.file_header(p.words, vectors, b"")[:-16] + size.to_bytes(8, "little") + b"\xff" * 4
-    assert header == start + zlib.crc32(start).to_bytes(4, "little")
-    read = _core.file_header_read(header, len(header) + size)
-    assert read == dict(
-        plan=p.words,
-        vectors=vectors,
-        payload_bytes=size,
-        payload_checksum=2**32 - 1,
-        header_bytes=len(header),
-    )
-    assert len(header) <= _core.FILE_HEADER_MAX_BYTES
-
-
-@given(st.data())
-def test_any_damage_to_a_header_is_found(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(sorted(GOOD)))
-    good = golden("good", name)
-    at = data.draw(
-        st.integers(0, len(good) - GOOD[name][0].record_bytes * -(-GOOD[name][1] // GOOD[name][0].page_tokens) - 1)
-    )
-    bad = good[:at] + bytes([good[at] ^ data.draw(st.integers(1, 255))]) + good[at + 1 :]
-    with pytest.raises(ValueError, match="file_header_read"):
-        _core.file_header_read(bad, len(bad))
-
-
-@given(st.binary(max_size=300), st.booleans(), st.integers(0, 2**64 - 1))
-def test_hostile_headers_do_no_harm(tail: bytes, start_well: bool, file_bytes: int) -> None:
-    """Random bytes are refused as a header, without a crash, and under sanitizers without a read out of bounds."""
-    data = b"TQCODES\0\1\0\0\0" + tail if start_well else tail
-    with pytest.raises(ValueError, match="file_header_read"):
-        _core.file_header_read(data, file_bytes)

@@ -376,5 +376,5 @@ def test_status_messages() -> None:
 
 
 def test_constants() -> None:
-    assert _core.FORMAT_VERSION == ref.PLAN_VERSION == 1
+    assert _core.FORMAT_VERSION == ref.PLAN_VERSION == 2
     assert _core.__version__.count(".") == 2

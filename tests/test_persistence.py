@@ -344,13 +344,14 @@ def test_every_byte_is_watched(tmp_path, small, step):
 
 
 def test_files_of_others(tmp_path, small):
-    for data in (b"", b"TQCODES", b"\x80\x04K\x01.", b"PK\x03\x04" + bytes(60), small[1:], os.urandom(5000)):
+    for data in (b"", b"TQ", b"\x80\x04K\x01.", b"PK\x03\x04" + bytes(60), small[1:], os.urandom(5000)):
         refuses(tmp_path, data, "it is not one that turboquant wrote, or it is truncated")
     Codes.save(Quantizer(32, 3).quantize(np.ones((3, 32), np.float32)), tmp_path / "codes")
-    refuses(tmp_path, (tmp_path / "codes").read_bytes(), "it is not one that turboquant wrote")
-    refuses(tmp_path, small.replace(b"cache-1", b"cache-2"), "its format must be turboquant-cache-1, got '.*cache-2'")
+    refuses(tmp_path, (tmp_path / "codes").read_bytes(), "its format must be turboquant-cache-2, got '.*codes-2'")
+    refuses(tmp_path, small.replace(b"cache-2", b"cache-3"), "its format must be turboquant-cache-2, got '.*cache-3'")
+    refuses(tmp_path, small.replace(b"cache-2", b"cache-1"), "cache-1', which commit 14a37f9 of turboquant reads")
     turboquant.Index(8, 4).save(tmp_path / "index")
-    refuses(tmp_path, (tmp_path / "index").read_bytes(), "its format must be turboquant-cache-1, got '.*index-1'")
+    refuses(tmp_path, (tmp_path / "index").read_bytes(), "its format must be turboquant-cache-2, got '.*index-2'")
     save_file({"layers.0.pages": torch.zeros(1)}, tmp_path / "weights")
     refuses(tmp_path, (tmp_path / "weights").read_bytes(), "it is not one that turboquant wrote")
     with pytest.raises(FileNotFoundError, match="`path` must be a cache file, got 'absent'"):
@@ -431,7 +432,7 @@ FORGED = {
     "checksums that are text": lambda h: h["crc32"].__setitem__("layers.0.pages", ["3"]),
     "a checksum less": lambda h: h["crc32"].popitem(),
     "a page's checksum more": lambda h: h["crc32"]["layers.0.pages"].append(3),
-    "another byte format": lambda h: h.__setitem__("byte_format", 2),
+    "another byte format": lambda h: h.__setitem__("byte_format", 1),
 }  # fmt: skip
 
 

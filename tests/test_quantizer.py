@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import pickle
 import stat
-import struct
 import subprocess
 import sys
 import zlib
@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import turboquant
-from turboquant import Codes, Quantizer, _core
+from turboquant import Codes, Quantizer, _core, files
 from turboquant.plan import Plan
 
 # E (u - level)^2 of N(0, 1): Lloyd-Max at 3 to 5 bits, uniform at 1 and 2 (design: arXiv 2504.19874, Theorem 1)
@@ -447,7 +447,7 @@ def test_every_truncation_is_refused(saved: tuple[Path, Codes]) -> None:
     data = path.read_bytes()
     for size in [*range(200), *range(200, len(data), 37), len(data) - 1]:
         refuses(path, data[:size])
-    refuses(path, data + b"\0", "file_bytes")
+    refuses(path, data + b"\0", "it must have ")
     refuses(path, b"")
 
 
@@ -461,47 +461,64 @@ def test_every_altered_byte_is_refused(saved: tuple[Path, Codes]) -> None:
             refuses(path, bytes(altered))
 
 
-def forged(
-    words: tuple[int, ...],
-    vectors: int,
-    payload_bytes: int,
-    payload_checksum: int,
-    version: int = 1,
-    magic: bytes = b"TQCODES\0",
-) -> bytes:
-    """A header with these fields and the right checksum."""
-    head = magic + struct.pack(f"<II{len(words)}q", version, len(words), *words)
-    head += struct.pack("<QQI", vectors, payload_bytes, payload_checksum)
-    return head + struct.pack("<I", zlib.crc32(head))
+def forged(path: Path, codes: Codes, **changes: object) -> bytes:
+    """The file with these fields of its header, and checksums that fit."""
+    pages = changes.pop("pages", codes.pages)
+    meta = {"plan": list(codes.plan.words), "vectors": codes.vectors, **changes}
+    files.write_arrays(path, "turboquant-codes-2", meta, {"pages": pages})
+    return path.read_bytes()
+
+
+def test_a_file_is_what_the_manual_says(saved: tuple[Path, Codes]) -> None:
+    """Read without our code: docs/format.md."""
+    path, codes = saved
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    about = header.pop("__metadata__")
+    assert about["format"] == "turboquant-codes-2"
+    assert about["crc32"] == f"{zlib.crc32(about['turboquant'].encode()):08x}"
+    assert json.loads(about["turboquant"]) == {
+        "plan": list(codes.plan.words),
+        "vectors": 100,
+        "crc32": {"pages": zlib.crc32(codes.pages.tobytes())},
+    }
+    shape, size = list(codes.pages.shape), codes.pages.nbytes
+    assert header == {"pages": {"dtype": "U8", "shape": shape, "data_offsets": [0, size]}}
+    assert data[start:] == codes.pages.tobytes()
 
 
 def test_forged_headers_are_refused(saved: tuple[Path, Codes]) -> None:
     """Files whose checksums are right and whose claims are not."""
     path, codes = saved
-    payload = codes.pages.tobytes()
-    total = zlib.crc32(payload)
-    good = forged(codes.plan.words, 100, len(payload), total) + payload
-    assert path.read_bytes() == good
-    refuses(path, forged(codes.plan.words, 100, len(payload), total, version=2) + payload, "version")
-    refuses(path, forged(codes.plan.words, 100, len(payload), total, magic=b"TQCACHE\0") + payload, "magic")
-    refuses(path, forged(codes.plan.words, 100, len(payload), total ^ 1) + payload, "checksum")
-    refuses(path, forged((4, *codes.plan.words[1:]), 100, len(payload), total) + payload, "format version 1")
-    refuses(path, forged(codes.plan.words[:-1], 100, len(payload), total) + payload)
-    refuses(path, forged((), 100, len(payload), total) + payload)
-    wrong = (*codes.plan.words[:17], 23, *codes.plan.words[18:])
-    refuses(path, forged(wrong, 100, len(payload), total) + payload, "in 0..6 or 8")
-    refuses(path, forged((0,) * 300, 100, len(payload), total) + payload, "273")
-    for vectors in (0, 96, 129, 2**32, 2**63, 2**64 - 1):
-        refuses(path, forged(codes.plan.words, vectors, len(payload), total) + payload, "payload_bytes")
-    record = codes.plan.record_bytes
-    for pages in (5, 2**20, 2**50):  # claims that agree with themselves but not with the file
-        refuses(path, forged(codes.plan.words, 32 * pages, record * pages, total) + payload, "file_bytes")
-    wide = (2**64 // record + 1) * 32  # so many vectors that their number of bytes overflows 64 bits
-    refuses(path, forged(codes.plan.words, wide, wide // 32 * record % 2**64, total) + payload)
-    cache = Plan(64, 4, 3, page_tokens=32)
-    record = cache.record_bytes
-    body = bytes(record)
-    refuses(path, forged(cache.words, 32, record, zlib.crc32(body)) + body, "`plan` must have no value bits")
+    good, words = path.read_bytes(), codes.plan.words
+    assert forged(path, codes) == good
+    for changes, says in (
+        (dict(plan=[1, *words[1:]]), "`plan[0]` must be format version 2, got 1"),
+        (dict(plan=words[:-1]), "19 + 2 * "),
+        (dict(plan=[]), "19 + 2 * "),
+        (dict(plan=[*words[:19], 23, *words[20:]]), "in 0..6 or 8"),
+        (dict(plan=[0] * 300), "at most 275"),
+        (dict(plan="4"), ""),
+        (dict(plan=3), "`words` must be a sequence"),
+        (dict(plan=[None] * len(words)), ""),
+        (dict(plan=Plan(64, 4, 3, page_tokens=32).words), "`plan` must have no value bits"),
+        (dict(vectors=-1), "`vectors` must be in 0..1099511627776, got -1"),
+        (dict(vectors=10**30), "`vectors` must be in 0.."),
+        (dict(vectors=1.0), "`vectors` must be an integer"),
+        *((dict(vectors=n), "its one tensor must be `pages`") for n in (0, 96, 129, 2**32, 2**40)),
+        (dict(pages=codes.pages[:-1].copy()), "its one tensor must be `pages`"),
+        (dict(pages=codes.pages.astype(np.int32)), "its one tensor must be `pages`"),
+    ):
+        refuses(path, forged(path, codes, **changes), says)
+    refuses(path, good.replace(b"codes-2", b"index-2"), "its format must be turboquant-codes-2, got 'turboquant-index")
+
+
+def test_files_of_version_1_are_refused(saved: tuple[Path, Codes]) -> None:
+    path, _ = saved
+    good = path.read_bytes()
+    refuses(path, b"TQCODES\0\1\0\0\0" + bytes(500), "format version 1, which commit 14a37f9 of turboquant reads")
+    refuses(path, good.replace(b"codes-2", b"codes-1"), "'turboquant-codes-1', which commit 14a37f9 of ")
 
 
 def test_foreign_files_are_refused(tmp_path: Path) -> None:
@@ -514,8 +531,8 @@ def test_loading_asks_for_no_more_memory_than_the_file_is_long(saved: tuple[Path
     import tracemalloc
 
     path, codes = saved
-    claims = forged(codes.plan.words, 32 * 2**30, 2**30 * codes.plan.record_bytes, 0) + codes.pages.tobytes()
-    for data, fails in ((claims, True), (path.read_bytes(), False)):
+    sound = path.read_bytes()
+    for data, fails in ((forged(path, codes, vectors=32 * 2**30), True), (sound, False)):
         path.write_bytes(data)
         tracemalloc.start()
         try:
@@ -530,11 +547,9 @@ def test_loading_asks_for_no_more_memory_than_the_file_is_long(saved: tuple[Path
         assert peak < len(data) + 150_000  # what is on top are file buffers and exceptions
 
 
-@given(data=st.binary(max_size=400))
-def test_random_bytes_are_refused(data: bytes) -> None:
-    for head in (b"", b"TQCODES\0", b"TQCODES\0\1\0\0\0", b"TQCODES\0\1\0\0\0\x0b\0\0\0"):
-        with pytest.raises(ValueError, match="^file_header_read: "):
-            _core.file_header_read(head + data, len(head + data))
+@given(data=st.binary(max_size=400), start=st.sampled_from([b"", b"\x40" + bytes(7), b"\x40" + bytes(7) + b'{"']))
+def test_random_bytes_are_refused(data: bytes, start: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    refuses(tmp_path_factory.getbasetemp() / "random.codes", start + data)
 
 
 # ---- the package ----

@@ -72,17 +72,9 @@ class PlanInfo(TypedDict):
     value_step_columns: int
     key_moments: int  # numbers of a head's moments, 0 without a wave and a metric
 
-class FileHeader(TypedDict):
-    plan: tuple[int, ...]
-    vectors: int
-    payload_bytes: int
-    payload_checksum: int
-    header_bytes: int  # the payload starts here
-
 __version__: Final[str]
 FORMAT_VERSION: Final[int]
 MAX_INPUT: Final[float]  # largest magnitude accepted in keys, values and vectors
-FILE_HEADER_MAX_BYTES: Final[int]
 SCHEDULE_ROWS: Final[int]  # of a schedule, for each multiprocessor, and one for each sequence
 
 def status_message(status: int) -> str: ...
@@ -212,10 +204,8 @@ def index_scores(
     space: _Space, queries: NDArray[np.float32], segment: _Segment, threads: int = 0
 ) -> NDArray[np.float32]: ...
 
-# ---- files ----
+# ---- instruction sets and threads ----
 
-def file_header_write(plan: Sequence[int], vectors: int, payload_bytes: int, payload_checksum: int) -> bytes: ...
-def file_header_read(data: bytes | bytearray | memoryview | NDArray[Any], file_bytes: int) -> FileHeader: ...
 def isa() -> str: ...
 def isa_available() -> tuple[str, ...]: ...
 def set_isa(name: str | None) -> None: ...

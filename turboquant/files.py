@@ -31,6 +31,8 @@ __all__ = ["Tensor", "array_bytes", "crc32", "existing_file", "file_name", "layo
 _ALIGNMENT = 64
 _MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors
 _MOST_EXTENTS = 8  # dimensions of a tensor
+_OLD_CODES = b"TQCODES\0"  # what a file of codes of version 1 begins with
+_READS_VERSION_1 = "commit 14a37f9 of turboquant reads; make the file anew"
 _BYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4, "U32": 4, "I64": 8}
 _NUMPY: dict[str, np.dtype[Any]] = {
     name: np.dtype(kind) for name, kind in {"U8": "u1", "F32": "<f4", "I32": "<i4", "U32": "<u4", "I64": "<i8"}.items()
@@ -152,7 +154,7 @@ def layout(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_tensors(
-    path: str | os.PathLike[str],
+    path: str | bytes | os.PathLike[str] | os.PathLike[bytes],
     form: str,
     meta: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
@@ -185,6 +187,8 @@ def read_header(file: BufferedReader, form: str) -> tuple[dict[str, Any], dict[s
     size = os.fstat(file.fileno()).st_size
     opening = file.read(8)
     length = int.from_bytes(opening, "little")
+    if opening == _OLD_CODES:
+        raise ValueError(f"it has codes of format version 1, which {_READS_VERSION_1}")
     if len(opening) < 8 or not 2 <= length <= min(size - 8, _MOST_HEADER_BYTES):
         raise ValueError("it is not one that turboquant wrote, or it is truncated")
     try:
@@ -197,7 +201,9 @@ def read_header(file: BufferedReader, form: str) -> tuple[dict[str, Any], dict[s
     except (KeyError, TypeError, AttributeError, RecursionError, UnicodeError, json.JSONDecodeError):
         raise ValueError("it is not one that turboquant wrote, or its header is damaged") from None
     if found != form:
-        raise ValueError(f"its format must be {form}, got {found!r:.80}")
+        old = form.endswith("-2") and found == f"{form[:-2]}-1"
+        which = f", which {_READS_VERSION_1}" if old else ""
+        raise ValueError(f"its format must be {form}, got {found!r:.80}{which}")
     if not isinstance(meta, dict):
         raise ValueError("its header is no mapping")
     tensors: dict[str, Tensor] = {}
@@ -233,7 +239,10 @@ def _entry(name: str, entry: Any, at: int) -> Tensor:
 
 
 def write_arrays(
-    path: str | os.PathLike[str], form: str, meta: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
+    path: str | bytes | os.PathLike[str] | os.PathLike[bytes],
+    form: str,
+    meta: Mapping[str, Any],
+    arrays: Mapping[str, NDArray[Any]],
 ) -> None:
     """Writes a file of the format `form`, whole or not at all, with the CRC-32 of each array under "crc32"."""
     parts = {name: [array_bytes(array)] for name, array in arrays.items()}

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from .arguments import integer
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 GROUP = 32  # rotated channels that share a number of bits; also the tokens of a tile
 FINE_GROUP = 16  # the other choice
 MAX_BITS = 6
@@ -26,7 +26,7 @@ MAX_DIM = 4096  # of a plan without values (vectors)
 PAGE_TOKENS = 128  # of a cache
 PAIR_MULTIPLE, MAX_RANK = 8, 4  # a wave's pairs are a multiple of the first; a metric's rank is at most the second
 
-_HEADER = 17  # words before those of the groups
+_HEADER = 19  # words before those of the groups
 _NEW_BLOCK = 16  # added to the bits of the group that a block begins with
 
 
@@ -223,7 +223,7 @@ class Plan:
         words = (
             *(FORMAT_VERSION, numbers["head_dim"], numbers["page_tokens"], numbers["group"], int(law), int(scaling)),
             *(numbers["seed"], *key._head(), *(value._head() if value else (0,) * 4)),
-            *(numbers["wave_pairs"], 0 if metric is None else 1 + metric),
+            *(numbers["wave_pairs"], 0 if metric is None else 1 + metric, 0, 0),
             *(*key._groups("key"), *(value._groups("value") if value else (0,) * groups)),
         )
         fields = {**numbers, **sides, "codebook": law, "scale": scaling, "metric": metric, "words": words}

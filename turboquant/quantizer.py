@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 
 from . import _core
 from .arguments import bounded, integer
-from .files import existing_file, write_whole
+from .files import Tensor, crc32, existing_file, read_header, write_arrays
 from .plan import (
     GROUP,
     MAX_BITS,
@@ -41,6 +40,7 @@ from .transforms import Transforms, transforms
 
 __all__ = ["Codes", "Quantizer"]
 
+_FORMAT = "turboquant-codes-2"
 _PAGE = 32  # vectors of a page
 _RUN = 256  # vectors that one thread quantises at a time
 _ROTATIONS = {"hadamard": Rotation.HADAMARD, "dense": Rotation.DENSE, "none": Rotation.NONE}
@@ -129,14 +129,13 @@ class Codes:
         return 8 * self.nbytes / (self.vectors * self.dim) if self.vectors else 0.0
 
     def save(self, path: Path) -> None:
-        """Write the codes to a file: a header with the plan and checksums, then the pages.
+        """Write the codes to a safetensors file: the pages, and the plan and checksums in the header.
 
         A file at `path` is replaced as one step once everything is on the disk, so no reader sees half of one.
         Raises OSError.
         """
-        payload = self.pages.reshape(-1).data
-        header = _core.file_header_write(self.plan.words, self.vectors, payload.nbytes, zlib.crc32(payload))
-        write_whole(path, [header, payload])
+        meta = {"plan": list(self.plan.words), "vectors": self.vectors}
+        write_arrays(path, _FORMAT, meta, {"pages": self.pages})
 
     @classmethod
     def load(cls, path: Path) -> Codes:
@@ -148,22 +147,23 @@ class Codes:
         """
         name = existing_file(path, "a file of codes")
         with open(name, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
             try:
-                header = _core.file_header_read(file.read(min(size, _core.FILE_HEADER_MAX_BYTES)), size)
-                plan = Plan.from_words(header["plan"])
-                pages = _core.new_pages(plan.words, -(-header["vectors"] // plan.page_tokens), 1)
+                meta, tensors, start = read_header(file, _FORMAT)
+                plan, vectors = Plan.from_words(meta["plan"]), bounded("Codes: `vectors`", meta["vectors"])
+                _without_values("load", plan)
+                wanted = Tensor("U8", (-(-vectors // plan.page_tokens), 1, plan.record_bytes))
+                if tensors != {"pages": wanted}:
+                    raise ValueError(f"its one tensor must be `pages`, U8 {list(wanted.shape)}")
+                pages = _core.new_pages(plan.words, wanted.shape[0], 1)
                 payload = pages.reshape(-1).data
-                file.seek(header["header_bytes"])
+                file.seek(start)
                 got = 0
                 while got < payload.nbytes and (count := file.readinto(payload[got:])):
                     got += count
-                if got != header["payload_bytes"]:
-                    raise ValueError(f"load: `payload_bytes` must be {header['payload_bytes']}, got {got}")
-                if zlib.crc32(payload) != header["payload_checksum"]:
-                    raise ValueError("load: the payload must be undamaged, its checksum differs")
-                return cls(plan, pages, header["vectors"])
-            except ValueError as error:
+                if got != payload.nbytes or crc32([payload]) != meta["crc32"]["pages"]:
+                    raise ValueError("`pages` is damaged")
+                return cls(plan, pages, vectors)
+            except (ValueError, TypeError, KeyError) as error:
                 raise ValueError(f"`path` must be a file of codes, got {name!r}: {error}") from None
 
 

@@ -25,14 +25,14 @@ static tq_codebook_row row_of(int32_t law, int32_t head_dim, int32_t bits)
     return row;
 }
 
-/* turboquant.h, "Codes": ranks themselves up to 3 bits, sign and magnitude above. */
+/* turboquant.h, "Codes": ranks themselves up to 3 bits, magnitude and sign above. */
 static uint8_t code_of_rank(int32_t bits, int32_t rank)
 {
     int32_t half = 1 << (bits - 1);
     if (bits <= 3) return (uint8_t)rank;
     int32_t negative = rank < half;
     int32_t magnitude = negative ? half - 1 - rank : rank - half;
-    return (uint8_t)((magnitude & 7) | negative << 3 | (magnitude >> 3) << 4);
+    return (uint8_t)(magnitude | negative << (bits - 1));
 }
 
 static void expand(const tq_codebook_row *row, int32_t bits, tq_codebook *out)

@@ -190,7 +190,7 @@ static void draw_signs(tq_plan *plan)
             tq_random(plan->seed, (uint64_t)pass, (uint64_t)block, &plan->signs[pass][4 * block]);
 }
 
-/** words[1 .. 6], 15 and 16. */
+/** words[1 .. 6] and 15 .. 18. */
 static tq_status read_common(const int64_t *words, tq_plan *p, tq_error *error)
 {
     if (words[1] < 8 || words[1] > TQ_MAX_DIM || words[1] % 8)
@@ -220,6 +220,8 @@ static tq_status read_common(const int64_t *words, tq_plan *p, tq_error *error)
                        "a multiple of 8 up to head_dim / 2 (rounded up), 0 above 256 channels");
     if (words[16] < 0 || words[16] > 1 + TQ_MAX_METRIC_RANK)
         return tq_fail(error, TQ_E_VALUE, "metric", -1, (double)words[16], "0 (none) or 1 + a rank in 0..4");
+    if (words[17]) return tq_fail(error, TQ_E_VALUE, "tries", -1, (double)words[17], "0: no other number exists yet");
+    if (words[18]) return tq_fail(error, TQ_E_VALUE, "variance", -1, (double)words[18], "0: there is no such term yet");
     p->wave_pairs = (int32_t)words[15];
     p->metric = (int32_t)words[16];
     p->moments = 2 * p->wave_pairs + (p->metric ? p->metric * p->head_dim + TQ_MAX_METRIC_RANK : 0);
@@ -232,12 +234,12 @@ tq_status tq_plan_init(tq_plan *plan, const int64_t *words, size_t n_words, tq_e
     memset(&p, 0, sizeof p);
     if (!plan) return tq_fail(error, TQ_E_VALUE, "plan", -1, 0, "a pointer, not NULL");
     if (!words || n_words < TQ_PLAN_HEADER_WORDS + 2)
-        return tq_fail(error, TQ_E_VALUE, "n_words", -1, words ? (double)n_words : 0, "17 + 2 * groups plan words");
+        return tq_fail(error, TQ_E_VALUE, "n_words", -1, words ? (double)n_words : 0, "19 + 2 * groups plan words");
     if (words[0] != TQ_FORMAT_VERSION)
-        return tq_fail(error, TQ_E_VALUE, "words", 0, (double)words[0], "format version 1");
+        return tq_fail(error, TQ_E_VALUE, "words", 0, (double)words[0], "format version 2");
     TQ_TRY(read_common(words, &p, error));
     if (n_words != (size_t)(TQ_PLAN_HEADER_WORDS + 2 * p.groups))
-        return tq_fail(error, TQ_E_VALUE, "n_words", -1, (double)n_words, "17 + 2 * ceil(head_dim / group)");
+        return tq_fail(error, TQ_E_VALUE, "n_words", -1, (double)n_words, "19 + 2 * ceil(head_dim / group)");
     TQ_TRY(read_sides(words, &p, error));
     if (p.head_dim > TQ_MAX_HEAD_DIM && p.value.tile_bytes)
         return tq_fail(error, TQ_E_VALUE, "head_dim", -1, p.head_dim, "at most 256 in a plan with values");

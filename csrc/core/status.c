@@ -10,7 +10,6 @@ const char *tq_status_message(tq_status status)
     case TQ_E_MEMORY: return "out of memory";
     case TQ_E_UNSUPPORTED: return "this machine does not support the request";
     case TQ_E_CUDA: return "the CUDA runtime reported an error";
-    case TQ_E_FORMAT: return "the data is damaged, foreign or of another version";
     }
     return "unknown status";
 }

@@ -5,7 +5,7 @@
  * of a codebook made for the distribution of u; the codes and one binary16 scale s per token are stored. Decoding gives
  * mu + R^T (s * step * level).
  *
- * THE BYTE FORMAT, version 1. Everything is little-endian. One format for the CPU, CUDA, NumPy and disk.
+ * THE BYTE FORMAT, version 2. Everything is little-endian. One format for the CPU, CUDA, NumPy and disk.
  *
  *   page     page_tokens (128 in a cache) consecutive tokens of one layer, all KV heads:  uint8 [kv_heads,
  *            record_bytes]
@@ -36,14 +36,14 @@
  *     3 bits   word r:        nibble n = c(r, n) | bit r of c(3, n) << 3                  r = 0..2
  *     2 bits   word h:        byte i, bits 2 r and 2 r + 1 = c(r, 4 h + i)                h = 0, 1;  i = 0..3;  r = 0..3
  *     1 bit    word 0:        byte i, bit r + 4 h = c(r, 4 h + i)
- *     5 bits   words 0..3:    c & 15 as 4 bits;  word 4: c >> 4 as 1 bit
- *     6 bits   words 0..3:    c & 15 as 4 bits;  words 4, 5: c >> 4 as 2 bits
+ *     5 bits   words 0..3:    c & 15 as 4 bits;  word 4: c >> 4 as 1 bit, which is the sign
+ *     6 bits   words 0..3:    c & 15 as 4 bits;  words 4, 5: c >> 4 as 2 bits, of which the upper one is the sign
  *     8 bits   words 0..3:    c & 15 as 4 bits;  words 4..7: c >> 4 as 4 bits
  *
  *   Codes of a codebook: rank k (0 = most negative level) of 2^b levels, L = 2^b:
  *     1, 2, 3 bits  the code is the rank.
  *     4, 5, 6 bits  magnitude m = k - L/2 and sign 0 if k >= L/2, else m = L/2 - 1 - k and sign 1 (negative);
- *                   code = (m & 7) | sign << 3 | (m >> 3) << 4.
+ *                   code = m | sign << (b - 1).
  *     8 bits        equally spaced levels of any law: level (code - 128) * TQ_WIDE_STEP; code = 128 + u / TQ_WIDE_STEP
  *                   rounded half to even, at least 1 and at most 255.
  *
@@ -94,7 +94,7 @@ extern "C" {
 #endif
 
 #define TQ_VERSION "0.1.0"
-#define TQ_FORMAT_VERSION 1
+#define TQ_FORMAT_VERSION 2
 #define TQ_TILE 32         /* rows and columns of a tile; tokens of a token tile */
 #define TQ_FINE_GROUP 16   /* channels of a group, if not 32 */
 #define TQ_PAGE_TOKENS 128 /* tokens of a page in a cache */
@@ -109,16 +109,14 @@ extern "C" {
 #define TQ_MAX_TILES (2 * TQ_MAX_GROUPS) /* of a token tile: groups, and rows of a sketch */
 #define TQ_MAX_INPUT 16384.0f /* largest magnitude accepted in keys, values and vectors; scales are binary16 */
 
-/* ---- status ---- Numbers are written once and never reused. 1..9 the caller's arguments, 10..19 the machine, 20..29
- * files. */
+/* ---- status ---- Numbers are written once and never reused. 1..9 the caller's arguments, 10..19 the machine. */
 typedef enum {
     TQ_OK = 0,
     TQ_E_VALUE = 1,        /* a number, size, alignment or overlap */
     TQ_E_TYPE = 2,         /* a dtype */
     TQ_E_MEMORY = 10,      /* no memory or threads */
     TQ_E_UNSUPPORTED = 11, /* an instruction set or device that is not there */
-    TQ_E_CUDA = 12,        /* the CUDA runtime failed; `got` is its cudaError_t */
-    TQ_E_FORMAT = 20       /* a file or buffer that is damaged, foreign or of another version */
+    TQ_E_CUDA = 12         /* the CUDA runtime failed; `got` is its cudaError_t */
 } tq_status;
 
 /** What went wrong: "`argument[index]` must be `wants`, got `got`". Strings are static. */
@@ -230,7 +228,9 @@ typedef enum {
  *   words[15] wave_pairs     of keys: pairs of channels whose centre turns with the position. A multiple of 8 up to
  *                            head_dim / 2, which is rounded up to one; 0 above 256 channels
  *   words[16] metric         of keys: 0 none, else 1 + its rank, 0..4
- *   words[17 ..]             of each group of keys, then of values: bits, plus 16 where a block begins, as at group 0.
+ *   words[17] tries          0; kept for the number of scales that encoding tries
+ *   words[18] variance       0; kept for a term of the logit that depends on the variance of the quantisation error
+ *   words[19 ..]             of each group of keys, then of values: bits, plus 16 where a block begins, as at group 0.
  *                            At least one group of keys has bits. Values without bits: all their words are 0.
  * A plan is PLAIN if both sides have codebook levels, one block, no sketch and the same rotation. The fast kernels run
  * plain plans.
@@ -239,7 +239,7 @@ typedef enum {
  *   group     16 in plain plans alone.
  *   table     one block.
  *   A wave and a metric act on keys before their rotation, and their arrays come with each call (tq_transform). */
-#define TQ_PLAN_HEADER_WORDS 17
+#define TQ_PLAN_HEADER_WORDS 19
 #define TQ_PLAN_NEW_BLOCK 16
 #define TQ_MAX_METRIC_RANK 4
 #define TQ_PLAN_MAX_WORDS (TQ_PLAN_HEADER_WORDS + 2 * TQ_MAX_GROUPS)
@@ -456,32 +456,6 @@ TQ_API tq_status tq_dot_workspace_bytes(const tq_plan *plan, int64_t n_queries, 
 TQ_API tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *queries, int64_t n_queries,
                         const uint8_t *pages, int64_t n, float *out, int32_t threads, void *workspace,
                         size_t workspace_bytes, tq_error *error);
-
-/* ---- files of codes ----
- *   header    "TQCODES\0" | uint32 format version | uint32 n | int64 plan words[n] | uint64 vectors | uint64 payload
- *             bytes | uint32 checksum of the payload | uint32 checksum of all header bytes before it
- *   payload   the pages, ceil(vectors / page_tokens) records of one head.
- *   checksum  CRC-32 as of zlib, gzip and PNG (polynomial 0xedb88320, reflected). It finds damage, not malice. */
-typedef struct {
-    int64_t words[TQ_PLAN_MAX_WORDS];
-    uint32_t n_words;
-    uint64_t vectors, payload_bytes;
-    uint32_t payload_checksum;
-} tq_file_header;
-
-#define TQ_FILE_HEADER_MAX_BYTES (8 + 4 + 4 + 8 * TQ_PLAN_MAX_WORDS + 2 * 8 + 2 * 4)
-
-/** CRC-32 of the bytes. */
-TQ_API uint32_t tq_checksum(const void *data, size_t bytes);
-/** Writes the header; *bytes_written gets its size. `data_bytes` is the room at data, TQ_FILE_HEADER_MAX_BYTES always
- *  suffices. */
-TQ_API tq_status tq_file_header_write(const tq_file_header *header, uint8_t *data, size_t data_bytes,
-                                      size_t *bytes_written, tq_error *error);
-/** Reads and checks a header from the first `data_bytes` bytes of a file of `file_bytes` bytes: magic, version, sizes
- *  against the file's own size, checksum, and that the plan is one tq_plan_init takes. Hostile input cannot make it
- *  read outside data[0..data_bytes) nor report a payload larger than the file. TQ_E_FORMAT otherwise. */
-TQ_API tq_status tq_file_header_read(const uint8_t *data, size_t data_bytes, uint64_t file_bytes,
-                                     tq_file_header *header, size_t *header_bytes, tq_error *error);
 
 /* ---- instruction sets and threads ---- */
 /** Levels compiled in and supported by this CPU, best first, as one static string such as "avx2 scalar". */

@@ -13,19 +13,19 @@ typedef struct {
     __m256i even, odd;
 } bytes_u8x32;
 
-/** A codebook as look-up tables, level + 128 by the low four bits of a code: codes 0..15, 16..31, 32..47, 48..63. */
+/** A codebook as look-up tables, level + 128 by the low four bits of a code: codes 0..15 and 16..31. */
 typedef struct {
-    __m256i u8x32[4];
+    __m256i u8x32[2];
 } tables;
 
 static inline tables tables_of(const tq_codebook *book)
 {
-    int8_t levels[64];
+    int8_t levels[32];
     tables t;
     memcpy(levels, book->levels, sizeof levels);
     if (book->bits == 3) memcpy(levels + 8, levels, 8); /* ignores a nibble's top bit, which is another code's */
     TQ_UNROLL
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < 2; i++)
         t.u8x32[i] = _mm256_broadcastsi128_si256(
             _mm_xor_si128(_mm_loadu_si128((const __m128i *)levels + i), _mm_set1_epi8(-128)));
     return t;
@@ -112,28 +112,32 @@ TQ_INLINE __m256i repeat_u32x8(__m256i x, int t)
     }
 }
 
-/** b where all bits of the mask are set in x, else a. */
-TQ_INLINE __m256i blend_u8x32(__m256i a, __m256i b, __m256i x, __m256i mask)
+/** Ones in bytes of x in which the bit of the mask is set. */
+TQ_INLINE __m256i bytes_set_u8x32(__m256i x, __m256i mask)
 {
-    return _mm256_blendv_epi8(a, b, _mm256_cmpeq_epi8(_mm256_and_si256(x, mask), mask));
+    return _mm256_cmpeq_epi8(_mm256_and_si256(x, mask), mask);
+}
+
+/** 128 + level to 128 - level where `negative` has ones. */
+TQ_INLINE __m256i negate_u8x32(__m256i levels, __m256i negative)
+{
+    return _mm256_sub_epi8(_mm256_xor_si256(levels, negative), negative);
 }
 
 /** Levels of 6 bits; twos: the upper two bits of codes, in bits of their own (`mask`). */
-TQ_INLINE __m256i look_up_6_u8x32(const __m256i tables[4], __m256i nibbles, __m256i twos, __m256i mask)
+TQ_INLINE __m256i look_up_6_u8x32(const __m256i tables[2], __m256i nibbles, __m256i twos, __m256i mask)
 {
-    const __m256i first = _mm256_and_si256(mask, _mm256_set1_epi8(0x55)), second = _mm256_andnot_si256(first, mask);
+    const __m256i fifth = _mm256_and_si256(mask, _mm256_set1_epi8(0x55)), sign = _mm256_andnot_si256(fifth, mask);
     nibbles = _mm256_and_si256(nibbles, _mm256_set1_epi8(15));
-    __m256i low =
-        blend_u8x32(_mm256_shuffle_epi8(tables[0], nibbles), _mm256_shuffle_epi8(tables[1], nibbles), twos, first);
-    __m256i high =
-        blend_u8x32(_mm256_shuffle_epi8(tables[2], nibbles), _mm256_shuffle_epi8(tables[3], nibbles), twos, first);
-    return blend_u8x32(low, high, twos, second);
+    __m256i levels = _mm256_blendv_epi8(_mm256_shuffle_epi8(tables[0], nibbles),
+                                        _mm256_shuffle_epi8(tables[1], nibbles), bytes_set_u8x32(twos, fifth));
+    return negate_u8x32(levels, bytes_set_u8x32(twos, sign));
 }
 
 /* 2 bits   word h, byte i: code n = 4 h + i of rows g + 8 r in bits 2 r and 2 r + 1; comes as code << 2 r
  * 1 bit    byte i: code n = 4 h + i of row g + 8 r in bit r + 4 h; comes as code << r
- * 5 bits   the low four as 4 bits, the fifth as 1 bit: it chooses the table
- * 6 bits   the low four as 4 bits, the upper two as 2 bits: they choose the table
+ * 5 bits   the magnitude as 4 bits, the sign as 1 bit
+ * 6 bits   the low four of the magnitude as 4 bits; its fifth, which chooses the table, and the sign as 2 bits
  * 8 bits   the low four and the upper four as 4 bits: level + 128 itself */
 TQ_INLINE bytes_u8x32 levels_u8x32(int bits, int by_lane, const tile_words *words, int m, const tables *t)
 {
@@ -155,12 +159,10 @@ TQ_INLINE bytes_u8x32 levels_u8x32(int bits, int by_lane, const tile_words *word
     if (bits == 6)
         return (bytes_u8x32){look_up_6_u8x32(t->u8x32, words->nibbles[m], even, mask),
                              look_up_6_u8x32(t->u8x32, _mm256_srli_epi16(words->nibbles[m], 4), odd, mask)};
-    even = _mm256_and_si256(even, mask), odd = _mm256_and_si256(odd, mask);
-    if (bits <= 2) return (bytes_u8x32){even, odd};
-    bytes_u8x32 low = look_up_u8x32(words->nibbles[m], t->u8x32[0]),
-                high = look_up_u8x32(words->nibbles[m], t->u8x32[1]);
-    return (bytes_u8x32){_mm256_blendv_epi8(low.even, high.even, _mm256_cmpeq_epi8(even, mask)),
-                         _mm256_blendv_epi8(low.odd, high.odd, _mm256_cmpeq_epi8(odd, mask))};
+    if (bits <= 2) return (bytes_u8x32){_mm256_and_si256(even, mask), _mm256_and_si256(odd, mask)};
+    bytes_u8x32 levels = look_up_u8x32(words->nibbles[m], t->u8x32[0]);
+    return (bytes_u8x32){negate_u8x32(levels.even, bytes_set_u8x32(even, mask)),
+                         negate_u8x32(levels.odd, bytes_set_u8x32(odd, mask))};
 }
 
 /* ---- definitions for product.h ---- */

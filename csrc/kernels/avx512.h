@@ -13,19 +13,19 @@ typedef struct {
     __m512i even, odd;
 } bytes_u8x64;
 
-/** A codebook as look-up tables, level + 128 by the low four bits of a code: codes 0..15, 16..31, 32..47, 48..63. */
+/** A codebook as look-up tables, level + 128 by the low four bits of a code: codes 0..15 and 16..31. */
 typedef struct {
-    __m512i u8x64[4];
+    __m512i u8x64[2];
 } tables;
 
 static inline tables tables_of(const tq_codebook *book)
 {
-    int8_t levels[64];
+    int8_t levels[32];
     tables t;
     memcpy(levels, book->levels, sizeof levels);
     if (book->bits == 3) memcpy(levels + 8, levels, 8); /* ignores a nibble's top bit, which is another code's */
     TQ_UNROLL
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < 2; i++)
         t.u8x64[i] =
             _mm512_broadcast_i32x4(_mm_xor_si128(_mm_loadu_si128((const __m128i *)levels + i), _mm_set1_epi8(-128)));
     return t;
@@ -121,21 +121,25 @@ TQ_INLINE __m512i repeat_u32x16(__m512i x, int t)
     }
 }
 
-/** Levels of 6 bits; twos: the upper two bits of codes, in bits of their own (`mask`). */
-TQ_INLINE __m512i look_up_6_u8x64(const __m512i tables[4], __m512i nibbles, __m512i twos, __m512i mask)
+/** 128 + level to 128 - level where the bit of the mask is set in x. */
+TQ_INLINE __m512i negate_u8x64(__m512i levels, __m512i x, __m512i mask)
 {
-    const __m512i first = _mm512_and_si512(mask, _mm512_set1_epi8(0x55));
-    const __mmask64 is_odd = _mm512_test_epi8_mask(twos, first),
-                    is_high = _mm512_test_epi8_mask(twos, _mm512_andnot_si512(first, mask));
-    __m512i low = _mm512_mask_blend_epi8(is_odd, look_up_u8x64(nibbles, tables[0]), look_up_u8x64(nibbles, tables[1]));
-    __m512i high = _mm512_mask_blend_epi8(is_odd, look_up_u8x64(nibbles, tables[2]), look_up_u8x64(nibbles, tables[3]));
-    return _mm512_mask_blend_epi8(is_high, low, high);
+    return _mm512_mask_sub_epi8(levels, _mm512_test_epi8_mask(x, mask), _mm512_setzero_si512(), levels);
+}
+
+/** Levels of 6 bits; twos: the upper two bits of codes, in bits of their own (`mask`). */
+TQ_INLINE __m512i look_up_6_u8x64(const __m512i tables[2], __m512i nibbles, __m512i twos, __m512i mask)
+{
+    const __m512i fifth = _mm512_and_si512(mask, _mm512_set1_epi8(0x55));
+    __m512i levels = _mm512_mask_blend_epi8(_mm512_test_epi8_mask(twos, fifth), look_up_u8x64(nibbles, tables[0]),
+                                            look_up_u8x64(nibbles, tables[1]));
+    return negate_u8x64(levels, twos, _mm512_andnot_si512(fifth, mask));
 }
 
 /* 2 bits   word h, byte i: code n = 4 h + i of rows g + 8 r in bits 2 r and 2 r + 1; comes as code << 2 r
  * 1 bit    byte i: code n = 4 h + i of row g + 8 r in bit r + 4 h; comes as code << r
- * 5 bits   the low four as 4 bits, the fifth as 1 bit: it chooses the table
- * 6 bits   the low four as 4 bits, the upper two as 2 bits: they choose the table
+ * 5 bits   the magnitude as 4 bits, the sign as 1 bit
+ * 6 bits   the low four of the magnitude as 4 bits; its fifth, which chooses the table, and the sign as 2 bits
  * 8 bits   the low four and the upper four as 4 bits: level + 128 itself */
 TQ_INLINE bytes_u8x64 levels_u8x64(int bits, int by_lane, const tile_words *words, int m, const tables *t)
 {
@@ -157,10 +161,8 @@ TQ_INLINE bytes_u8x64 levels_u8x64(int bits, int by_lane, const tile_words *word
         return (bytes_u8x64){look_up_6_u8x64(t->u8x64, words->nibbles[m], even, mask),
                              look_up_6_u8x64(t->u8x64, _mm512_srli_epi16(words->nibbles[m], 4), odd, mask)};
     if (bits <= 2) return (bytes_u8x64){_mm512_and_si512(even, mask), _mm512_and_si512(odd, mask)};
-    bytes_u8x64 low = look_up_nibbles_u8x64(words->nibbles[m], t->u8x64[0]),
-                high = look_up_nibbles_u8x64(words->nibbles[m], t->u8x64[1]);
-    return (bytes_u8x64){_mm512_mask_blend_epi8(_mm512_test_epi8_mask(even, mask), low.even, high.even),
-                         _mm512_mask_blend_epi8(_mm512_test_epi8_mask(odd, mask), low.odd, high.odd)};
+    bytes_u8x64 levels = look_up_nibbles_u8x64(words->nibbles[m], t->u8x64[0]);
+    return (bytes_u8x64){negate_u8x64(levels.even, even, mask), negate_u8x64(levels.odd, odd, mask)};
 }
 
 /* ---- definitions for product.h ---- */

@@ -163,12 +163,10 @@ TQ_INLINE float settled_dot(const float *a, const float *b, int32_t n)
     return v[0][0];
 }
 
-/** Positive levels in ascending order: their codes are neighbours, eight by eight (turboquant.h, "Codes"). */
+/** Positive levels in ascending order: their codes are neighbours (turboquant.h, "Codes"). */
 static inline void list_magnitudes(const tq_codebook *book, float magnitudes[32])
 {
-    int8_t levels[32];
-    for (int32_t m = 0; m < 32; m += 8)
-        memcpy(levels + m, book->levels + (book->bits <= 3 ? book->n_levels / 2 : 2 * m), 8);
+    const int8_t *levels = book->levels + (book->bits <= 3 ? book->n_levels / 2 : 0);
     for (int32_t m = 0; m < 32; m++) magnitudes[m] = (float)levels[m] * book->step;
 }
 
@@ -199,7 +197,7 @@ TQ_INLINE void encode_levels(int32_t half, const tq_codebook *book, const tq_cel
     for (int32_t i = 0; i < n; i += TQ_LANES) {
         tq_floats x = tq_load_floats(u + i);
         tq_ints negative = x < 0.0f, m = thresholds_below(half, book, &cells, tq_magnitude_bits(x) + negative);
-        tq_ints code = half > 4 ? (m & 7) | (negative & 8) | (m >> 3) << 4 : half + (m ^ negative);
+        tq_ints code = half > 4 ? m | (negative & half) : half + (m ^ negative);
         tq_floats magnitude = tq_pick(magnitudes, m & 15);
         if (half > 16) magnitude = tq_select(m > 15, tq_pick(magnitudes + 16, m & 15), magnitude);
         tq_store_floats(c + i, (tq_floats)((tq_ints)magnitude | (negative & INT32_MIN)));

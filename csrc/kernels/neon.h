@@ -14,17 +14,17 @@ typedef struct {
     uint8x16_t even, odd;
 } bytes_u8x16;
 
-/** A codebook as look-up tables by the low four bits of a code: codes 0..15, 16..31, 32..47, 48..63. */
+/** A codebook as look-up tables by the low four bits of a code: codes 0..15 and 16..31. */
 typedef struct {
-    uint8x16_t s8x16[4];
+    uint8x16_t s8x16[2];
 } tables;
 
 static inline tables tables_of(const tq_codebook *book)
 {
-    uint8_t levels[64];
+    uint8_t levels[32];
     memcpy(levels, book->levels, sizeof levels);
     if (book->bits == 3) memcpy(levels + 8, levels, 8); /* ignores a nibble's top bit, which is another code's */
-    return (tables){{vld1q_u8(levels), vld1q_u8(levels + 16), vld1q_u8(levels + 32), vld1q_u8(levels + 48)}};
+    return (tables){{vld1q_u8(levels), vld1q_u8(levels + 16)}};
 }
 
 /* 4 bits   word r: the eight codes of row g + 8 r
@@ -107,21 +107,26 @@ TQ_INLINE uint8x16_t repeat_u32x4(uint8x16_t x, int t)
     }
 }
 
-/** Levels of 6 bits; twos: the upper two bits of codes, in bits of their own (`mask`). */
-TQ_INLINE uint8x16_t look_up_6_u8x16(const uint8x16_t tables[4], uint8x16_t nibbles, uint8x16_t twos, uint8x16_t mask)
+/** -level where the bit of the mask is set in x. */
+TQ_INLINE uint8x16_t negate_u8x16(uint8x16_t levels, uint8x16_t x, uint8x16_t mask)
 {
-    const uint8x16_t first = vandq_u8(mask, vdupq_n_u8(0x55)), is_odd = vtstq_u8(twos, first),
-                     is_high = vtstq_u8(twos, vbicq_u8(mask, first));
-    uint8x16_t low = vbslq_u8(is_odd, vqtbl1q_u8(tables[1], nibbles), vqtbl1q_u8(tables[0], nibbles));
-    uint8x16_t high = vbslq_u8(is_odd, vqtbl1q_u8(tables[3], nibbles), vqtbl1q_u8(tables[2], nibbles));
-    return vbslq_u8(is_high, high, low);
+    const uint8x16_t negative = vtstq_u8(x, mask);
+    return vsubq_u8(veorq_u8(levels, negative), negative);
+}
+
+/** Levels of 6 bits; twos: the upper two bits of codes, in bits of their own (`mask`). */
+TQ_INLINE uint8x16_t look_up_6_u8x16(const uint8x16_t tables[2], uint8x16_t nibbles, uint8x16_t twos, uint8x16_t mask)
+{
+    const uint8x16_t fifth = vandq_u8(mask, vdupq_n_u8(0x55));
+    uint8x16_t levels = vbslq_u8(vtstq_u8(twos, fifth), vqtbl1q_u8(tables[1], nibbles), vqtbl1q_u8(tables[0], nibbles));
+    return negate_u8x16(levels, twos, vbicq_u8(mask, fifth));
 }
 
 /* 2 bits   word h, byte i: code n = 4 h + i of rows g + 8 r in bits 2 r and 2 r + 1; comes as
  *          code << 0, 2, 4, 4: a signed byte
  * 1 bit    byte i: code n = 4 h + i of row g + 8 r in bit r + 4 h; comes as code << r
- * 5 bits   the low four as 4 bits, the fifth as 1 bit: it chooses the table
- * 6 bits   the low four as 4 bits, the upper two as 2 bits: they choose the table
+ * 5 bits   the magnitude as 4 bits, the sign as 1 bit
+ * 6 bits   the low four of the magnitude as 4 bits; its fifth, which chooses the table, and the sign as 2 bits
  * 8 bits   the low four and the upper four as 4 bits: level + 128, the sign bit flipped */
 TQ_INLINE bytes_u8x16 levels_u8x16(int bits, int by_lane, const tile_words *words, int m, const tables *t)
 {
@@ -148,10 +153,8 @@ TQ_INLINE bytes_u8x16 levels_u8x16(int bits, int by_lane, const tile_words *word
     const uint32x4_t ones = {0x01010101, 0x02020202, 0x04040404, 0x08080808};
     const uint8x16_t mask = by_lane ? vreinterpretq_u8_u32(ones) : vdupq_n_u8((uint8_t)(1 << m));
     if (bits == 1) return (bytes_u8x16){vandq_u8(even, mask), vandq_u8(odd, mask)};
-    bytes_u8x16 low = look_up_u8x16(words->nibbles[m], t->s8x16[0]),
-                high = look_up_u8x16(words->nibbles[m], t->s8x16[1]);
-    return (bytes_u8x16){vbslq_u8(vtstq_u8(even, mask), high.even, low.even),
-                         vbslq_u8(vtstq_u8(odd, mask), high.odd, low.odd)};
+    bytes_u8x16 levels = look_up_u8x16(words->nibbles[m], t->s8x16[0]);
+    return (bytes_u8x16){negate_u8x16(levels.even, even, mask), negate_u8x16(levels.odd, odd, mask)};
 }
 
 /* ---- definitions for product.h ---- Words, bytes and sums (four integers) are all uint8x16_t. */

@@ -121,8 +121,6 @@ BINDING(index_step);
 BINDING(index_lead_error);
 BINDING(index_search);
 BINDING(index_scores);
-BINDING(file_header_write);
-BINDING(file_header_read);
 BINDING(isa);
 BINDING(isa_available);
 BINDING(set_isa);

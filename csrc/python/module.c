@@ -19,8 +19,6 @@ static PyMethodDef methods[] = {
     ROW(merge),
     ROW(dequantize),
     ROW(dot),
-    ROW(file_header_write),
-    ROW(file_header_read),
     ROW(isa),
     ROW(isa_available),
     ROW(set_isa),
@@ -41,7 +39,6 @@ static int execute(PyObject *module)
     import_array1(-1);
     if (PyModule_AddStringConstant(module, "__version__", TQ_VERSION) < 0) return -1;
     if (PyModule_AddIntConstant(module, "FORMAT_VERSION", TQ_FORMAT_VERSION) < 0) return -1;
-    if (PyModule_AddIntConstant(module, "FILE_HEADER_MAX_BYTES", TQ_FILE_HEADER_MAX_BYTES) < 0) return -1;
     if (PyModule_AddIntConstant(module, "SCHEDULE_ROWS", TQ_SCHEDULE_ROWS) < 0) return -1;
     PyObject *limit = PyFloat_FromDouble(TQ_MAX_INPUT);
     int failed = PyModule_AddObjectRef(module, "MAX_INPUT", limit); /* NULL is passed on as an error */

@@ -2,6 +2,7 @@
  * levels and with one and four threads. Whatever is handed to the library lies in a heap block of exactly its size, so that a
  * sanitizer sees the first byte read or written beside it. Run by tests/test_c_consumer.py and, under emulation, tests/test_neon.py.
  * Ends with 0 and "ok", or with 1 and the line that failed. */
+#include "checksum.h"
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -214,14 +215,14 @@ static uint64_t check_example(const example *e)
     CHECK(tq_index_search(&space, queries, QUERIES, rows, 2, K, scores, ids, 0, &error) == TQ_OK);
     int32_t planes;
     CHECK(tq_index_row_bytes(&space.layout, &row_bytes, &planes, &error) == TQ_OK);
-    uint64_t sum = tq_checksum(scores, sizeof *scores * QUERIES * K);
-    sum = 31 * sum + tq_checksum(ids, sizeof *ids * QUERIES * K);
+    uint64_t sum = checksum(scores, sizeof *scores * QUERIES * K);
+    sum = 31 * sum + checksum(ids, sizeof *ids * QUERIES * K);
     for (int p = 0; p < 2; p++) {
         size_t n = (size_t)parts[p].rows.n;
-        sum = 31 * sum + tq_checksum(parts[p].codes, n * (size_t)row_bytes);
-        sum = 31 * sum + tq_checksum(parts[p].signs, (n + 63) / 64 * 64 * (size_t)planes);
-        sum = 31 * sum + tq_checksum(parts[p].scales, n * sizeof(float));
-        if (parts[p].offsets) sum = 31 * sum + tq_checksum(parts[p].offsets, n * sizeof(float));
+        sum = 31 * sum + checksum(parts[p].codes, n * (size_t)row_bytes);
+        sum = 31 * sum + checksum(parts[p].signs, (n + 63) / 64 * 64 * (size_t)planes);
+        sum = 31 * sum + checksum(parts[p].scales, n * sizeof(float));
+        if (parts[p].offsets) sum = 31 * sum + checksum(parts[p].offsets, n * sizeof(float));
     }
     x[17 * e->dim + 1] = NAN;
     CHECK(tq_index_encode(&space, x, FIRST, parts[0].codes, parts[0].signs, parts[0].scales, parts[0].offsets, 0,

@@ -4,6 +4,7 @@
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* posix_memalign */
 #endif
+#include "checksum.h"
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -109,7 +110,7 @@ static uint64_t life(int32_t bits, int32_t threads)
     CHECK(tq_attend_workspace_bytes(&plan, &p, &bytes, &error) == TQ_OK);
     workspace = zeros(bytes);
     CHECK(tq_attend(&plan, &p, workspace, bytes, &error) == TQ_OK);
-    uint64_t sum = 31 * tq_checksum(pages, page_bytes) + tq_checksum(out, BATCH * 2 * HEADS * 2 * DIM * sizeof *out);
+    uint64_t sum = 31 * checksum(pages, page_bytes) + checksum(out, BATCH * 2 * HEADS * 2 * DIM * sizeof *out);
     free(workspace), free(pages), free(out), free(q), free(v), free(k);
     return sum;
 }

@@ -51,7 +51,7 @@ static tq_plan make_plan(const Case &c)
     int channels = c.fine ? TQ_FINE_GROUP : TQ_TILE, groups = (c.head_dim + channels - 1) / channels;
     std::vector<int64_t> words = {TQ_FORMAT_VERSION, c.head_dim, c.page_tokens, channels, c.codebook, 0, 7};
     for (int side = 0; side < 2; side++) words.insert(words.end(), {c.rotation, 0, 0, 0});
-    words.insert(words.end(), {c.pairs, c.metric});
+    words.insert(words.end(), {c.pairs, c.metric, 0, 0});
     for (const std::string &bits : {c.key_bits, c.value_bits.empty() ? c.key_bits : c.value_bits})
         for (int g = 0; g < groups; g++) words.push_back(bits_of(bits, g) + (g ? 0 : TQ_PLAN_NEW_BLOCK));
     tq_plan plan;

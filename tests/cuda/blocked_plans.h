@@ -56,7 +56,7 @@ inline std::vector<int64_t> words_of(const BlockedPlan &plan, int dim, int page_
         const bool absent = side->bits.empty();
         for (int word : {side->rotation, side->levels, side->sketch, rows}) words.push_back(absent ? 0 : word);
     }
-    words.insert(words.end(), {wave_pairs, metric});
+    words.insert(words.end(), {wave_pairs, metric, 0, 0});
     for (const BlockedSide *side : {&plan.key, &plan.value})
         for (int group = 0; group < groups; group++) {
             if (side->bits.empty()) {

@@ -104,7 +104,7 @@ inline tq_plan make_plan(int dim, int page_tokens, int rotation, int law, int sc
     for (int g = 0; g < groups; g++) has_values |= value_bits[g % value_bits.size()] != 0;
     std::vector<int64_t> words = {TQ_FORMAT_VERSION, dim, page_tokens, group, law, scale, 1234567 + dim};
     for (int rotates : {rotation, has_values ? rotation : 0}) words.insert(words.end(), {rotates, 0, 0, 0});
-    words.insert(words.end(), {wave_pairs, metric});
+    words.insert(words.end(), {wave_pairs, metric, 0, 0});
     for (int g = 0; g < groups; g++) words.push_back(key_bits[g % key_bits.size()] + (g ? 0 : TQ_PLAN_NEW_BLOCK));
     for (int g = 0; g < groups; g++)
         words.push_back(value_bits[g % value_bits.size()] + (has_values && !g ? TQ_PLAN_NEW_BLOCK : 0));

@@ -70,6 +70,7 @@ static tq_status read_plan(stream *s, tq_plan *plan)
         else if (i != 11) words[i] = 0;
     words[15] = size(s, 1) ? 8 * (int64_t)number(s, 6) : 0;
     words[16] = size(s, 1) ? number(s, 5) : 0;
+    words[17] = words[18] = 0;
     for (int i = 0; i < 2 * groups; i++) {
         words[TQ_PLAN_HEADER_WORDS + i] = number(s, is_plain ? 5 : 31);
         if (i % groups == 0) words[TQ_PLAN_HEADER_WORDS + i] |= TQ_PLAN_NEW_BLOCK;

@@ -1,7 +1,6 @@
 """Runs the fuzzers: python tests/fuzz/run.py --seconds 600 (make fuzz), or less.
 
-    codes_file   csrc: the header of a codes file                                libFuzzer, ASan and UBSan; needs clang
-    calls        csrc: append, attend and dequantize, hostile sizes and tables   the same
+    calls        csrc: append, attend and dequantize, hostile sizes and tables   libFuzzer, ASan and UBSan; needs clang
     cache_file   Python: `TurboQuantCache.load`, checksums made to fit           mutations of whole files; no clang
     index_file   Python: `Index.load`, checksums made to fit                      the same; no torch
 
@@ -27,7 +26,7 @@ from c_library import ROOT, clean_environment, objects, program
 
 FOLDER = ROOT / "build" / "fuzz"
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-IN_C, IN_PYTHON = ("codes_file", "calls"), ("cache_file", "index_file")
+IN_C, IN_PYTHON = ("calls",), ("cache_file", "index_file")
 
 
 def build(compiler: str) -> dict[str, Path]:

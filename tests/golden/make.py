@@ -1,10 +1,9 @@
-"""Makes the golden files: codes files that every version of this format must write again and read, and files to refuse.
+"""Makes the golden files: pages that every version of this format must write again and read.
 
     python tests/golden/make.py
 
-good/<name>.tqcodes   header and pages of CASES[name] (plain plans, by tests/reference.py) or MODES[name] (others, by
-                      tests/reference_modes.py), made from the vectors of `vectors(name)`
-bad/<name>.tqcodes    each has one thing wrong, named by the file
+good/<name>.pages   of CASES[name] (plain plans, by tests/reference.py) or MODES[name] (others, by
+                    tests/reference_modes.py), made from the vectors of `vectors(name)`
 
 The bytes are the format. A change that makes other bytes needs another TQ_FORMAT_VERSION, not another golden file.
 """
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -159,91 +157,27 @@ def mode_transforms(name: str) -> tuple[modes.Transform, modes.Transform]:
 
 
 def build(name: str) -> bytes:
-    """The file, by the reference."""
+    """The pages, by the reference."""
     if name in MODES:
         p, n = MODES[name]
         (k, v), (key, value) = vectors(name), mode_transforms(name)
         values = None if v is None else v[None, None]
-        payload = modes.pages_of(p, k[None, None], values, [key], [value]).tobytes()
-        return ref.file_header(p.words, n, payload) + payload
+        return modes.pages_of(p, k[None, None], values, [key], [value]).tobytes()
     p, n, _ = CASES[name]
     (k, v), (key, value) = vectors(name), transforms(name)
     pages = -(-n // p.page_tokens)
     c = ref.Cache(np.zeros((pages, 1, p.record_bytes), np.uint8), np.arange(pages, dtype=np.int32)[None])
     values = None if v is None else v[None, None]
     ref.append(p, c, k[None, None], values, np.array([n]), key, value)
-    payload = c.pages.tobytes()
-    return ref.file_header(p.words, n, payload) + payload
-
-
-def header(words: tuple[int, ...], count: int, vectors: int, payload_bytes: int, checksum: int = 0) -> bytes:
-    """A header whose own checksum is right, whatever else it says; `count` is what it gives as the number of words."""
-    head = b"TQCODES\0" + (1).to_bytes(4, "little") + count.to_bytes(4, "little")
-    head += b"".join(n.to_bytes(8, "little", signed=n < 0) for n in (*words, vectors, payload_bytes))
-    head += checksum.to_bytes(4, "little")
-    return head + zlib.crc32(head).to_bytes(4, "little")
-
-
-def flipped(data: bytes, at: int) -> bytes:
-    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-
-
-def bad_files() -> dict[str, bytes]:
-    """Refused by the header's reader. The sound file has a header of 192 bytes and a page of 320."""
-    p = ref.plan(8, 2, page_tokens=32)
-    payload = np.arange(p.record_bytes, dtype=np.uint16).astype(np.uint8).tobytes()
-    good = ref.file_header(p.words, 20, payload) + payload
-    size, words = len(payload), p.words
-
-    def replaced(i: int, value: int) -> bytes:
-        return header((*words[:i], value, *words[i + 1 :]), len(words), 20, size) + payload
-
-    return {
-        "nothing": b"",
-        "magic-only": good[:8],
-        "header-cut": good[:100],
-        "payload-cut": good[:-1],
-        "payload-gone": good[: len(good) - size],
-        "byte-too-many": good + b"\0",
-        "magic": flipped(good, 3),
-        "version": flipped(good, 8),
-        "word-flipped": flipped(good, 16 + 8 * 6),
-        "vectors-flipped": flipped(good, 16 + 8 * len(words)),
-        "header-checksum": flipped(good, len(good) - size - 1),
-        "words-none": header((), 0, 20, size) + payload,
-        "words-too-many": header(words, 264, 20, size) + payload,
-        "words-beyond-reason": header(words, 2**32 - 1, 20, size) + payload,
-        "words-one-more": header((*words, 0), len(words) + 1, 20, size) + payload,
-        "plan-version": replaced(0, 2),
-        "plan-group": replaced(3, 16),
-        "plan-wave": replaced(15, 1),
-        "plan-metric": replaced(16, 6),
-        "plan-head-dim-12": replaced(1, 12),
-        "plan-head-dim-huge": replaced(1, 2**62),
-        "plan-page-tokens-0": replaced(2, 0),
-        "plan-rotation": replaced(7, 3),
-        "plan-seed-negative": replaced(6, -1),
-        "plan-bits-9": replaced(17, 25),
-        "plan-bits-none": replaced(17, 16),
-        "vectors-too-many": header(words, len(words), 33, size) + payload,
-        "vectors-none": header(words, len(words), 0, size) + payload,
-        "vectors-overflow": header(words, len(words), 2**64 - 1, size) + payload,
-        "payload-bytes-too-many": header(words, len(words), 20, size + 1) + payload,
-        "payload-bytes-overflow": header(words, len(words), 20, 2**64 - 8) + payload,
-    }
+    return c.pages.tobytes()
 
 
 def main() -> None:
-    makers: dict[str, Callable[[], bytes]] = {
-        f"good/{name}": lambda name=name: build(name) for name in [*CASES, *MODES]
-    }
-    makers |= {f"bad/{name}": lambda data=data: data for name, data in bad_files().items()}
-    for folder in ("good", "bad"):
-        (HERE / folder).mkdir(exist_ok=True)
-        for old in (HERE / folder).glob("*.tqcodes"):
-            old.unlink()
-    for name, make in makers.items():
-        (HERE / f"{name}.tqcodes").write_bytes(make())
+    (HERE / "good").mkdir(exist_ok=True)
+    for old in (HERE / "good").glob("*.pages"):
+        old.unlink()
+    for name in [*CASES, *MODES]:
+        (HERE / "good" / f"{name}.pages").write_bytes(build(name))
 
 
 if __name__ == "__main__":

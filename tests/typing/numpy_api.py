@@ -58,7 +58,6 @@ reveal_type(_core.plan_info(plan)["key_bits"])  # type: tuple[int, ...]
 reveal_type(_core.codebook(0, 64, 3)["step"])  # type: float
 reveal_type(_core.isa_available())  # type: tuple[str, ...]
 reveal_type(_core.set_isa(None))  # type: None
-reveal_type(_core.file_header_read(b"", 0)["vectors"])  # type: int
 _core.append(plan, k, k, x, pages, table)  # error: arg-type
 _core.dot(plan, k, pages, 3)  # error: arg-type
 _core.dot(plan, x, pages, 3, x)  # error: call-arg

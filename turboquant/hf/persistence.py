@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMAT", "calibration_mark", "load", "moments_mark", "save"]
 
-FORMAT = "turboquant-cache-1"
+FORMAT = "turboquant-cache-2"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _EXACT = ("sink_k", "sink_v", "window_k", "window_v")

@@ -29,14 +29,11 @@ void set_factors(const tq_plan &plan, const float *steps, const KernelChoice &k,
     to->row_factor = !k.team_rows && !fine;
     for (int b = 1; b <= TQ_WIDE_BITS; b++) {
         float step = steps[b]; /* of a level; uniform levels are 2 code - (2^b - 1) */
-        int offset = b < 4                      ? 0
-                     : !k.two_products || b > 5 ? 128
-                     : b == 5                   ? -1
-                                                : 0; /* of bytes above levels (tile/fragments.cuh) */
+        int offset = b < 4 || (k.two_products && b <= 5) ? 0 : 128; /* of bytes above levels (tile/fragments.cuh) */
         bool scaled = b <= 2 && (fine || (keys && k.bits == BY_GROUP));
         int top = (1 << b) - 1;
         if (k.team_rows && !keys) { /* multiplies exact levels */
-            to->factor[b] = has_sign_nibbles(b) ? step / LEVEL_UNIT : b > 2 ? step : 2 * step;
+            to->factor[b] = has_sign(b) ? step / LEVEL_UNIT : b > 2 ? step : 2 * step;
             continue;
         }
         to->factor[b] = b > 2 ? step : scaled ? 2 * step / (1 << (8 - b)) : 2 * step;

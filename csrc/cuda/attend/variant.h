@@ -35,7 +35,7 @@ struct Variant {
     static constexpr bool MULTIPLY = UNIFORM && BLOCKS == 1;   /* instead of right shifts */
     /* Of a side with so many bits, BY_GROUP of any: whether bytes are levels plus an offset, which is the initial sum of key products; of
      * ROW_FACTOR codes it is added after the product. */
-    template <int SIDE> static constexpr bool HAS_OFFSET = !UNIFORM || SIDE > 4 || (SIDE == 4 && !TWO_PRODUCTS);
+    template <int SIDE> static constexpr bool HAS_OFFSET = !UNIFORM || SIDE > 5 || (SIDE > 3 && !TWO_PRODUCTS);
     template <int SIDE> static constexpr bool HAS_ROW_FACTOR = UNIFORM && SIDE <= 2;
     /* the sum of the weights is needed beside the sum of weighted codes; otherwise the codes have no offset */
     template <int SIDE> static constexpr bool NEEDS_WEIGHT_SUMS = HAS_OFFSET<SIDE> || HAS_ROW_FACTOR<SIDE>;

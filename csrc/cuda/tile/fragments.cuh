@@ -13,20 +13,20 @@
  *   3      OFFSET          128 + level                                 u8               the same
  *   4      TWO_PRODUCTS    (level + 1, or 0 if negative), then         s8               24, 4
  *                          (level, or -1 if not negative)
- *   5      TWO_PRODUCTS    (level - 128, or level - 1 if negative),    s8               56 + 7 shifts, 4
- *                          then (127, or 0 if negative)
- *   4, 5   otherwise       128 + level                                 u8               32, or 64 + 7 shifts, 2
- *   6      any             128 + level                                 u8               some 130, 2
+ *   5      TWO_PRODUCTS    (level, or level - 1 if negative),          s8               32 + 7 shifts, 4
+ *                          then (0, or 1 if negative)
+ *   4, 5   otherwise       128 + level                                 u8               32, or 40 + 7 shifts, 2
+ *   6      any             128 + level                                 u8               some 80, 2
  *   8      any             128 + level                                 u8               some 40, 2
  * Look-ups and masks limit the whole kernel: they share a pipe of half the issue rate. Right shifts would use it too.
  * So uniform plans with one block of rows compute them as high words of products, on the multipliers. Elsewhere latency
- * limits, and shifts are faster (mixed plans: by up to 8 %). At 4 and 5 bits a second load replaces a shift, and 8 of
- * the 24 operations at 4 bits are complements, also on the multipliers.
+ * limits, and shifts are faster (mixed plans: by up to 8 %). From 4 to 6 bits a second load replaces a shift, and
+ * complements of selectors (8 of the 24 operations at 4 bits) are on the multipliers.
  * The caller of a product subtracts the offset times the sum of the other factor: (2^bits - 1) / 2 for codes (times the
- * factor in ROW_FACTOR), 128 for 128 + level, -1 for the two products of 5 bits. With tiles of 16, the lanes or rows of
+ * factor in ROW_FACTOR), 128 for 128 + level. With tiles of 16, the lanes or rows of
  * a tile are of two token tiles, and two products use one each (multiply_fine_keys, multiply_fine_values). SCALED bytes
  * are as large as those of other widths, so that in a mixed plan all groups use the same number of query bits.
- * TWO_PRODUCTS needs levels of at most 126 at 4 bits and 127 at 5, which holds for every codebook. */
+ * TWO_PRODUCTS needs levels of at most 126 at 4 bits, which holds for every codebook. */
 #ifndef TQ_CUDA_TILE_FRAGMENTS_CUH
 #define TQ_CUDA_TILE_FRAGMENTS_CUH
 #include "cuda/device/device.cuh"
@@ -41,17 +41,17 @@ __device__ __forceinline__ uint32_t complement(const LevelTables &tables, uint32
     return x * tables.ones + tables.ones;
 }
 
-/** x >> 1, 2, 3, 16 for by = 0, 1, 2, 3. MULTIPLY: on the multipliers, if the other pipe is the limit; it has more
- *  latency. */
+/** x >> by, by in 0..7 or 16. MULTIPLY: on the multipliers, if the other pipe is the limit; it has more latency. */
 template <bool MULTIPLY> __device__ __forceinline__ uint32_t shift_right(const LevelTables &tables, uint32_t x, int by)
 {
-    return MULTIPLY ? __umulhi(x, tables.right[by]) : x >> (by == 3 ? 16 : by + 1);
+    if (by == 0) return x;
+    return MULTIPLY ? __umulhi(x, tables.right[by == 16 ? 0 : by]) : x >> by;
 }
 
 /** A lane's words of a tile. At 4 to 6 bits also the high halves of words with nibbles, which are selectors without a
  *  shift: a load costs less than a shift, which uses the pipe of the look-ups. */
 template <int BITS> struct TileWords {
-    uint32_t w[BITS], high[has_sign_nibbles(BITS) ? 4 : 1];
+    uint32_t w[BITS], high[has_sign(BITS) ? 4 : 1];
 };
 
 /** tile: the lane's first word, in shared memory. */
@@ -60,7 +60,7 @@ template <int BITS> __device__ __forceinline__ TileWords<BITS> load_tile(const u
     TileWords<BITS> t;
 #pragma unroll
     for (int i = 0; i < BITS; i++) t.w[i] = *reinterpret_cast<const uint32_t *>(tile + 128 * i);
-    if constexpr (has_sign_nibbles(BITS))
+    if constexpr (has_sign(BITS))
 #pragma unroll
         for (int r = 0; r < 4; r++) t.high[r] = *reinterpret_cast<const uint16_t *>(tile + 128 * r + 2);
     return t;
@@ -72,49 +72,56 @@ __device__ __forceinline__ void selectors3(const LevelTables &tables, const Tile
 {
 #pragma unroll
     for (int r = 0; r < 3; r++) s[r] = t.w[r] & 0x77777777u;
-    s[3] = (shift_right<MULTIPLY>(tables, t.w[0], 2) & 0x11111111u) |
-           (shift_right<MULTIPLY>(tables, t.w[1], 1) & 0x22222222u) |
-           (shift_right<MULTIPLY>(tables, t.w[2], 0) & 0x44444444u);
+    s[3] = (shift_right<MULTIPLY>(tables, t.w[0], 3) & 0x11111111u) |
+           (shift_right<MULTIPLY>(tables, t.w[1], 2) & 0x22222222u) |
+           (shift_right<MULTIPLY>(tables, t.w[2], 1) & 0x44444444u);
 }
 
-/** The selector word of four codes of row r, columns 4 h .. of the lane's; bit 3 of a nibble is set for negative
- *  codes. */
+/** The selector word of four codes of row r, columns 4 h .. of the lane's. Bit 3 of a nibble, with which prmt replicates
+ *  the sign bit of the byte it selects, is set for negative codes of 4 bits and for magnitudes of 8 to 15 (mod 16) of
+ *  the others. */
 template <int BITS> __device__ __forceinline__ uint32_t nibbles(const TileWords<BITS> &t, int r, int h)
 {
     return h ? t.high[r] : t.w[r];
 }
 
-/** Bit 7 of each byte, as a mask of the byte. */
-__device__ __forceinline__ uint32_t byte_masks(uint32_t x) { return prmt(x, 0, 0xba98); }
-
-/** 255 - magnitude of four codes of 5 bits. */
-__device__ __forceinline__ uint32_t complement_of(const LevelTables &tables, const TileWords<5> &t, int r, int h)
+/** Four magnitudes of 5 or 6 bits, by tables of 8 each: of the words with a clear bit 3 and of the others. A table has no
+ *  byte above 127, so it gives 0 where the other one applies. */
+__device__ __forceinline__ uint32_t look_up_both(const uint32_t (&table)[4], uint32_t word, uint32_t complemented)
 {
-    uint32_t selectors = nibbles(t, r, h) & 0x77777777u;
-    uint32_t high = byte_masks(t.w[4] << (7 - r - 4 * h)); /* bit r + 4 h of each byte */
-    return (prmt(tables.complement5[0], tables.complement5[1], selectors) & ~high) |
-           (prmt(tables.complement5[2], tables.complement5[3], selectors) & high);
+    return prmt(table[0], table[1], word) | prmt(table[2], table[3], complemented);
 }
 
-/** The same for 6 bits. */
-__device__ __forceinline__ uint32_t complement_of(const LevelTables &tables, const TileWords<6> &t, int r, int h)
+/** Four codes of 5 or 6 bits. */
+struct Signed {
+    uint32_t magnitudes, negative; /* bytes; negative: 1 or 0 */
+};
+
+/** MULTIPLY: as in shift_right. */
+template <bool MULTIPLY>
+__device__ __forceinline__ Signed signed_of(const LevelTables &tables, const TileWords<5> &t, int r, int h)
 {
-    uint32_t selectors = nibbles(t, r, h) & 0x77777777u, found[4];
-    uint32_t fifth = byte_masks(t.w[4 + h] << (7 - 2 * r)), sixth = byte_masks(t.w[4 + h] << (6 - 2 * r));
-#pragma unroll
-    for (int i = 0; i < 4; i++) found[i] = prmt(tables.complement6[2 * i], tables.complement6[2 * i + 1], selectors);
-    uint32_t low = (found[0] & ~fifth) | (found[1] & fifth), high = (found[2] & ~fifth) | (found[3] & fifth);
-    return (low & ~sixth) | (high & sixth);
+    const uint32_t word = nibbles(t, r, h);
+    return {look_up_both(tables.magnitude5, word, complement(tables, word)),
+            shift_right<MULTIPLY>(tables, t.w[4], r + 4 * h) & 0x01010101u};
 }
 
-/** Four codes of 5 or 6 bits: two signed bytes each, whose sum is level - 1. */
-template <int BITS>
-__device__ __forceinline__ void unpack_signed(const LevelTables &tables, const TileWords<BITS> &t, int r, int h,
-                                              uint32_t &first, uint32_t &second)
+template <bool MULTIPLY>
+__device__ __forceinline__ Signed signed_of(const LevelTables &tables, const TileWords<6> &t, int r, int h)
 {
-    /* bit 3 of a nibble replicates the sign bit: 0 for negative codes */
-    second = prmt(0x7f7f7f7fu, 0x7f7f7f7fu, nibbles(t, r, h));
-    first = complement_of(tables, t, r, h) ^ second;
+    const uint32_t word = nibbles(t, r, h), complemented = complement(tables, word);
+    const uint32_t fifth = shift_right<MULTIPLY>(tables, t.w[4 + h], 2 * r) & 0x01010101u;
+    return {look_up_both(tables.magnitude6, word, complemented) ^
+                (look_up_both(tables.change6, word, complemented) & fifth * 255),
+            shift_right<MULTIPLY>(tables, t.w[4 + h], 2 * r + 1) & 0x01010101u};
+}
+
+/** Four codes of 5 or 6 bits to 128 + level: m ^ 128, or (m ^ 127) + 1 if negative. */
+template <bool MULTIPLY, int BITS>
+__device__ __forceinline__ uint32_t offset_levels(const LevelTables &tables, const TileWords<BITS> &t, int r, int h)
+{
+    const Signed four = signed_of<MULTIPLY>(tables, t, r, h);
+    return (four.magnitudes ^ (four.negative * tables.ones + 0x80808080u)) + four.negative;
 }
 
 template <int BITS> struct Width {
@@ -159,7 +166,7 @@ template <class F> __device__ __forceinline__ void with_fine_width(uint32_t widt
     }
 }
 
-/** Fragment a of a half, for widths and readings with one product. MULTIPLY: as in shift_right, at 3 bits. */
+/** Fragment a of a half, for widths and readings with one product. MULTIPLY: as in shift_right. */
 template <int BITS, Reading READING, bool MULTIPLY = false>
 __device__ __forceinline__ void unpack_half(const TileWords<BITS> &t, int half, const LevelTables &tables,
                                             uint32_t (&a)[4])
@@ -185,7 +192,7 @@ __device__ __forceinline__ void unpack_half(const TileWords<BITS> &t, int half, 
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             a[i] = prmt(table[0], table[1], s[2 * half + i]);
-            a[2 + i] = prmt(table[0], table[1], shift_right<MULTIPLY>(tables, s[2 * half + i], 3));
+            a[2 + i] = prmt(table[0], table[1], shift_right<MULTIPLY>(tables, s[2 * half + i], 16));
         }
     } else if constexpr (BITS == TQ_WIDE_BITS) { /* nibbles of two tiles of 4 bits, even and odd columns, to bytes */
 #pragma unroll
@@ -207,15 +214,14 @@ __device__ __forceinline__ void unpack_half(const TileWords<BITS> &t, int half, 
                 a[i] = 0x80808080u + prmt(tables.magnitude4[0], tables.magnitude4[1], plus) -
                        prmt(tables.magnitude4[0], tables.magnitude4[1], minus);
             } else {
-                uint32_t first, second;
-                unpack_signed(tables, t, r, h, first, second);
-                a[i] = first + second - 0x7f7f7f7fu; /* 255 + level - 127, of bytes without a sign */
+                a[i] = offset_levels<MULTIPLY>(tables, t, r, h);
             }
         }
     }
 }
 
-/** 4 bits, TWO_PRODUCTS: the level is the sum of the two fragments' bytes. */
+/** 4 bits, TWO_PRODUCTS: the level is the sum of the two fragments' bytes. MULTIPLY: as in shift_right. */
+template <bool MULTIPLY>
 __device__ __forceinline__ void unpack_half_twice(const TileWords<4> &t, int half, const LevelTables &tables,
                                                   uint32_t (&plus)[4], uint32_t (&minus)[4])
 {
@@ -228,12 +234,17 @@ __device__ __forceinline__ void unpack_half_twice(const TileWords<4> &t, int hal
     }
 }
 
-/** 5 bits, TWO_PRODUCTS: level - 1 is the sum of the two fragments' bytes. */
+/** 5 bits, TWO_PRODUCTS: the same. */
+template <bool MULTIPLY>
 __device__ __forceinline__ void unpack_half_twice(const TileWords<5> &t, int half, const LevelTables &tables,
                                                   uint32_t (&first)[4], uint32_t (&second)[4])
 {
 #pragma unroll
-    for (int i = 0; i < 4; i++) unpack_signed(tables, t, 2 * half + (i & 1), i >> 1, first[i], second[i]);
+    for (int i = 0; i < 4; i++) {
+        const Signed four = signed_of<MULTIPLY>(tables, t, 2 * half + (i & 1), i >> 1);
+        first[i] = four.magnitudes ^ four.negative * 255;
+        second[i] = four.negative;
+    }
 }
 
 /* ---- fp16 operands, for products of many rows ---- */
@@ -269,19 +280,22 @@ __device__ __forceinline__ void unpack_half_exactly(const TileWords<BITS> &t, in
                 a[j][2 + i] = centre_codes<BITS>(odd << up & mask | magic, p + up);
             }
         }
-    } else if constexpr (has_sign_nibbles(BITS)) {
+    } else if constexpr (has_sign(BITS)) {
 #pragma unroll
         for (int j = 0; j < 2; j++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 int r = 2 * half + i;
-                uint32_t word = nibbles(t, r, j), magnitudes;
-                if constexpr (BITS == 4)
+                uint32_t magnitudes, signs; /* 0 of negative codes, 0x80 of others, on the multipliers */
+                if constexpr (BITS == 4) {
+                    uint32_t word = nibbles(t, r, j);
                     magnitudes = prmt(tables.magnitude4[0], tables.magnitude4[1], word & 0x77777777u);
-                else magnitudes = ~complement_of(tables, t, r, j);
-                /* 0 of negative codes (bit 3 of a nibble replicates the sign bit), twice 0x40 of others, on the
-                 * multipliers */
-                uint32_t signs = prmt(0x40404040u, 0x40404040u, word) * tables.two;
+                    signs = prmt(0x40404040u, 0x40404040u, word) * tables.two; /* bit 3 replicates the sign bit: 0 */
+                } else {
+                    const Signed four = signed_of<false>(tables, t, r, j);
+                    magnitudes = four.magnitudes;
+                    signs = 0x80808080u - four.negative * 128;
+                }
                 a[j][i] = prmt(magnitudes, signs, 0x6240);
                 a[j][2 + i] = prmt(magnitudes, signs, 0x7351);
             }
@@ -307,17 +321,18 @@ __device__ __forceinline__ void multiply_tile(const uint8_t *tile, const LevelTa
                                               int (&c)[2][BLOCKS][4])
 {
     TileWords<BITS> t = load_tile<BITS>(tile);
+    constexpr bool BUSY = MULTIPLY || (TWO_PRODUCTS && BITS >= 5); /* the pipe of look-ups, also in mixed plans */
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         uint32_t a[4];
         constexpr bool TWICE = TWO_PRODUCTS && (BITS == 4 || BITS == 5);
         if constexpr (TWICE) {
             uint32_t second[4];
-            unpack_half_twice(t, half, tables, a, second);
+            unpack_half_twice<BUSY>(t, half, tables, a, second);
 #pragma unroll
             for (int n = 0; n < BLOCKS; n++) mma<false, B_UNSIGNED>(c[half][n], second, b[n].x, b[n].y);
         } else {
-            unpack_half<BITS, READING, MULTIPLY>(t, half, tables, a);
+            unpack_half<BITS, READING, BUSY>(t, half, tables, a);
         }
 #pragma unroll
         for (int n = 0; n < BLOCKS; n++) mma<BITS != 3 && !TWICE, B_UNSIGNED>(c[half][n], a, b[n].x, b[n].y);

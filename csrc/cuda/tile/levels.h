@@ -15,19 +15,19 @@ struct LevelTables {
     uint32_t plus4[2];   /* magnitude + 1 */
     uint32_t minus4[2];  /* -magnitude, by the complement of the selector */
     uint32_t magnitude4[2];
-    uint32_t complement5[4]; /* 255 - magnitude; words 2, 3: of magnitudes 8..15 */
-    uint32_t complement6[8]; /* the same for 6 bits, eight magnitudes per two words */
+    /* Magnitudes 0..7, then 15..8, by the complement of the selector; change6: what magnitudes 16 more differ by (^). */
+    uint32_t magnitude5[4], magnitude6[4], change6[4];
     /* Constants that the compiler must not know: it would turn products into shifts, and use immediates where masks
-     * need them. right:
-     * 2^31, 2^30, 2^29, 2^16, the factors for right shifts by 1, 2, 3, 16. magic: MAGIC. two: 2. ones: all bits. */
-    uint32_t right[4], magic, two, ones;
+     * need them. right: 2^16, then 2^31, 2^30 .. 2^25, the factors for right shifts by 16, 1, 2 .. 7. magic: MAGIC. two:
+     * 2. ones: all bits. */
+    uint32_t right[8], magic, two, ones;
 };
 
 /** 1024 in both fp16 halves: adding a small integer to a half's bits adds it to the number. */
 constexpr uint32_t MAGIC = 0x64006400;
 
-/** Whether the low four bits of codes are nibbles with a sign and three bits of a magnitude. */
-__host__ __device__ constexpr bool has_sign_nibbles(int bits) { return bits >= 4 && bits <= 6; }
+/** Whether codes have a magnitude and a sign. */
+__host__ __device__ constexpr bool has_sign(int bits) { return bits >= 4 && bits <= 6; }
 
 /** The result of unpack_half_exactly for a level of 1 at 4 to 6 bits: minus the least fp16 number. */
 constexpr float LEVEL_UNIT = -0x1p-24f;

@@ -133,9 +133,8 @@ __device__ __forceinline__ Ranked ranked(float u, const LaneBook &book)
 __device__ __forceinline__ uint32_t code_of_rank(int rank, int bits)
 {
     if (bits <= 3) return rank;
-    if (bits == 4) return rank ^ (rank < 8 ? 15 : 8);
-    int half = 1 << (bits - 1), negative = rank < half, magnitude = negative ? half - 1 - rank : rank - half;
-    return (magnitude & 7) | negative << 3 | (magnitude >> 3) << 4;
+    const int half = 1 << (bits - 1);
+    return rank ^ (rank < half ? 2 * half - 1 : half);
 }
 
 /** Sums for a scale; ss is over z, the others over u = z / rms. */

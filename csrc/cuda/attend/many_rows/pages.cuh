@@ -70,7 +70,7 @@ __device__ __forceinline__ void queue_keys(const TileWords<BITS> &words, int fir
     uint32_t x[V::HALVES][4], second[TWICE ? V::HALVES : 1][4];
 #pragma unroll
     for (int i = 0; i < V::HALVES; i++)
-        if constexpr (TWICE) unpack_half_twice(words, first + i, tables, x[i], second[i]);
+        if constexpr (TWICE) unpack_half_twice<false>(words, first + i, tables, x[i], second[i]);
         else unpack_half<BITS, V::KEY_READING>(words, first + i, tables, x[i]);
     order_products();
 #pragma unroll
