@@ -37,7 +37,7 @@ from timing import RESULTS, Report
 from transformers import EsmConfig, EsmForMaskedLM
 
 import turboquant
-from turboquant import CacheSpec, Calibration, esm
+from turboquant import CacheSpec, Profile, esm
 from turboquant.esm.attention import NAME
 from turboquant.hf.routing import routed
 
@@ -101,9 +101,9 @@ def spread(items: list[Any], count: int) -> list[Any]:
     return [items[i * len(items) // count] for i in range(count)]
 
 
-def calibrated(model: Any, args: argparse.Namespace) -> Calibration:
-    if args.calibration:
-        return Calibration.load(args.calibration)
+def calibrated(model: Any, args: argparse.Namespace) -> Profile:
+    if args.profile:
+        return Profile.load(args.profile)
     chosen = [p.sequence for p in spread(proteins("proteins_train.fasta"), 200)]
     batches = esm.protein_batches(model, chosen)
     return turboquant.calibrate(model, batches, source="proteins_train.fasta, 200 proteins", progress=True)
@@ -113,10 +113,10 @@ def quality(report: Report, args: argparse.Namespace) -> None:
     model = reference(args.device)
     chosen = [p.sequence for p in spread(proteins("proteins_val.fasta"), args.proteins)]
     specs = {name: spec for name, spec in SPECS.items() if not args.specs or name in args.specs}
-    calibration = calibrated(model, args) if any(spec.calibrated for spec in specs.values()) else None
-    found = esm.evaluate(model, chosen, specs, calibration=calibration, progress=True)
+    profile = calibrated(model, args) if any(spec.calibrated for spec in specs.values()) else None
+    found = esm.evaluate(model, chosen, specs, profile=profile, progress=True)
     for name, one in found.items():
-        source = calibration.source if calibration and SPECS[name].calibrated else None
+        source = profile.calibration.source if profile and SPECS[name].calibrated else None
         params = {"spec": name, "proteins": one.proteins, "residues": one.residues, "calibrated_on": source}
         report.add("quality", params, rounded(one.metrics()))
         print(f"{name:34} {one}")
@@ -145,14 +145,14 @@ def plot(report: Report, path: str) -> None:
 def families(report: Report, args: argparse.Namespace) -> None:
     """Proteins with domains of one class only."""
     model = reference(args.device)
-    calibration = calibrated(model, args)
+    profile = calibrated(model, args)
     lines = (SHARED / "data/proteins_scop.tsv").read_text().splitlines()
     of = {chain: {domain[0] for domain in classes.split(",")} for chain, classes in (line.split() for line in lines)}
     held_out = proteins("proteins_val.fasta")
     specs = {name: SPECS[name] for name in ("default-4", "calibrated-fine-3")}
     for letter, described in CLASSES.items():
         mine = [p.sequence for p in held_out if of.get(p.name.rpartition("|")[2]) == {letter}][: args.family]
-        for name, one in esm.evaluate(model, mine, specs, calibration=calibration).items():
+        for name, one in esm.evaluate(model, mine, specs, profile=profile).items():
             params = {"class": f"{letter}: {described}", "spec": name, "proteins": one.proteins}
             report.add("families", params, rounded(one.metrics()))
             print(f"{letter}: {described:14} {name:18} {one}")
@@ -175,9 +175,9 @@ def full(report: Report, args: argparse.Namespace) -> None:
 
 def ablation(report: Report, args: argparse.Namespace) -> None:
     model = reference(args.device)
-    calibration = calibrated(model, args)
+    profile = calibrated(model, args)
     chosen = [p.sequence for p in spread(proteins("proteins_val.fasta", 400), args.proteins // 2)]
-    for name, one in esm.evaluate(model, chosen, WITHOUT, calibration=calibration, progress=True).items():
+    for name, one in esm.evaluate(model, chosen, WITHOUT, profile=profile, progress=True).items():
         report.add("ablation", {"parts": name, "proteins": one.proteins}, rounded(one.metrics()))
         print(f"{name:28} {one}")
 
@@ -414,7 +414,7 @@ def main() -> None:
     parser.add_argument("--specs", nargs="+", choices=SPECS, metavar="SPEC", help="of quality; all if none are named")
     parser.add_argument("--family", type=int, default=12, help="at most so many proteins of a class")
     parser.add_argument("--scans", type=int, default=8, help="proteins of 60 to 200 residues to scan")
-    parser.add_argument("--calibration", help="a file, instead of calibrating")
+    parser.add_argument("--profile", help="a file, instead of calibrating")
     parser.add_argument("--plot", metavar="FILE", help="quality as a picture: docs/esm_quality.svg")
     parser.add_argument("--out", default=RESULTS / "local")
     args = parser.parse_args()

@@ -68,7 +68,7 @@ class Rounded:
         return self.made[dim].dequantize(self.made[dim].quantize(rows)).reshape(x.shape)
 
 
-def with_moments(moments: turboquant.Moments, rounded: Rounded) -> Keys:
+def with_moments(moments: turboquant.Profile, rounded: Rounded) -> Keys:
     prepared = []
     for layer in moments.layers:
         prepared.append((layer.centre_at(np.arange(SINKS, LENGTH)), *layer.metric()))

@@ -67,7 +67,7 @@ CALIBRATED = """
 
 The same average of bits, 4.5 to 2, spent as without a calibration / as a calibration chose: divergence of the presets
 as they are, and with everything packed but 4 tokens. `turboquant calibrate` and `python benchmarks/quality.py --real
-smollm2 --own-exact --calibration FILE --specs calibrated-3 uncalibrated-3`; source code is that of Python's standard
+smollm2 --own-exact --profile FILE --specs calibrated-3 uncalibrated-3`; source code is that of Python's standard
 library (`--text source`).
 """
 PAPERS = """
@@ -326,7 +326,7 @@ def passkeys(measured: list[Row], calibrated: list[Row]) -> list[str]:
         keys = calibrated[0]["params"]["keys"]
         lines += [
             PASSKEY_CALIBRATED.format(keys=keys),
-            *_passkey_tables(calibrated, f" --calibration FILE --keys {keys}"),
+            *_passkey_tables(calibrated, f" --profile FILE --keys {keys}"),
         ]
     return lines
 

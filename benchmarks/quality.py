@@ -1,7 +1,7 @@
 """Quality of every preset: KL divergence, perplexity, top-1 agreement and bytes, through the packed path.
 
     python benchmarks/quality.py --device cuda --batch 4 --out benchmarks/results/h200    the whole table
-    python benchmarks/quality.py --ship      the demo model's calibration, demo/turboquant_demo/calibration.safetensors
+    python benchmarks/quality.py --ship      the demo model's profile, demo/turboquant_demo/profile.safetensors
     python benchmarks/quality.py --guard     tests/golden/quality_*.json, the figures of the guard tests
     python benchmarks/quality.py --real smollm2 --windows 8    beside what people use: baselines.py
 
@@ -38,7 +38,7 @@ from timing import RESULTS, Report, commit
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import turboquant
-from turboquant import CacheSpec, Calibration
+from turboquant import CacheSpec, Profile
 from turboquant.calibration.choice import table
 from turboquant.hf.evaluation import evaluate_all, markdown, text_windows
 
@@ -109,7 +109,7 @@ def held_out(name: str) -> str:
     return halves()[1] if name == "books" else "".join(halves(f"{name}_test.txt"))
 
 
-def calibrated(model: Any, tokenizer: Any, tokens: int, length: int, batch: int, half: int = 0) -> Calibration:
+def calibrated(model: Any, tokenizer: Any, tokens: int, length: int, batch: int, half: int = 0) -> Profile:
     """Of a half of the books; the last quarter of its windows is held out, to try methods on."""
     windows = text_windows(halves()[half], tokenizer, tokens // length, length)
     source = f"the {('first', 'second')[half]} half of books_val.txt, {len(windows)} x {length} tokens"
@@ -127,13 +127,13 @@ def demo_guard() -> dict[str, float]:
     text = (DEMO / "a_christmas_carol.txt").read_text(encoding="utf-8")
     windows = text_windows(text, tokenizer, 2, 512)
     specs = {name: turboquant.preset(name).with_(sinks=0, window=0) for name in GUARDED}
-    found = evaluate_all(model, windows, specs, calibration=DEMO / "calibration.safetensors", generate=0)
+    found = evaluate_all(model, windows, specs, profile=DEMO / "profile.safetensors", generate=0)
     prose = text_windows((ROOT / "turboquant/data/moments/prose.txt").read_text(encoding="utf-8"), tokenizer, 3, 256)
     made = turboquant.calibrate(model, [prose[:2]], held_out=[prose[2:]], averages=(3,), tokenizer=tokenizer, seed=0)
     exact = {bits: CacheSpec(budget=bits, method="moments+widths") for bits in (3, 2)}
     used = {MADE_HERE.format(3): exact[3].with_(sinks=0, window=0)}
     used |= {f"{MADE_HERE.format(bits)}, 4 sinks, window 128": spec for bits, spec in exact.items()}
-    found |= evaluate_all(model, windows, used, calibration=made, generate=0)
+    found |= evaluate_all(model, windows, used, profile=made, generate=0)
     return {name: one.kl_divergence for name, one in found.items()}
 
 
@@ -185,7 +185,7 @@ def real(args: argparse.Namespace) -> Report:
     if args.sweep:
         every, asked = SWEEP, ["fp8 e4m3", *SWEEP]
     own = args.own_exact or args.sweep
-    calibration = Calibration.load(args.calibration) if args.calibration else None
+    profile = Profile.load(args.profile) if args.profile else None
     specs = {n: every[n] if own else every[n].with_(sinks=SINKS, window=args.window) for n in asked if n in every}
     baselines = {name: BASELINES[name] for name in asked if name in BASELINES}
     found = measured(model, windows, baselines, SINKS, args.generate) if baselines else {}
@@ -193,7 +193,7 @@ def real(args: argparse.Namespace) -> Report:
     if specs:
         fed: dict[str, Any] = {"prefill": "chunked", "chunk": args.chunk} if args.chunk else {}
         packed = not own and not args.window
-        ours = evaluate_all(model, windows, specs, calibration=calibration, everything_packed=packed,
+        ours = evaluate_all(model, windows, specs, profile=profile, everything_packed=packed,
                             generate=args.generate, progress=True, **fed)  # fmt: skip
     report = Report(f"real_{args.real}{'_exact' if args.sweep else ''}", torch.device(args.device).type)
     for name, metrics in {**found, **{name: one.metrics() for name, one in ours.items()}}.items():
@@ -202,7 +202,7 @@ def real(args: argparse.Namespace) -> Report:
         params = {"spec": name, "simulated": name in found, "exact": exact, "model": args.real,
                   "text": Path(args.text).name, "windows": args.windows, "length": args.length, "chunk": args.chunk,
                   "moments": "random ids" if args.random_moments else "text",
-                  "calibrated_on": calibration.source if calibration and "calibrated-" in name else None,
+                  "calibrated_on": profile.calibration.source if profile and "calibrated-" in name else None,
                   "generate": args.generate, "dtype": "float32", "commit": commit()}  # fmt: skip
         report.add("real-quality", params, {key: float(f"{x:.6g}") for key, x in metrics.items()})
     print(*real_tables(report.rows), sep="\n")
@@ -243,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--windows", type=int, default=12)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--calibration", help="a file, instead of calibrating")
+    parser.add_argument("--profile", help="a file, instead of calibrating")
     parser.add_argument("--calibration-tokens", type=int, default=16384)
     parser.add_argument("--calibration-length", type=int, default=2048, help="of a window")
     parser.add_argument("--add", action="store_true", help="keep other rows of the file")
@@ -262,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.ship:
         found = calibrated(*load(DEMO), args.calibration_tokens, 1024, 1, half=1)  # what it is shown on is short
-        found.save(DEMO / "calibration.safetensors")
+        found.save(DEMO / "profile.safetensors")
         print(table(found.trials))
         return
     if args.tables:
@@ -280,22 +280,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     specs = {name: every[name] for name in args.specs or every}
     model, tokenizer = load(SHARED / "models" / args.model, args.device)
     windows = {name: text_windows(held_out(name), tokenizer, args.windows, args.length) for name in args.texts}
-    calibration = Calibration.load(args.calibration) if args.calibration else None
-    if calibration is None and any(spec.calibrated for spec in specs.values()):
+    profile = Profile.load(args.profile) if args.profile else None
+    if profile is None and any(spec.calibrated for spec in specs.values()):
         start = time.perf_counter()
-        calibration = calibrated(model, tokenizer, args.calibration_tokens, args.calibration_length, args.batch)
+        profile = calibrated(model, tokenizer, args.calibration_tokens, args.calibration_length, args.batch)
         print(f"calibrated in {time.perf_counter() - start:.1f} s")
     for text, ids in windows.items():
         size = "" if (args.windows, args.length) == (12, 2048) else f"_{args.windows}x{args.length}"
         report = Report(f"quality_{args.model}_{text}{size}", torch.device(args.device).type)
         for variant in args.variants:
             chosen = {name: spec.with_(**VARIANTS[variant]) for name, spec in specs.items()}
-            found = evaluate_all(
-                model, ids, chosen, calibration=calibration, batch=args.batch, generate=0, progress=True
-            )
+            found = evaluate_all(model, ids, chosen, profile=profile, batch=args.batch, generate=0, progress=True)
             print(f"\n{text}, {variant}\n\n{markdown(found)}\n")
             for name, one in found.items():
-                used = calibration.source if calibration is not None and specs[name].calibrated else None
+                used = profile.calibration.source if profile is not None and specs[name].calibrated else None
                 params = {
                     "spec": name,
                     "exact": one.exact,

@@ -120,10 +120,10 @@ def packed_ways(
     model: Any,
     tokenizer: Any,
     specs: Mapping[str, turboquant.CacheSpec],
-    calibration: turboquant.Calibration | None = None,
+    profile: turboquant.Profile | None = None,
 ) -> Iterator[dict[str, Way]]:
     """Our caches; the model is patched meanwhile."""
-    with _ready(model, specs, calibration) as new_cache:
+    with _ready(model, specs, profile) as new_cache:
 
         def way(name: str) -> Way:
             return lambda asked: answers(model, tokenizer, asked, new_cache(name))
@@ -139,13 +139,13 @@ def measure(
     depths: Sequence[float],
     keys: int,
     batch: int,
-    calibration: turboquant.Calibration | None = None,
+    profile: turboquant.Profile | None = None,
 ) -> dict[tuple[str, int, float], list[bool]]:
     """(name, length, depth) -> whether each key was found."""
     text = _ids(tokenizer, text_of("wikitext2"))
     each = {(n, d): prompts(tokenizer, text, n, d, keys) for n in lengths for d in depths}
     results: dict[tuple[str, int, float], list[bool]] = {}
-    for group in (plain_ways(model, tokenizer), packed_ways(model, tokenizer, specs, calibration)):
+    for group in (plain_ways(model, tokenizer), packed_ways(model, tokenizer, specs, profile)):
         with group as ways:
             for name, (length, depth) in tqdm([(w, at) for w in ways for at in each], unit="run", disable=None):
                 results[name, length, depth] = []
@@ -171,24 +171,25 @@ def main() -> None:
     parser.add_argument("--depths", type=float, nargs="+", default=DEPTHS)
     parser.add_argument("--keys", type=int, default=10, help="at each length and depth")
     parser.add_argument("--batch", type=int, default=10, help="keys that run together")
-    parser.add_argument("--calibration", help="a file, for calibrated presets")
+    parser.add_argument("--profile", help="a file, for calibrated presets")
     parser.add_argument("--out", default=RESULTS / "local")
     args = parser.parse_args()
     folder = REAL_MODELS / args.real
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype)).eval().to(args.device)
     specs = {name: turboquant.preset(name) for name in args.specs}
-    found = turboquant.Calibration.load(args.calibration) if args.calibration else None
+    found = turboquant.Profile.load(args.profile) if args.profile else None
     start = time.perf_counter()
     results = measure(model, tokenizer, specs, args.lengths, args.depths, args.keys, args.batch, found)
     print(f"{time.perf_counter() - start:.1f} s")
+    source = found.calibration.source if found is not None and found.calibration is not None else None
     kind = "real" if found is None else "calibrated"
     report = Report(f"recall_{kind}_{args.real}", torch.device(args.device).type)
     for (name, length, depth), hits in results.items():
         exact = f"{specs[name].sinks} sinks, window {specs[name].window}" if name in specs else ""
         params = {"cache": name, "simulated": name == FP8, "exact": exact, "model": args.real, "text": "wikitext2",
                   "length": length, "depth": depth, "keys": len(hits), "dtype": args.dtype,
-                  "calibrated_on": found.source if found and name in specs and specs[name].calibrated else None,
+                  "calibrated_on": source if name in specs and specs[name].calibrated else None,
                   "commit": commit()}  # fmt: skip
         report.add("recall-real", params, {"found": sum(hits)})
     print(*passkey_table(report.rows), report.save(args.out), sep="\n")

@@ -14,7 +14,7 @@ from specs import WAVE, bare
 from test_moments_reference import layer as random_moments
 from transformers import LlamaConfig
 
-from turboquant import Moments, TurboQuantCache, ops
+from turboquant import Profile, TurboQuantCache, moments, ops
 from turboquant.hf.attention import FreshKeys, attention, request_mask
 from turboquant.hf.names import CACHE
 from turboquant.kvcache.pages import RELEASED
@@ -27,12 +27,12 @@ CONFIG = LlamaConfig(
 )
 PACKED = bare(3, 3, prefill="packed")
 RANDOM = tuple(random_moments(np.random.default_rng(i), DIM, KV_HEADS, size=4.0) for i in range(LAYERS))
-MOMENTS = Moments(RANDOM, describe(CONFIG), 2048, "random numbers")
+MOMENTS = moments.Moments(RANDOM, describe(CONFIG), 2048, "random numbers")
 
 
 def new(spec):
     """A cache of CONFIG, with moments where the spec has a wave or a metric."""
-    return TurboQuantCache(CONFIG, spec, moments=MOMENTS if resolve(spec).measured else None)
+    return TurboQuantCache(CONFIG, spec, profile=Profile(MOMENTS) if resolve(spec).measured else None)
 
 
 class Stream:
@@ -176,7 +176,7 @@ def test_models_that_cannot_be_packed(config, message):
 
 
 def test_calibrated_centres_need_a_calibration():
-    with pytest.raises(ValueError, match="`calibration` must be a Calibration"):
+    with pytest.raises(ValueError, match="`profile` must be a calibrated Profile"):
         new(bare(centre="calibrated"))
 
 

@@ -14,18 +14,20 @@ import pytest
 import torch
 from conftest import ROOT
 from models import prompts, tiny, with_key_biases
+from profiles import profile_of
 from specs import WAVE, bare
 from test_cache import CONFIG, DIM, KV_HEADS, LAYERS, MOMENTS, PACKED, Stream, exact, forward, new
 from test_moments_reference import layer as random_moments
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import turboquant
-from turboquant import CacheSpec, Moments, TurboQuantCache
+from turboquant import CacheSpec, Profile, TurboQuantCache
 from turboquant.hf.attention import NAME
 from turboquant.hf.evaluation import text_windows
 from turboquant.hf.tap import tapped
 from turboquant.kvcache import decoded
 from turboquant.models.identity import describe, fingerprint
+from turboquant.moments import Moments
 from turboquant.moments.measure import measure_model
 
 SPEC = PACKED.with_(**WAVE, sinks=2)
@@ -70,7 +72,10 @@ def test_attention_is_that_of_the_keys(what, fields):
     stream, moments = waving(size=30.0 if "centre" in what else 1.0)
     spec = bare(5, 5, prefill="packed").with_(**fields)
     errors = []
-    for cache in (TurboQuantCache(CONFIG, spec.with_(**what), moments=moments), TurboQuantCache(CONFIG, spec)):
+    for cache in (
+        TurboQuantCache(CONFIG, spec.with_(**what), profile=profile_of(moments)),
+        TurboQuantCache(CONFIG, spec),
+    ):
         outs, start = [], 0
         for stop in (150, 151, 152, 300, *range(301, 310), 420):
             outs.append(forward(cache, stream.piece(start, stop)))
@@ -91,7 +96,7 @@ def test_chunks_that_pytorch_attends_to_itself(fields, decodes, monkeypatch):
     monkeypatch.setattr(decoded, "LEAST_ROWS", (1, 1))
     monkeypatch.setattr(decoded, "SCRATCH_BYTES", 100_000)
     stream, moments = waving()
-    cache = TurboQuantCache(CONFIG, bare(5, 5, **WAVE).with_(**fields), moments=moments)
+    cache = TurboQuantCache(CONFIG, bare(5, 5, **WAVE).with_(**fields), profile=profile_of(moments))
     pieces = (20, 150, 151, 300, 420)
     out = torch.cat([forward(cache, stream.piece(start, stop)) for start, stop in zip((0, *pieces), pieces)], 2)
     want = exact(stream, 0, 420)
@@ -102,7 +107,7 @@ def test_chunks_that_pytorch_attends_to_itself(fields, decodes, monkeypatch):
 def test_chunks_behind_a_sliding_window(fields):
     """The packed tokens that such chunks see are decoded at their own positions."""
     stream, moments = waving()
-    cache = TurboQuantCache(CONFIG, bare(5, 5, **WAVE).with_(**fields), moments=moments)
+    cache = TurboQuantCache(CONFIG, bare(5, 5, **WAVE).with_(**fields), profile=profile_of(moments))
     pieces = (20, 250, 251, 300, 420)
     out = torch.cat(
         [forward(cache, stream.piece(start, stop), local_size=90) for start, stop in zip((0, *pieces), pieces)], 2
@@ -118,7 +123,7 @@ def test_positions_are_those_of_real_tokens(positions):
     """Padding does not count in positions. The keys are near the wave only if their positions are right."""
     padding = (0, 70, 149)
     stream, moments = waving(3, 300, padding if positions == "right" else tuple(pad - 9 for pad in padding))
-    cache = TurboQuantCache(CONFIG, bare(4, 4, prefill="packed", **WAVE), moments=moments)
+    cache = TurboQuantCache(CONFIG, bare(4, 4, prefill="packed", **WAVE), profile=profile_of(moments))
     mask = torch.arange(300)[None, :] >= torch.tensor(padding)[:, None]
     out = [forward(cache, stream.piece(0, 200), mask[:, :200]), forward(cache, stream.piece(200, 300), mask)]
     error = []
@@ -160,7 +165,7 @@ def test_a_layer_without_a_wave_has_a_constant_centre():
     moments = Moments((still, replace(still, kind="constant")), describe(CONFIG), 7, "a text of the user")
     stream = Stream(tokens=300)
     stream.k += torch.from_numpy(centre)[None, None, :, None] - stream.k.mean(3, keepdim=True)
-    cache = TurboQuantCache(CONFIG, bare(4, 4, prefill="packed", **WAVE), moments=moments)
+    cache = TurboQuantCache(CONFIG, bare(4, 4, prefill="packed", **WAVE), profile=profile_of(moments))
     out, want = forward(cache, stream.piece(0, 300)), exact(stream, 0, 300)
     assert (out - want).norm() / want.norm() < 0.15
     report = str(cache.report())
@@ -278,13 +283,13 @@ def test_those_of_patch_serve_every_cache_of_the_model(measured, tmp_path):
     model, moments = copy.deepcopy(measured[0]), measured[1]
     moments.save(tmp_path / "moments")
     for given in (moments, tmp_path / "moments", str(tmp_path / "moments")):
-        turboquant.patch(model, OURS, moments=given)
+        turboquant.patch(model, OURS, profile=profile_of(given))
         for cache in (TurboQuantCache(model), TurboQuantCache(model, OURS.with_(value_bits=2))):
             assert cache._shared.moments is model._turboquant.moments
-    other = replace(moments, layers=moments.layers[::-1])
-    cache = TurboQuantCache(model, OURS, moments=other)
-    assert cache._shared.moments is other
-    with pytest.warns(UserWarning, match="another set of moments than the model was patched with"):
+    other = Profile(replace(moments.moments, layers=moments.layers[::-1]))
+    cache = TurboQuantCache(model, OURS, profile=profile_of(other))
+    assert cache._shared.moments is other.moments
+    with pytest.warns(UserWarning, match="another profile than the model was patched with"):
         model(**prompts(1, 9), past_key_values=cache)
     turboquant.patch(model, "paper-mse-4")
     assert TurboQuantCache(model)._shared.moments is None
@@ -317,25 +322,25 @@ def test_the_model_is_evaluated_with_them():
 
 def test_what_a_cache_refuses(measured):
     model, moments = measured
-    with pytest.raises(ValueError, match=r"`moments` must be given with a configuration.*metric=\"none\""):
+    with pytest.raises(ValueError, match=r"`profile` must be given with a configuration.*metric=\"none\""):
         TurboQuantCache(CONFIG, SPEC)
-    with pytest.raises(ValueError, match="`moments` must be None for a spec without .*got some"):
-        TurboQuantCache(CONFIG, PACKED, moments=MOMENTS)
-    with pytest.raises(TypeError, match="`moments` must be Moments or the path of a file, got 7"):
-        TurboQuantCache(CONFIG, SPEC, moments=7)
-    with pytest.raises(FileNotFoundError, match="`moments` must be a file of moments"):
-        TurboQuantCache(CONFIG, SPEC, moments="absent")
+    with pytest.raises(ValueError, match="`profile` must be None for a spec"):
+        TurboQuantCache(CONFIG, PACKED, profile=profile_of(MOMENTS))
+    with pytest.raises(TypeError, match="`profile` must be a Profile or the path of a file, got 7"):
+        TurboQuantCache(CONFIG, SPEC, profile=profile_of(7))
+    with pytest.raises(FileNotFoundError, match="`profile` must be a profile"):
+        TurboQuantCache(CONFIG, SPEC, profile=profile_of("absent"))
     other = LlamaConfig(**{**CONFIG.to_dict(), "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}})
     if describe(other)["rope"] == describe(CONFIG)["rope"]:  # transformers 4.57 has rope_theta alone
         other = LlamaConfig(**{**CONFIG.to_dict(), "rope_theta": 500.0})
-    with pytest.raises(ValueError, match=r"`moments` must be of this model.*rope.*500.*metric=\"none\""):
-        TurboQuantCache(other, SPEC, moments=MOMENTS)
-    with pytest.raises(ValueError, match="`spec` must be given where `moments` is, got None"):
-        TurboQuantCache(model, moments=moments)
-    with pytest.raises(ValueError, match="`moments` must be of this model, .* other weights"):
-        turboquant.patch(tiny(seed=1), OURS, moments=moments)
-    with pytest.raises(ValueError, match="`moments` must be None for a spec without"):
-        turboquant.patch(tiny(), "paper-mse-4", moments=moments)
+    with pytest.raises(ValueError, match=r"`profile` must be of this model.*rope.*500.*metric=\"none\""):
+        TurboQuantCache(other, SPEC, profile=profile_of(MOMENTS))
+    with pytest.raises(ValueError, match="`spec` must be given where `profile` is, got None"):
+        TurboQuantCache(model, profile=profile_of(moments))
+    with pytest.raises(ValueError, match="`profile` must be of this model, .* other weights"):
+        turboquant.patch(tiny(seed=1), OURS, profile=profile_of(moments))
+    with pytest.raises(ValueError, match="`profile` must be None for a spec"):
+        turboquant.patch(tiny(), "paper-mse-4", profile=profile_of(moments))
 
 
 @pytest.mark.parametrize("heads, dim", [(KV_HEADS + 1, DIM), (KV_HEADS, 2 * DIM)])
@@ -376,7 +381,7 @@ def test_specs():
 
 def test_layers_may_differ():
     spec = PACKED.with_(overrides={0: WAVE})
-    cache = TurboQuantCache(CONFIG, spec, moments=MOMENTS)
+    cache = TurboQuantCache(CONFIG, spec, profile=profile_of(MOMENTS))
     stream = Stream()
     forward(cache, stream.piece(0, 40))
     assert cache.layers[0].storage.plan.wave_pairs and not cache.layers[1].storage.plan.wave_pairs
@@ -386,4 +391,4 @@ def test_layers_may_differ():
 def test_fingerprints_may_be_of_weights_or_of_a_configuration(measured):
     model, moments = measured
     assert moments.fingerprint == fingerprint(model)
-    TurboQuantCache(model.config, OURS, moments=moments)
+    TurboQuantCache(model.config, OURS, profile=profile_of(moments))

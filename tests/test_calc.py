@@ -13,6 +13,7 @@ from conftest import ROOT
 pytest.importorskip("turboquant._core")
 import models
 from models import torch, transformers
+from profiles import calibrate, profile_of
 
 import turboquant
 from turboquant import CacheSpec, calc, calc_table
@@ -69,11 +70,11 @@ def test_bytes_at_every_length(kind, dtype):
 
 def test_bytes_of_a_calibrated_preset():
     model = models.tiny(head_dim=64)
-    found = turboquant.calibrate(model, [torch.randint(1, 96, (4, 600), generator=torch.Generator().manual_seed(0))])
+    found = calibrate(model, [torch.randint(1, 96, (4, 600), generator=torch.Generator().manual_seed(0))])
     axes = (CacheSpec(budget=3, method="axes"), CacheSpec(budget=4, method="axes", group=16))
     for spec in (*axes, presets()["turboesm"]):
-        turboquant.patch(model, spec, calibration=found)
-        cache = held(model, spec, 2, 700, calibration=found)
+        turboquant.patch(model, spec, profile=profile_of(found))
+        cache = held(model, spec, 2, 700, profile=profile_of(found))
         # A calibration rounds a budget down to whole bits of groups of its own layers and heads.
         assert packed_parts(counted(model), spec, 2, 700, 4) == pytest.approx(cache.report().parts, rel=0.01)
 

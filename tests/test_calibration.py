@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 from esm_models import protein, tiny_esm
 from models import prompts, tiny
+from profiles import calibrate, profile_of
+from profiles import load as load_calibration
 from specs import bare
 
 import turboquant
-from turboquant import CacheSpec, Calibration, TurboQuantCache, preset
-from turboquant.calibration import allocate, layer_specs, measure
+from turboquant import CacheSpec, Profile, TurboQuantCache, preset
+from turboquant.calibration import Calibration, allocate, layer_specs, measure
 from turboquant.calibration.axes import plan_axes, variance_along
 from turboquant.calibration.data import group_mix, widths_of
 from turboquant.calibration.distortion import distortions, errors
@@ -57,7 +59,7 @@ def batches():
 
 @pytest.fixture(scope="module")
 def measured(model, batches):
-    return turboquant.calibrate(model, batches, source="random tokens")
+    return calibrate(model, batches, source="random tokens")
 
 
 # ---- sharing bits ----
@@ -206,7 +208,7 @@ def test_sensitivity_predicts_the_divergence(kind, model, measured):
         model = tiny_esm(head_dim=64)
         batches = [{"input_ids": prompts(2, 150, seed=s)["input_ids"] % 20 + 4} for s in range(8)]
         batches = [{**batch, "attention_mask": torch.ones_like(batch["input_ids"])} for batch in batches]
-        measured = turboquant.calibrate(model, batches, sensitivity_batches=8)
+        measured = calibrate(model, batches, sensitivity_batches=8)
     else:
         batches = [prompts(2, 160, seed=s)["input_ids"] for s in range(9, 13)]
         batches = [{"input_ids": ids} for ids in batches]
@@ -270,13 +272,13 @@ def same(a, b):
 def test_it_is_deterministic_and_leaves_the_model_alone(model, batches, measured):
     before = model.config._attn_implementation
     model.train()
-    again = turboquant.calibrate(model, batches)
+    again = calibrate(model, batches)
     assert model.training and model.config._attn_implementation == before
     model.eval()
     assert same(measured, again)
-    assert not np.array_equal(turboquant.calibrate(model, batches, seed=1).rotations(), measured.rotations())
+    assert not np.array_equal(calibrate(model, batches, seed=1).rotations(), measured.rotations())
     turboquant.patch(model, bare(2, 2))
-    patched = turboquant.calibrate(model, batches)
+    patched = calibrate(model, batches)
     assert model.config._attn_implementation == "turboquant" and model._turboquant.spec == bare(2, 2)
     turboquant.unpatch(model)
     assert same(measured, patched)
@@ -286,26 +288,26 @@ def test_padding_counts_for_nothing(model):
     padded = prompts(2, 100, padding=(30, 0), seed=4)
     other = {name: x.clone() for name, x in padded.items()}
     other["input_ids"][0, :30] = 7  # the ids in the padding
-    a, b = (turboquant.calibrate(model, [x]) for x in (padded, other))
+    a, b = (calibrate(model, [x]) for x in (padded, other))
     assert a.tokens == b.tokens == 170 - 2 * 4
     np.testing.assert_allclose(a.centre, b.centre, atol=1e-6)
     np.testing.assert_allclose(a.sensitivity, b.sensitivity, rtol=1e-2)
-    apart = turboquant.calibrate(model, [padded["input_ids"][:1, 30:], padded["input_ids"][1:]])
+    apart = calibrate(model, [padded["input_ids"][:1, 30:], padded["input_ids"][1:]])
     np.testing.assert_allclose(a.centre, apart.centre, atol=1e-4)
 
 
 def test_batches_of_padding_are_left_out(model, batches, measured):
     empty = prompts(2, 160, padding=(160, 160))
-    found = turboquant.calibrate(model, [empty, batches[0], batches[1][:, :0], empty, *batches[1:]])
+    found = calibrate(model, [empty, batches[0], batches[1][:, :0], empty, *batches[1:]])
     assert same(found, measured) and found.tokens == measured.tokens
     assert np.array_equal(found.tables, measured.tables)
     with pytest.raises(ValueError, match="more tokens than a head has channels .* got 0"):
-        turboquant.calibrate(model, [empty])
+        calibrate(model, [empty])
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.uint32])
 def test_token_ids_may_be_of_any_integer_dtype(dtype, model, batches, measured):
-    assert same(turboquant.calibrate(model, [ids.to(dtype) for ids in batches]), measured)
+    assert same(calibrate(model, [ids.to(dtype) for ids in batches]), measured)
 
 
 @pytest.mark.parametrize("kind", ["llama", "esm"])
@@ -313,19 +315,19 @@ def test_defaults_of_torch_change_nothing(kind, model, batches, measured):
     if kind == "esm":
         model = tiny_esm(head_dim=32)
         batches = protein_batches(model, [protein(n, i) for i, n in enumerate((60, 40, 50))])
-        measured = turboquant.calibrate(model, batches)
+        measured = calibrate(model, batches)
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float64)
         with torch.device("meta"):
-            found = turboquant.calibrate(model, batches)
+            found = calibrate(model, batches)
     finally:
         torch.set_default_dtype(before)
     assert same(found, measured) and found.fingerprint == measured.fingerprint
 
 
 def test_seeds_may_be_any_integers(model, batches):
-    found, want = (turboquant.calibrate(model, batches, seed=seed) for seed in (np.int64(3), 3))
+    found, want = (calibrate(model, batches, seed=seed) for seed in (np.int64(3), 3))
     assert same(found, want) and type(found.seed) is int
     largest = made(np.random.default_rng(0), seed=2**63 - 1)  # seeds of later groups are larger, mod 2^63
     np.testing.assert_allclose(largest.rotations() @ largest.rotations().swapaxes(-1, -2),
@@ -339,7 +341,7 @@ def test_seeds_may_be_any_integers(model, batches):
 def test_seeds_are_checked_before_anything_runs(seed, error, model, batches, monkeypatch):
     monkeypatch.setattr(measure, "_forward", None)
     with pytest.raises(error, match="`seed` must be (an integer|in 0..2\\*\\*63 - 1), got"):
-        turboquant.calibrate(model, batches, seed=seed)
+        calibrate(model, batches, seed=seed)
 
 
 @pytest.mark.parametrize("name", ["batches", "held_out"])
@@ -353,15 +355,15 @@ def test_token_ids_are_checked_before_anything_runs(name, model, batches, monkey
         with pytest.raises(
             ValueError, match=rf"`{name}\[{len(batches)}\]` must be token ids in 0..{known - 1}, got {bad}"
         ):
-            turboquant.calibrate(model, **given)
+            calibrate(model, **given)
     with pytest.raises(TypeError, match=f"`{name}` must be a list of batches, got 3"):
-        turboquant.calibrate(model, **{"batches": batches, name: 3})
+        calibrate(model, **{"batches": batches, name: 3})
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_other_dtypes_find_the_same_and_share_files(dtype, model, batches, measured):
     half = copy.deepcopy(model).to(dtype)
-    found = turboquant.calibrate(half, batches)
+    found = calibrate(half, batches)
     np.testing.assert_allclose(found.centre, measured.centre, atol=0.06)
     np.testing.assert_allclose(found.variance.sum(-1), measured.variance.sum(-1), rtol=0.05)
     np.testing.assert_allclose(found.sensitivity.sum(-1), measured.sensitivity.sum(-1), rtol=0.2)
@@ -374,10 +376,10 @@ def test_other_dtypes_find_the_same_and_share_files(dtype, model, batches, measu
 )
 def test_other_families(kind):
     model = tiny(kind)
-    found = turboquant.calibrate(model, [prompts(1, 200)["input_ids"]], sensitivity_batches=1)
+    found = calibrate(model, [prompts(1, 200)["input_ids"]], sensitivity_batches=1)
     ids = prompts(1, 40)["input_ids"]
     specs = {b: bare(budget=b) for b in (2, 4)}
-    results = evaluate_all(model, ids, specs, calibration=found, generate=0)
+    results = evaluate_all(model, ids, specs, profile=profile_of(found), generate=0)
     kl = [results[b].kl_divergence for b in specs]
     assert kl[1] < 0.15 and kl[1] < kl[0] / 3
 
@@ -399,15 +401,15 @@ def test_an_interrupted_run_goes_on(after, model, batches, measured, tmp_path, m
 
     monkeypatch.setattr(measure, "_forward", counted)
     with pytest.raises(Interrupted):
-        turboquant.calibrate(model, batches, checkpoint=file)
+        calibrate(model, batches, checkpoint=file)
     assert file.exists() and model.config._attn_implementation != tap.NAME
-    found = turboquant.calibrate(model, batches, checkpoint=file)
+    found = calibrate(model, batches, checkpoint=file)
     assert same(found, measured)
     whole = len(batches) + 1 + len(batches)  # moments, tables, sensitivities
     assert len(calls) == after + 1 + whole - (min(after, 3) + max(after - 4, 0))
     calls.clear()  # the file stays until the result is saved; from it, only the tables are measured again
     monkeypatch.setattr(measure, "_forward", lambda *args: calls.append(1) or plain(*args))
-    assert same(turboquant.calibrate(model, batches, checkpoint=file), measured) and len(calls) == 1
+    assert same(calibrate(model, batches, checkpoint=file), measured) and len(calls) == 1
 
 
 def test_a_disk_too_full_for_a_checkpoint(model, batches, tmp_path):
@@ -415,7 +417,7 @@ def test_a_disk_too_full_for_a_checkpoint(model, batches, tmp_path):
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
         with pytest.raises(OSError, match="File too large"):
-            turboquant.calibrate(model, batches, checkpoint=tmp_path / "part")
+            calibrate(model, batches, checkpoint=tmp_path / "part")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.iterdir())
@@ -433,19 +435,19 @@ def test_a_checkpoint_of_something_else(model, batches, tmp_path):
     for content in (b"", b"nonsense" * 40, b"t."):  # the last is a pickle that takes a number off an empty stack
         file.write_bytes(content)
         with pytest.raises(ValueError, match="`checkpoint` must be one of this model, these batches and this seed"):
-            turboquant.calibrate(model, batches, checkpoint=file)
+            calibrate(model, batches, checkpoint=file)
         assert file.read_bytes() == content
         with pytest.raises(ValueError) as refused:
-            turboquant.calibrate(model, batches, checkpoint=file)
+            calibrate(model, batches, checkpoint=file)
         assert "weights_only" not in str(refused.value) and "\n" not in str(refused.value)
     torch.save({"identity": "other"}, file)
     with pytest.raises(ValueError, match=r"remove it to start again \(it is of another run\)"):
-        turboquant.calibrate(model, batches, checkpoint=file)
+        calibrate(model, batches, checkpoint=file)
     for place in (tmp_path, tmp_path / "absent" / "half"):
         with pytest.raises(ValueError, match="`checkpoint` must be a file in a folder that is there, got"):
-            turboquant.calibrate(model, batches, checkpoint=place)
+            calibrate(model, batches, checkpoint=place)
     with pytest.raises(TypeError, match="`checkpoint` must be a str or a path, got 1"):
-        turboquant.calibrate(model, batches, checkpoint=1)
+        calibrate(model, batches, checkpoint=1)
 
 
 def test_what_cannot_be_calibrated(model):
@@ -453,32 +455,32 @@ def test_what_cannot_be_calibrated(model):
 
     ids = prompts(1, 20)["input_ids"]
     with pytest.raises(ValueError, match=r"more tokens than a head has channels \(32\), got 16"):
-        turboquant.calibrate(model, [ids])
+        calibrate(model, [ids])
     with pytest.raises(ValueError, match="more tokens than a head"):
-        turboquant.calibrate(model, [])
+        calibrate(model, [])
     for bad in (ids[0], ids.float(), ids.bool(), ids.cfloat(), "text", {"ids": ids}):
         with pytest.raises(TypeError, match=r"`batches\[0\]` must be token ids \[batch, tokens\]"):
-            turboquant.calibrate(model, [bad])
+            calibrate(model, [bad])
     with pytest.raises(ValueError, match="attention_mask like its"):
-        turboquant.calibrate(model, [{"input_ids": ids, "attention_mask": ids[:, 1:]}])
+        calibrate(model, [{"input_ids": ids, "attention_mask": ids[:, 1:]}])
     with pytest.raises(TypeError, match="attention_mask that is a tensor, got list"):
-        turboquant.calibrate(model, [{"input_ids": ids, "attention_mask": ids.tolist()}])
+        calibrate(model, [{"input_ids": ids, "attention_mask": ids.tolist()}])
     with pytest.raises(ValueError, match="`sensitivity_batches` must be in 1..1048576, got 0"):
-        turboquant.calibrate(model, 3 * [ids], sensitivity_batches=0)
+        calibrate(model, 3 * [ids], sensitivity_batches=0)
     with pytest.raises(TypeError, match="`source` must be a str, got b'a book'"):
-        turboquant.calibrate(model, 3 * [ids], source=b"a book")
+        calibrate(model, 3 * [ids], source=b"a book")
     with pytest.raises(TypeError, match="`sensitivity_batches` must be an integer, got 1.5"):
-        turboquant.calibrate(model, 3 * [ids], sensitivity_batches=1.5)
+        calibrate(model, 3 * [ids], sensitivity_batches=1.5)
     for averages in (3, None, ["a"], ["4"], "4", [True]):
         with pytest.raises(TypeError, match="`averages` must be a list of numbers of bits, got"):
-            turboquant.calibrate(model, 3 * [ids], averages=averages)
+            calibrate(model, 3 * [ids], averages=averages)
     with pytest.raises(NotImplementedError, match="LlamaModel cannot be calibrated: it has no head"):
-        turboquant.calibrate(model.model, 3 * [ids])
+        calibrate(model.model, 3 * [ids])
     bloom = BloomForCausalLM(BloomConfig(n_layer=1, n_head=2, hidden_size=16, vocab_size=96))
     with pytest.raises(NotImplementedError, match="its attention does not go through AttentionInterface"):
-        turboquant.calibrate(bloom, [ids])
+        calibrate(bloom, [ids])
     with pytest.raises(TypeError, match="`model` must be a transformers model, got str"):
-        turboquant.calibrate("model", [ids])
+        calibrate("model", [ids])
 
 
 # ---- files ----
@@ -486,46 +488,46 @@ def test_what_cannot_be_calibrated(model):
 
 def test_a_file_comes_back_as_it_was(measured, tmp_path):
     file = tmp_path / "one.safetensors"
-    measured.save(file)
-    back = Calibration.load(file)
+    profile_of(measured).save(file)
+    back = load_calibration(file)
     assert same(back, measured)
     assert all(getattr(back, n) == getattr(measured, n) for n in ("fingerprint", "tokens", "seed", "source"))
     assert [p.name for p in tmp_path.iterdir()] == [file.name]
     assert same(pickle.loads(pickle.dumps(measured)), measured)
-    assert same(Calibration.of(str(file)), measured) and Calibration.of(measured) is measured
-    with pytest.raises(TypeError, match="`calibration` must be a Calibration or the path of a file, got 3"):
-        Calibration.of(3)
+    assert same(Profile.of(str(file)).calibration, measured)
+    given = profile_of(measured)
+    assert Profile.of(given) is given
 
 
 def test_files_that_are_not_one(measured, tmp_path):
     from safetensors.numpy import save_file
 
     file = tmp_path / "one"
-    with pytest.raises(FileNotFoundError, match="`path` must be a calibration file, got '.*one', which is not there"):
-        Calibration.load(file)
-    measured.save(file)
+    with pytest.raises(FileNotFoundError, match="`path` must be a profile, got '.*one', which is not there"):
+        load_calibration(file)
+    profile_of(measured).save(file)
     whole = file.read_bytes()
-    bad = ["`path` must be a calibration file, got '.*one'"]
+    bad = ["`path` must be a profile, got '.*one'"]
     for content in (b"", whole[:100], whole[:-1], whole + b"x", b"\xff" * 300, b"TQCODES\0" * 20):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=bad[0]):
-            Calibration.load(file)
+            load_calibration(file)
     flipped = bytearray(whole)
     flipped[-1000] ^= 4
     file.write_bytes(flipped)
     with pytest.raises(ValueError, match="is damaged"):
-        Calibration.load(file)
+        load_calibration(file)
     arrays = {"centre": np.zeros(3, np.float32)}
     save_file(arrays, file)
     with pytest.raises(ValueError, match="not one that turboquant wrote"):
-        Calibration.load(file)
+        load_calibration(file)
     for form, message in (
-        ("turboquant-calibration-2", "its format must be turboquant-calibration-1, got 'turboquant-calibration-2'"),
-        ("turboquant-calibration-1", "is missing"),
+        ("turboquant-profile-2", "its format must be turboquant-profile-1, got 'turboquant-profile-2'"),
+        ("turboquant-profile-1", "`path` must be a profile"),
     ):
         save_file(arrays, file, {"format": form, "turboquant": "{}", "crc32": f"{zlib.crc32(b'{}'):08x}"})
         with pytest.raises(ValueError, match=message):
-            Calibration.load(file)
+            load_calibration(file)
 
 
 # ---- caches ----
@@ -535,8 +537,8 @@ def test_a_cache_that_is_calibrated(model, measured):
     """Widths, transforms and bytes are those of the calibration; decoded keys and values are near the true ones."""
     ids = prompts(2, 300, seed=7)["input_ids"]
     spec = bare(budget=3, prefill="packed")
-    turboquant.patch(model, spec, measured)
-    cache = TurboQuantCache(model.config, spec, measured)
+    turboquant.patch(model, spec, profile=profile_of(measured))
+    cache = TurboQuantCache(model.config, spec, profile=profile_of(measured))
     with torch.no_grad():
         model(ids, past_key_values=cache)
         plain = model(ids, past_key_values=_dynamic(model)).past_key_values
@@ -562,7 +564,7 @@ def test_a_cache_that_is_calibrated(model, measured):
     assert counted and cache.report().parts["transforms"] == counted
     assert cache.nbytes == sum(t.nbytes for _, t in cache.tensors())
     assert spec.bytes_per_token(32, 2, 3) * 128 * 6 == cache.report().parts["pages"]
-    twin = TurboQuantCache(model.config, spec, measured)
+    twin = TurboQuantCache(model.config, spec, profile=profile_of(measured))
     twin.layers[0].lazy_initialization(torch.zeros(1, 2, 1, 32))
     assert twin.layers[0].storage.transforms["rotation"] is cache.layers[0].storage.transforms["rotation"]
     cache.reset()
@@ -577,9 +579,9 @@ def _dynamic(model):
 
 def test_patch_takes_a_file(model, measured, tmp_path):
     file = tmp_path / "one.safetensors"
-    measured.save(file)
+    profile_of(measured).save(file)
     inputs = prompts(2, 150, padding=(20, 0), seed=3)
-    turboquant.patch(model, CacheSpec(budget=4, method="axes"), calibration=file)
+    turboquant.patch(model, CacheSpec(budget=4, method="axes"), profile=profile_of(file))
     ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)
     assert ids.shape == (2, 158) and isinstance(model(ids, use_cache=True).past_key_values, TurboQuantCache)
     turboquant.patch(model, "default")
@@ -589,8 +591,8 @@ def test_patch_takes_a_file(model, measured, tmp_path):
 
 def test_a_calibrated_cache_survives_beams_and_copies(model, measured):
     spec = bare(budget=3, window=8)
-    turboquant.patch(model, spec, measured)
-    cache = TurboQuantCache(model.config, spec, measured)
+    turboquant.patch(model, spec, profile=profile_of(measured))
+    cache = TurboQuantCache(model.config, spec, profile=profile_of(measured))
     ids = prompts(2, 60)["input_ids"]
     with torch.no_grad():
         model(ids, past_key_values=cache)
@@ -605,8 +607,8 @@ def test_a_calibrated_cache_survives_beams_and_copies(model, measured):
 def test_calibrations_of_other_models(model, measured, rng):
     other = tiny(seed=1)
     measured.check(describe(other.config))  # a configuration alone cannot tell
-    with pytest.raises(ValueError, match="`calibration` must be of this model, got one of another: .*other weights"):
-        turboquant.patch(other, bare(budget=3), measured)
+    with pytest.raises(ValueError, match="`profile` must be of this model, got one of another: .*other weights"):
+        turboquant.patch(other, bare(budget=3), profile=profile_of(measured))
     assert not hasattr(other, "_turboquant")
     for fields, message in (
         (dict(num_hidden_layers=2), "layers 2 instead of 3"),
@@ -621,25 +623,28 @@ def test_calibrations_of_other_models(model, measured, rng):
                 config.rope_theta = 5e5
         else:
             config = tiny(**fields).config
-        with pytest.raises(ValueError, match=f"`calibration` must be of this model.*{message}"):
-            TurboQuantCache(config, "calibrated-3", measured)
+        with pytest.raises(ValueError, match=f"`profile` must be of this model.*{message}"):
+            TurboQuantCache(config, "calibrated-3", profile=profile_of(measured))
     loose = made(rng, layers=3, kv_heads=1, head_dim=32)
     with pytest.raises(
         ValueError, match="layer 0: keys must have the 1 KV heads of 32 channels of the calibration, got 2"
     ):
-        TurboQuantCache(model.config, bare(budget=3), loose).layers[0].lazy_initialization(torch.zeros(1, 2, 1, 32))
+        TurboQuantCache(model.config, bare(budget=3), profile=profile_of(loose)).layers[0].lazy_initialization(
+            torch.zeros(1, 2, 1, 32)
+        )
 
 
 def test_specs_and_calibrations_that_do_not_go_together(model, measured):
     for spec in ("calibrated-3", bare(centre="calibrated"), bare(rotation="calibrated")):
         with pytest.raises(
-            ValueError, match="`calibration` must be a Calibration or its file for the presets calibrated-N, a budget"
+            ValueError,
+            match="`profile` must be a calibrated Profile or its file for the presets calibrated-N, a budget",
         ):
             TurboQuantCache(model.config, spec)
-    with pytest.raises(ValueError, match="`calibration` must be None for a spec that does not use one"):
-        TurboQuantCache(model.config, "default", measured)
+    with pytest.raises(ValueError, match="`profile` must be None for a spec that uses none"):
+        TurboQuantCache(model.config, bare(3, 3), profile=profile_of(measured))
     with pytest.raises(ValueError, match="`budget` must be in 1..5 bits for heads of 32 channels, got 0.5"):
-        TurboQuantCache(model.config, bare(budget=0.5), measured)
+        TurboQuantCache(model.config, bare(budget=0.5), profile=profile_of(measured))
 
 
 @pytest.mark.parametrize("fields, message", [
@@ -680,11 +685,11 @@ def test_specs_with_a_budget():
 
 def test_the_file_needs_no_torch(measured, tmp_path):
     """A calibration can be read, and its bits shared out, where torch is not installed."""
-    measured.save(tmp_path / "one")
+    profile_of(measured).save(tmp_path / "one")
     code = (
         "import sys\nfor name in ('torch', 'transformers'): sys.modules[name] = None\n"
         "import turboquant\n"
-        f"print(turboquant.Calibration.load({str(tmp_path / 'one')!r}).bits(3).sum())\n"
+        f"print(turboquant.Profile.load({str(tmp_path / 'one')!r}).calibration.bits(3).sum())\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == str(measured.bits(3).sum()), done.stderr

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from esm_models import protein, tiny_esm
 from models import prompts, tiny
+from profiles import calibrate, profile_of
+from profiles import load as load_calibration
 
 import turboquant
-from turboquant import CacheSpec, Calibration, TurboQuantCache, preset
+from turboquant import CacheSpec, TurboQuantCache, preset
 from turboquant.calibration import layer_specs, trial
 from turboquant.calibration.choice import POWER, SECOND_BIT, Trial, chosen, side_widths, table, uniform_widths
 from turboquant.calibration.distortion import distortions
@@ -54,7 +56,7 @@ def texts():
 def found(model, texts, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("TURBOQUANT_CACHE", str(tmp_path_factory.mktemp("moments")))
-        return turboquant.calibrate(model, texts[:4], held_out=texts[4:], averages=(4, 3, 2.5), tokenizer=Words())
+        return calibrate(model, texts[:4], held_out=texts[4:], averages=(4, 3, 2.5), tokenizer=Words())
 
 
 # ---- widths ----
@@ -104,8 +106,8 @@ def test_costs_of_sides_are_what_they_do(model, texts, found, window):
         name = ("key_bits", "value_bits")[side]
         specs[layer, side] = CacheSpec(overrides={**quiet, layer: {**quiet[layer], name: 3}}, sinks=4, window=window)
 
-    def cache(model, spec, calibration):
-        return TurboQuantCache(model, spec, calibration, moments=found.moments["text"])
+    def cache(model, spec, profile):
+        return TurboQuantCache(model, spec, profile=profile or profile_of(found.moments["text"]))
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("turboquant.hf.evaluation.TurboQuantCache", cache)
@@ -191,7 +193,7 @@ def test_what_was_tried_is_what_evaluate_measures(model, texts, found):
         (best,), (plain,) = [t for t in here if t.chosen], [t for t in here if t.method == "none"]
         assert best.kl_divergence <= plain.kl_divergence
         spec = CacheSpec(budget=average, window=window)
-        again = evaluate_all(model, texts[4], {"x": spec}, calibration=found, generate=0)["x"]
+        again = evaluate_all(model, texts[4], {"x": spec}, profile=profile_of(found), generate=0)["x"]
         assert again.kl_divergence == pytest.approx(best.kl_divergence, rel=1e-6)
         bits = again.spec.effective_bits(32, 3)
         assert bits <= average + 0.5 + 1e-9  # a scale of 16 bits for 32 channels
@@ -200,10 +202,10 @@ def test_what_was_tried_is_what_evaluate_measures(model, texts, found):
 
 def test_none_is_the_preset_of_the_same_bits(model, texts, found):
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("turboquant.hf.evaluation.TurboQuantCache", lambda model, spec, calibration: TurboQuantCache(
-            model, spec, calibration, moments=None if calibration else found.moments["model"]))  # fmt: skip
+        patched.setattr("turboquant.hf.evaluation.TurboQuantCache", lambda model, spec, profile: TurboQuantCache(
+            model, spec, profile=profile or profile_of(found.moments["model"])))  # fmt: skip
         specs = {"plain": CacheSpec(3, 3), "none": CacheSpec(budget=3, method="none")}
-        results = evaluate_all(model, texts[4], specs, calibration=found, everything_packed=True, generate=0)
+        results = evaluate_all(model, texts[4], specs, profile=profile_of(found), everything_packed=True, generate=0)
     assert results["plain"].kl_divergence == results["none"].kl_divergence
 
 
@@ -212,7 +214,7 @@ def test_none_is_the_preset_of_the_same_bits(model, texts, found):
 ])  # fmt: skip
 def test_each_method_stores_what_it_says(model, found, method, whose):
     spec = CacheSpec(budget=3, method=method, sinks=0, window=0)
-    cache = TurboQuantCache(model, spec, found)
+    cache = TurboQuantCache(model, spec, profile=profile_of(found))
     assert cache._shared.moments is (found.moments[whose] if whose else None)
     specs = layer_specs(spec, found, 3)
     if method == "axes":
@@ -222,7 +224,7 @@ def test_each_method_stores_what_it_says(model, found, method, whose):
         assert bits.mean() == 3 and (np.ptp(bits) > 0) == ("widths" in method)
         assert all((s.rotation, s.centre, s.metric, s.budget) == ("hadamard", "wave", "query", None) for s in specs)
     with torch.no_grad():
-        turboquant.patch(model, spec, found)
+        turboquant.patch(model, spec, profile=profile_of(found))
         model(prompts(1, 300)["input_ids"], use_cache=True, past_key_values=cache)
         turboquant.unpatch(model)
     assert cache.report().parts["pages"] == 3 * 128 * spec.bytes_per_token(32, 2, 3)
@@ -268,8 +270,8 @@ def test_what_was_found_without_a_window_is_for_specs_without_one(found):
 
 
 def test_the_file_holds_all_of_it(found, tmp_path):
-    found.save(tmp_path / "one")
-    back = Calibration.load(tmp_path / "one")
+    profile_of(found).save(tmp_path / "one")
+    back = load_calibration(tmp_path / "one")
     assert back.trials == found.trials and back.trials
     assert back.windows == found.windows
     np.testing.assert_array_equal(back.side_costs, found.side_costs)
@@ -282,7 +284,7 @@ def test_the_file_holds_all_of_it(found, tmp_path):
 
 def test_a_saved_cache_knows_its_choice(model, found, tmp_path):
     spec = preset("calibrated-3").with_(sinks=0, window=0)
-    turboquant.patch(model, spec, found)
+    turboquant.patch(model, spec, profile=profile_of(found))
     with torch.no_grad():
         cache = model(prompts(1, 150)["input_ids"], use_cache=True).past_key_values
     cache.save(tmp_path / "cache", model)
@@ -290,8 +292,10 @@ def test_a_saved_cache_knows_its_choice(model, found, tmp_path):
     assert [layer.spec for layer in back.layers] == [layer.spec for layer in cache.layers]
     turboquant.unpatch(model)
     marked = [dataclasses.replace(t, chosen=t.method == "none") for t in found.trials]
-    with pytest.raises(ValueError, match="needs the `calibration` it was made with"):
-        TurboQuantCache.load(tmp_path / "cache", model, dataclasses.replace(found, trials=tuple(marked)))
+    with pytest.raises(ValueError, match="needs the `profile` it was made with"):
+        TurboQuantCache.load(
+            tmp_path / "cache", model, profile=profile_of(dataclasses.replace(found, trials=tuple(marked)))
+        )
 
 
 def test_an_interrupted_trial_goes_on(model, texts, found, tmp_path, monkeypatch):
@@ -307,17 +311,17 @@ def test_an_interrupted_trial_goes_on(model, texts, found, tmp_path, monkeypatch
     monkeypatch.setattr(trial._Measure, "_losses", losses)
     given = dict(held_out=texts[4:], averages=(4, 3, 2.5), tokenizer=Words(), checkpoint=tmp_path / "half")
     with pytest.raises(KeyboardInterrupt):
-        turboquant.calibrate(model, texts[:4], **given)
-    assert turboquant.calibrate(model, texts[:4], **given).trials == found.trials
+        calibrate(model, texts[:4], **given)
+    assert calibrate(model, texts[:4], **given).trials == found.trials
     # two windows, two rounds each, of the held-out text and four kinds of text; the interrupted call ran twice
     assert len(calls) == 21
 
 
 def test_a_checkpoint_knows_which_texts_are_held_out(model, texts, tmp_path):
     given = dict(sensitivity_batches=1, checkpoint=tmp_path / "half")
-    turboquant.calibrate(model, texts[:3], **given)
+    calibrate(model, texts[:3], **given)
     with pytest.raises(ValueError, match="`checkpoint` must be one of this model, these batches"):
-        turboquant.calibrate(model, texts[:2], held_out=texts[2:3], **given)
+        calibrate(model, texts[:2], held_out=texts[2:3], **given)
 
 
 def test_a_method_has_to_hold_on_each_kind_of_text(model, texts, found, tmp_path, monkeypatch):
@@ -333,7 +337,7 @@ def test_a_method_has_to_hold_on_each_kind_of_text(model, texts, found, tmp_path
         return {name: 1.0 if "none" in name else worse for name in specs}
 
     monkeypatch.setattr(trial._Measure, "_losses", losses)
-    again = turboquant.calibrate(model, texts[:4], held_out=texts[4:], averages=(3,), tokenizer=Words())
+    again = calibrate(model, texts[:4], held_out=texts[4:], averages=(3,), tokenizer=Words())
     assert seen == 2 * [160, *kinds] and [t.method for t in again.trials if t.chosen] == 2 * ["none"]
     assert {t.elsewhere for t in again.trials if t.method != "none"} == {2.0}
 
@@ -357,7 +361,7 @@ def test_a_short_text_among_others_does_not_count_with_a_window(model, texts, mo
 def of_lengths(model, texts, learned, tried):
     """A calibration of texts that are cut to these lengths."""
     cut = [one[:, :count] for one, count in zip(texts, (*learned, *tried))]
-    return turboquant.calibrate(model, cut[: len(learned)], held_out=cut[len(learned) :], averages=(3,),
+    return calibrate(model, cut[: len(learned)], held_out=cut[len(learned) :], averages=(3,),
                                 tokenizer=Words())  # fmt: skip
 
 
@@ -365,29 +369,32 @@ def test_without_text_the_package_has_it(model, tmp_path, monkeypatch):
     """Costs are those of its four kinds of text. "none" and "widths" are tried on all of them, weighted by tokens."""
     monkeypatch.setenv("TURBOQUANT_CACHE", str(tmp_path))
     kinds = text.kinds(model, Words())
-    found = turboquant.calibrate(model, averages=(3, 2.5), tokenizer=Words(), seed=5)
+    found = calibrate(model, averages=(3, 2.5), tokenizer=Words(), seed=5)
     assert found.source == "the text of the package" and found.tokens == sum(ids.shape[1] - 4 for ids in kinds)
     assert {(t.window, t.average, t.method) for t in found.trials} == set(
         itertools.product((0, 128), (3.0, 2.5), ("none", "widths"))
     )
-    moments = turboquant.measure(model, Words())
+    moments = turboquant.measure(model, Words()).moments
     costs = [trial.side_costs(model, ids, moments, 5 + i, 128) for i, ids in enumerate(kinds)]
     want = np.mean([cost / cost.sum() for cost in costs], 0)
     np.testing.assert_allclose(found.side_costs[1], want, rtol=1e-5)
     for one in (t for t in found.trials if t.average == 3):
         spec = CacheSpec(budget=3, method=one.method, sinks=4, window=one.window)
-        kl = [turboquant.evaluate(model, ids, spec, calibration=found, generate=0).kl_divergence for ids in kinds]
+        kl = [
+            turboquant.evaluate(model, ids, spec, profile=profile_of(found), generate=0).kl_divergence for ids in kinds
+        ]
         assert one.kl_divergence == pytest.approx(np.average(kl, weights=[ids.shape[1] for ids in kinds]), rel=1e-5)
-    found.save(tmp_path / "file.safetensors")
-    again = Calibration.load(tmp_path / "file.safetensors")
-    assert again.trials == found.trials and TurboQuantCache(model, "calibrated-3", again).report()
+    profile_of(found).save(tmp_path / "file.safetensors")
+    again = turboquant.Profile.load(tmp_path / "file.safetensors")
+    assert again.calibration.trials == found.trials
+    assert TurboQuantCache(model, "calibrated-3", profile=again).report()
 
 
 def test_the_tokenizer_is_looked_for_once(model, tmp_path, monkeypatch):
     monkeypatch.setenv("TURBOQUANT_CACHE", str(tmp_path))
     calls = []
     monkeypatch.setattr(text, "found_tokenizer", lambda model: (Words(), "") if not calls.append(1) else None)
-    assert {t.elsewhere is None for t in turboquant.calibrate(model, averages=(3,)).trials} == {False}
+    assert {t.elsewhere is None for t in calibrate(model, averages=(3,)).trials} == {False}
     assert len(calls) == 1
 
 
@@ -401,18 +408,18 @@ def test_the_tokenizer_is_looked_for_once(model, tmp_path, monkeypatch):
 def test_where_the_text_of_the_package_does_not_serve(make, fields, error, message, monkeypatch):
     monkeypatch.setattr("turboquant.calibration.measure._forward", None)  # before anything runs
     with pytest.raises(error, match=message):
-        turboquant.calibrate(make(), **fields)
+        calibrate(make(), **fields)
 
 
 def test_without_held_out_text_a_budget_names_its_method(model, texts):
-    plain = turboquant.calibrate(model, texts[:2], sensitivity_batches=1)
+    plain = calibrate(model, texts[:2], sensitivity_batches=1)
     assert not plain.trials and not plain.moments
     for spec, message in (
-        (CacheSpec(budget=3), "`calibration` must have tried its methods on some text"),
-        (CacheSpec(budget=3, method="widths"), "`calibration` must have moments for the method 'widths'"),
+        (CacheSpec(budget=3), "`profile` must have tried its methods on some text"),
+        (CacheSpec(budget=3, method="widths"), "`profile` must have moments for the method 'widths'"),
     ):
         with pytest.raises(ValueError, match=message):
-            TurboQuantCache(model, spec, plain)
+            TurboQuantCache(model, spec, profile=profile_of(plain))
 
 
 @pytest.mark.parametrize("fields, message", [
@@ -425,15 +432,15 @@ def test_without_held_out_text_a_budget_names_its_method(model, texts):
 def test_what_it_refuses_to_try(model, texts, fields, message, monkeypatch):
     monkeypatch.setattr("turboquant.calibration.measure._forward", None)  # before anything runs
     with pytest.raises(ValueError, match=message):
-        turboquant.calibrate(model, texts, **fields)
+        calibrate(model, texts, **fields)
 
 
 def test_proteins_are_tried_by_their_hidden_states():
     model = tiny_esm(head_dim=64)
     batches = protein_batches(model, [protein(60 + n, n) for n in range(24)])
-    found = turboquant.calibrate(model, batches[1:], held_out=batches[:1], averages=(3,))
+    found = calibrate(model, batches[1:], held_out=batches[:1], averages=(3,))
     assert {(t.method, t.group) for t in found.trials} == {*trial._METHODS} and len(found.moments) == 2
     assert sum(t.chosen for t in found.trials) == 1 and all(t.elsewhere is None for t in found.trials)
     assert min(found.trials, key=lambda t: t.kl_divergence).chosen
-    turboquant.patch(model, "calibrated-3", found)
+    turboquant.patch(model, "calibrated-3", profile=profile_of(found))
     turboquant.unpatch(model)

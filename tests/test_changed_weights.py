@@ -119,7 +119,7 @@ def test_adapters_that_are_switched_and_merged(capfd, monkeypatch):
 
 def test_moments_that_were_given_are_warned_of_once():
     model = models.tiny()
-    turboquant.patch(model, "default", moments=turboquant.measure(model))
+    turboquant.patch(model, "default", profile=turboquant.measure(model))
     given = moments(model)
     model.model.layers[0].self_attn.k_proj.weight.data.mul_(2)
     with pytest.warns(UserWarning, match=r"changed since it was patched \(layers.0.self_attn.k_proj.weight\)") as said:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, shared_file
 from esm_models import protein, tiny_esm, torch, transformers
+from profiles import calibrate, profile_of
 from specs import WAVE, bare
 
 import turboquant
@@ -46,7 +47,7 @@ def folder(tmp_path_factory):
     tiny_esm(max_position_embeddings=66).save_pretrained(where / "model")
     other = tiny_esm(head_dim=32)
     batches = protein_batches(other, [protein(60, i) for i in range(4)])
-    turboquant.calibrate(other, batches, sensitivity_batches=1).save(where / "other")
+    profile_of(calibrate(other, batches, sensitivity_batches=1)).save(where / "other")
     transformers.LlamaConfig().save_pretrained(where / "llama")
     for name, lengths in (("train", [30] * 8 + [63]), ("test", (12, 20))):
         lines = [f">{name}{i} of {n}\n{protein(n, i)}\n" for i, n in enumerate(lengths)]
@@ -94,14 +95,14 @@ def test_proteins_of_a_pipe_are_read_once(model, tmp_path):
     read = read_entries(pipe)
     writer.join()
     pipe.unlink()
-    chosen = argparse.Namespace(fasta=str(pipe), csv=str(where), heatmap=None, calibration=None, batch=8,
+    chosen = argparse.Namespace(fasta=str(pipe), csv=str(where), heatmap=None, profile=None, batch=8,
                                 method="shared-context", spec="esm-default")  # fmt: skip
     assert commands.scan(model, chosen, None, read) == 0
     assert len(where.read_text().splitlines()) == 1 + 52 * 20
     found = commands.evaluated(model, chosen.fasta, {"a": bare(3, 3)}, None, (None, 2), read)
     assert found["a"].residues == 52
     made = commands.calibrated(model, chosen.fasta, (None, 10**6), (3,), 0, str(tmp_path / "part"), read)
-    assert made.tokens == 42 and made.source == "pipe, 2 proteins"
+    assert made.calibration.tokens == 42 and made.calibration.source == "pipe, 2 proteins"
 
 
 def test_evaluation_that_masks_nothing_runs_nothing(model, monkeypatch):
@@ -137,8 +138,8 @@ def test_wrong_choices_of_proteins(model, fields, error, message):
 
 
 def test_a_calibration_that_no_spec_uses_is_checked(model):
-    with pytest.raises(TypeError, match="`calibration` must be a Calibration or the path of a file, got 3"):
-        esm.evaluate(model, ["MKVMKVMKV"], {"a": bare(3, 3)}, mask_share=0.5, calibration=3)
+    with pytest.raises(TypeError, match="`profile` must be a Profile or the path of a file, got 3"):
+        esm.evaluate(model, ["MKVMKVMKV"], {"a": bare(3, 3)}, mask_share=0.5, profile=profile_of(3))
 
 
 def test_a_heat_map_takes_a_scan_and_a_path(tmp_path):
@@ -192,16 +193,16 @@ def test_evaluation_is_what_it_says(model, sequences):
 
 def test_calibration_is_for_every_head_of_an_encoder(model, sequences):
     before = model.config._attn_implementation
-    found = turboquant.calibrate(model, protein_batches(model, sequences), sensitivity_batches=1)
+    found = calibrate(model, protein_batches(model, sequences), sensitivity_batches=1)
     assert model.config._attn_implementation == before and found.sensitivity.min() > 0
     inner = tiny_esm("EsmModel", head_dim=32)
     inner.load_state_dict(model.esm.state_dict(), strict=False)
-    turboquant.patch(inner, bare(budget=3), found)
+    turboquant.patch(inner, bare(budget=3), profile=profile_of(found))
     turboquant.unpatch(inner)
     for other in (tiny_esm(head_dim=32, seed=1), tiny_esm(head_dim=64)):
-        with pytest.raises(ValueError, match="`calibration` must be of this model"):
-            turboquant.patch(other, bare(budget=3), found)
-    results = esm.evaluate(model, sequences, {"p": bare(3, 3), "c": bare(budget=3)}, calibration=found)
+        with pytest.raises(ValueError, match="`profile` must be of this model"):
+            turboquant.patch(other, bare(budget=3), profile=profile_of(found))
+    results = esm.evaluate(model, sequences, {"p": bare(3, 3), "c": bare(budget=3)}, profile=profile_of(found))
     assert results["c"].masked_kl_divergence < results["p"].masked_kl_divergence
 
 
@@ -212,7 +213,7 @@ def test_groups_of_equal_bits_are_mixed_as_one():
     from turboquant.kvcache.transforms import layer_transforms
 
     big = tiny_esm(head_dim=64)
-    found = turboquant.calibrate(big, protein_batches(big, [protein(100, i) for i in range(4)]), sensitivity_batches=1)
+    found = calibrate(big, protein_batches(big, [protein(100, i) for i in range(4)]), sensitivity_batches=1)
     for bits, merged in (((4, 4), True), ((4, 3), False)):
         spec = bare(bits, 3, rotation="calibrated", centre="calibrated")
         made = layer_transforms(spec, 1, 64, torch.device("cpu"), found)
@@ -246,7 +247,7 @@ def test_command_lines(folder, monkeypatch, tmp_path, capsys):
     shown = capsys.readouterr()
     assert "1 of 9 proteins are left out, the first: `" in shown.err
     assert "160 tokens, 3 layers" in shown.out and "| bits | none |" in shown.out
-    options = ["--calibration", "c.safetensors", "--proteins", "2", "--json", "q.json"]
+    options = ["--profile", "c.safetensors", "--proteins", "2", "--json", "q.json"]
     assert main(["eval", model, "--fasta", test, "--spec", "default,calibrated-3", *options]) == 0
     assert "| calibrated-3 |" in capsys.readouterr().out
     rows = json.loads((tmp_path / "q.json").read_text())["rows"]
@@ -381,9 +382,9 @@ BAD = {
     "csv in no folder": (["esm-scan", "TEST", "--model", "MODEL", "--csv", "no/s.csv"], "--csv"),
     "a picture": (["esm-scan", "TEST", "--model", "MODEL", "--csv", "s.csv", "--heatmap", "x.txt"], "--heatmap"),
     "no calibration": (["esm-scan", "TEST", "--model", "MODEL", "--csv", "s.csv", "--spec", "calibrated-3"],
-                       "--calibration"),
+                       "--profile"),
     "no calibration file": (["esm-scan", "TEST", "--model", "MODEL", "--csv", "s.csv", "--spec", "calibrated-3",
-                             "--calibration", "none"], "--calibration must be a calibration file, got 'none'"),
+                             "--profile", "none"], "--profile must be a profile, got 'none'"),
     "too many": (["eval", "MODEL", "--fasta", "TEST", "--spec", "default", "--proteins", "3"],
                  "--proteins must be in 1..2"),
     "no tokens": (["calibrate", "MODEL", "--fasta", "TEST", "--out", "c", "--tokens", "0"],
@@ -402,7 +403,7 @@ BAD = {
     "a decoder": (["esm-scan", "TEST", "--model", "LLAMA", "--csv", "s.csv"], "MODEL must be an ESM-2 model"),
     "text for proteins": (["eval", "MODEL", "--text", "TEST", "--spec", "default"], "which is of type 'esm'"),
     "a calibration of another shape": (
-        ["eval", "MODEL", "--fasta", "TEST", "--spec", "calibrated-3", "--calibration", "OTHER"],
+        ["eval", "MODEL", "--fasta", "TEST", "--spec", "calibrated-3", "--profile", "OTHER"],
         "must be of this model"),
     "a window": (["eval", "MODEL", "--fasta", "TEST", "--spec", "default", "--set", "window=8"], "--set window"),
 }  # fmt: skip

@@ -8,6 +8,7 @@ import pickle
 import numpy as np
 import pytest
 from esm_models import LETTERS, protein, tiny_esm, torch
+from profiles import calibrate, profile_of
 from specs import WAVE, bare
 
 import turboquant
@@ -372,10 +373,10 @@ def test_another_model_or_changed_weights():
         ContextCache(tiny_esm().train()).encode(PROTEINS)
     with pytest.raises(NotImplementedError, match="rotary"):
         ContextCache(tiny_esm(position_embedding_type="absolute"))
-    with pytest.raises(ValueError, match="`calibration` must be"):
+    with pytest.raises(ValueError, match="`profile` must be"):
         ContextCache(tiny_esm(), "calibrated-3")
     other = tiny_esm(head_dim=32)
     batches = esm.protein_batches(other, [protein(60, i) for i in range(4)])
-    found = turboquant.calibrate(other, batches, sensitivity_batches=1)
-    with pytest.raises(ValueError, match="`calibration` must be of this model"):
-        ContextCache(tiny_esm(), "calibrated-3", found)
+    found = calibrate(other, batches, sensitivity_batches=1)
+    with pytest.raises(ValueError, match="`profile` must be of this model"):
+        ContextCache(tiny_esm(), "calibrated-3", profile=profile_of(found))

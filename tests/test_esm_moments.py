@@ -13,7 +13,8 @@ from esm_models import protein, tiny_esm, torch
 from specs import WAVE, bare
 
 import turboquant
-from turboquant import Moments, esm
+from turboquant import esm
+from turboquant.moments import Moments
 from turboquant.moments.measure import SINKS, measure_model
 
 PROTEINS = ROOT / "turboquant" / "data" / "moments" / "proteins.fasta"
@@ -103,11 +104,11 @@ def test_moments_that_are_given(tmp_path: Any) -> None:
     moments = turboquant.measure(model)
     moments.save(tmp_path / "moments")
     for given in (moments, tmp_path / "moments"):
-        turboquant.patch(model, SPEC, moments=given)
+        turboquant.patch(model, SPEC, profile=given)
         held = model.esm.encoder.layer[0].attention.self._turboquant.moments
         assert isinstance(held, Moments) and esm.ContextCache(model, SPEC)._packed[0].moments is held
-    cache = esm.ContextCache(turboquant.unpatch(model), SPEC, moments=moments)
-    assert cache._packed[2].moments is moments
+    cache = esm.ContextCache(turboquant.unpatch(model), SPEC, profile=moments)
+    assert cache._packed[2].moments is moments.moments
     cache.encode([protein(40)])
     same = copy.deepcopy(cache).decode([["W"]], [[3]]).hidden[0]
     assert torch.equal(same, cache.decode([["W"]], [[3]]).hidden[0])
@@ -115,14 +116,14 @@ def test_moments_that_are_given(tmp_path: Any) -> None:
 
 def test_what_is_refused() -> None:
     model, other = tiny_esm(), turboquant.measure(tiny_esm(heads=4))
-    for what in (lambda: turboquant.patch(model, SPEC, moments=other),
-                 lambda: esm.ContextCache(model, SPEC, moments=other)):  # fmt: skip
-        with pytest.raises(ValueError, match="`moments` must be of this model"):
+    for what in (lambda: turboquant.patch(model, SPEC, profile=other),
+                 lambda: esm.ContextCache(model, SPEC, profile=other)):  # fmt: skip
+        with pytest.raises(ValueError, match="`profile` must be of this model"):
             what()
-    with pytest.raises(ValueError, match="`moments` must be of this model, .* other weights"):
-        turboquant.patch(model, SPEC, moments=turboquant.measure(tiny_esm(seed=1)))
-    with pytest.raises(ValueError, match="`moments` must be None for a spec without"):
-        turboquant.patch(model, bare(4, 4), moments=other)
+    with pytest.raises(ValueError, match="`profile` must be of this model, .* other weights"):
+        turboquant.patch(model, SPEC, profile=turboquant.measure(tiny_esm(seed=1)))
+    with pytest.raises(ValueError, match="`profile` must be None for a spec"):
+        turboquant.patch(model, bare(4, 4), profile=turboquant.measure(model))
     with pytest.raises(NotImplementedError, match="`tokenizer` is for decoders"):
         turboquant.patch(model, tokenizer=str)
     for name, given in (("text", "MKT"), ("tokenizer", str)):

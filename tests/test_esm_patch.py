@@ -7,6 +7,7 @@ import copy
 import pytest
 from conftest import shared_file
 from esm_models import protein, tiny_esm, torch, transformers
+from profiles import calibrate, profile_of
 from specs import WAVE, bare
 
 import turboquant
@@ -127,14 +128,14 @@ def test_modes_of_others():
     model = tiny_esm(head_dim=32, initializer_range=0.1)
     inputs = batch(model)
     real = inputs["attention_mask"].bool()
-    found = turboquant.calibrate(model, esm.protein_batches(model, [protein(90, i) for i in range(6)]))
+    found = calibrate(model, esm.protein_batches(model, [protein(90, i) for i in range(6)]))
     with torch.no_grad():
         want = model(**inputs).logits[real]
         errors = []
         for spec, calibration in ((bare(5, 5), None), ("turboesm", found), ("paper-prod-3", None)):
-            turboquant.patch(model, spec, calibration)
+            turboquant.patch(model, spec, profile=profile_of(calibration))
             errors.append((model(**inputs).logits[real] - want).norm() / want.norm())
-        cache = esm.ContextCache(model, "turboesm", found)
+        cache = esm.ContextCache(model, "turboesm", profile=profile_of(found))
         cache.encode([protein(30)])
         assert torch.isfinite(cache.decode(["W"], [[3]]).logits[0]).all()
     assert 0 < errors[0] < min(errors[1:]) and max(errors) < 0.5
@@ -312,7 +313,7 @@ def test_wrong_arguments_leave_the_model_alone():
     for error, message, arguments in [
         (ValueError, "`head_dim` .*got 12", (tiny_esm(head_dim=12),)),
         (ValueError, "`overrides` must name layers", (model, bare(overrides={7: {"sinks": 1}}))),
-        (ValueError, "`calibration` must be", (model, "calibrated-3")),
+        (ValueError, "`profile` must be", (model, "calibrated-3")),
     ]:
         with pytest.raises(error, match=message):
             turboquant.patch(*arguments)

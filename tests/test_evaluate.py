@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, real_model, shared_file
 from models import prompts, tiny
+from profiles import calibrate, profile_of
+from profiles import load as load_calibration
 from specs import WAVE, bare
 
 import turboquant
@@ -42,7 +44,7 @@ def windows():
 
 @pytest.fixture(scope="module")
 def calibration(model):
-    return turboquant.calibrate(model, [prompts(2, 160)["input_ids"]], sensitivity_batches=1)
+    return calibrate(model, [prompts(2, 160)["input_ids"]], sensitivity_batches=1)
 
 
 def test_numbers_are_what_they_say(model, windows):
@@ -88,7 +90,7 @@ MODES = {
 @pytest.mark.parametrize("spec", MODES.values(), ids=MODES)
 def test_three_ways_of_feeding_agree(spec, model, windows, calibration):
     used = calibration if spec.calibrated else None
-    found = [turboquant.evaluate(model, windows[:2, :150], spec, calibration=used, prefill=p, chunk=37,
+    found = [turboquant.evaluate(model, windows[:2, :150], spec, profile=profile_of(used), prefill=p, chunk=37,
                                  generate=0, batch=2) for p in ("packed", "chunked", "decode")]  # fmt: skip
     first = found[0]
     assert first.kl_divergence > 1e-4
@@ -193,7 +195,7 @@ def test_the_model_is_left_as_it_was(model, windows):
 
 
 def test_batches_give_the_same(model, windows, calibration):
-    found = [turboquant.evaluate(model, windows, bare(budget=3), calibration=calibration, batch=b, generate=40,
+    found = [turboquant.evaluate(model, windows, bare(budget=3), profile=profile_of(calibration), batch=b, generate=40,
                                  everything_packed=True) for b in (1, 2, 3)]  # fmt: skip
     for other in found[1:]:
         assert other.free_running == found[0].free_running
@@ -225,10 +227,10 @@ def test_what_it_refuses(model, windows, calibration):
         turboquant.evaluate(model, windows, "default", generate=-1)
     with pytest.raises(ValueError, match="did you mean 'calibrated-3'"):
         turboquant.evaluate(model, windows, "calibrated3")
-    with pytest.raises(ValueError, match="`calibration` must be a Calibration or its file"):
+    with pytest.raises(ValueError, match="`profile` must be a calibrated Profile or its file"):
         turboquant.evaluate(model, windows, "calibrated-3")
     with pytest.raises(ValueError, match="got one of another: .*other weights"):
-        turboquant.evaluate(tiny(seed=1), windows, bare(budget=3), calibration=calibration)
+        turboquant.evaluate(tiny(seed=1), windows, bare(budget=3), profile=profile_of(calibration))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.uint32])
@@ -243,8 +245,8 @@ def test_defaults_of_torch_change_nothing(model, windows, calibration):
 
     def found():
         shown = text_windows("".join(map(chr, range(100))), tokenizer, 4, 10)
-        return (shown.tolist(),
-                turboquant.evaluate(model, windows, bare(budget=3), calibration=calibration, generate=20))  # fmt: skip
+        profile = profile_of(calibration)
+        return shown.tolist(), turboquant.evaluate(model, windows, bare(budget=3), profile=profile, generate=20)
 
     want, before = found(), torch.get_default_dtype()
     try:
@@ -296,7 +298,7 @@ def calibrated(book, tmp_path_factory):
     with pytest.MonkeyPatch.context() as texts:
         texts.setattr("turboquant.moments.text.OF_A_KIND", 256)
         with pytest.MonkeyPatch.context() as patched, redirect_stderr(said), pytest.raises(SystemExit):
-            patched.setattr(turboquant.Calibration, "save", full)
+            patched.setattr(turboquant.Profile, "save", full)
             main(command)
         assert "No space left on device" in said.getvalue() and part.exists() and not out.exists()
         with redirect_stdout(shown):
@@ -313,16 +315,16 @@ def test_calibrate_without_a_text(tmp_path, capsys, monkeypatch):
     assert (
         "per token, on the text of the package; in brackets" in shown and "| bits | none | widths | chosen |" in shown
     )
-    assert turboquant.Calibration.load(out).source == "the text of the package"
+    assert load_calibration(out).source == "the text of the package"
 
 
 def test_calibrate_and_eval(calibrated, book, tmp_path, capsys):
     (out, shown), results = calibrated, tmp_path / "quality.json"
-    found = turboquant.Calibration.load(out)
+    found = load_calibration(out)
     assert found.source == book.name and found.tokens == 768 - 4 and {t.average for t in found.trials} == {3.0}
     assert out.name in shown and "| bits | none | moments |" in shown and "3 bits: " in shown
     common = ["eval", str(DEMO), "--text", str(book), "--windows", "2", "--length", "256", "--generate", "64"]
-    assert main([*common, "--spec", "calibrated-3,default", "--calibration", str(out), "--json", str(results),
+    assert main([*common, "--spec", "calibrated-3,default", "--profile", str(out), "--json", str(results),
                  "--set", "sinks=0", "--everything-packed", "--batch", "2"]) == 0  # fmt: skip
     shown = capsys.readouterr().out
     assert "| calibrated-3 |" in shown and "everything packed" in shown and "prompts of 128" in shown
@@ -367,14 +369,14 @@ BAD = {
     ),
     "no value": (["eval", "DEMO", "--text", "TEXT", "--spec", "default", "--set", "sinks"], "FIELD=VALUE"),
     "bad value": (["eval", "DEMO", "--text", "TEXT", "--spec", "default", "--set", "sinks=-1"], "`sinks` must be in"),
-    "no calibration": (["eval", "DEMO", "--text", "TEXT", "--spec", "calibrated-3"], "--calibration"),
+    "no calibration": (["eval", "DEMO", "--text", "TEXT", "--spec", "calibrated-3"], "--profile"),
     "no calibration file": (
-        ["eval", "DEMO", "--text", "TEXT", "--spec", "calibrated-3", "--calibration", "none"],
-        "--calibration must be a calibration file, got 'none', which is not there",
+        ["eval", "DEMO", "--text", "TEXT", "--spec", "calibrated-3", "--profile", "none"],
+        "--profile must be a profile, got 'none', which is not there",
     ),
     "damaged calibration": (
-        ["eval", "DEMO", "--text", "TEXT", "--spec", "calibrated-3", "--calibration", "TEXT"],
-        "--calibration must be a calibration file, got",
+        ["eval", "DEMO", "--text", "TEXT", "--spec", "calibrated-3", "--profile", "TEXT"],
+        "--profile must be a profile, got",
     ),
     "no numbers": (
         ["calibrate", "DEMO", "--text", "TEXT", "--out", "x", "--device", "meta"],
@@ -452,8 +454,8 @@ OUTPUTS = {
     "json is the text": (["eval", "DEMO", "--text", "TEXT", "--spec", "default", "--json", "TEXT"],
                          "--json must be another file than --text"),
     "json is the calibration": (
-        ["eval", "DEMO", "--text", "TEXT", "--spec", "calibrated-3", "--calibration", "t.part", "--json", "t.part"],
-        "--json must be another file than --calibration"),
+        ["eval", "DEMO", "--text", "TEXT", "--spec", "calibrated-3", "--profile", "t.part", "--json", "t.part"],
+        "--json must be another file than --profile"),
     "csv is a folder": (["esm-scan", "one.fa", "--model", "DEMO", "--csv", "folder"], "--csv must be a file"),
     "csv is the proteins": (["esm-scan", "one.fa", "--model", "DEMO", "--csv", "one.fa"],
                             "--csv must be another file than FASTA"),
@@ -561,7 +563,7 @@ def test_the_page_of_presets_takes_passkeys(benchmarks):
     assert both[: len(page)] == page and both[len(page)].startswith(
         "With calibrations on the text of the package, and 4"
     )
-    assert "--real smollm2 --calibration FILE --keys 4`" in both[-5] and both[-2] == "| full cache | 0.88 |"
+    assert "--real smollm2 --profile FILE --keys 4`" in both[-5] and both[-2] == "| full cache | 0.88 |"
 
 
 @pytest.mark.slow
@@ -576,9 +578,9 @@ def test_calibration_across_texts(benchmarks):
     specs = {f"{m} {b}": CacheSpec(budget=b, method=m, window=0) for b in (3, 2.5) for m in ("chosen", "none")}
     for learned, (first, _) in halves.items():
         ids = list(text_windows(first, tokenizer, 6, 512).split(1))
-        found = turboquant.calibrate(model, ids[:5], held_out=ids[5:], averages=(3, 2.5), tokenizer=tokenizer)
+        found = calibrate(model, ids[:5], held_out=ids[5:], averages=(3, 2.5), tokenizer=tokenizer)
         for name, text in windows.items():
-            kl = {spec: one.kl_divergence for spec, one in evaluate_all(model, text, specs, calibration=found,
+            kl = {spec: one.kl_divergence for spec, one in evaluate_all(model, text, specs, profile=profile_of(found),
                                                                         generate=0).items()}  # fmt: skip
             print(learned, name, kl)
             assert all(kl[f"chosen {b}"] <= 1.05 * kl[f"none {b}"] for b in (3, 2.5)), (learned, name, kl)

@@ -57,7 +57,7 @@ TORCH_MODULES = [
     f"turboquant.{name}"
     for name in (
         "operators operator_docs ops kvcache.* hf hf.* models models.* calibration calibration.* moments moments.* "
-        "demo esm esm.*"
+        "measured measured.* demo esm esm.*"
     ).split()
 ]
 NEEDS_TORCH = {"torch", "transformers", "safetensors", "tokenizers"}

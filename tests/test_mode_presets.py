@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from conftest import ROOT, shared_file
 from models import prompts, tiny
+from profiles import calibrate, profile_of
+from profiles import load as load_calibration
 from specs import bare
 
 import turboquant
@@ -41,10 +43,10 @@ def ids():
 def test_generates_from_packed_bytes(name, demo, ids):
     """`generate` on the shipped model with a padded batch of two holds the bytes of the format and no other history."""
     spec = turboquant.preset(name).with_(sinks=2, window=8)
-    calibration = DEMO / "calibration.safetensors" if spec.calibrated else None
-    turboquant.patch(demo, spec, calibration)
+    calibration = DEMO / "profile.safetensors" if spec.calibrated else None
+    turboquant.patch(demo, spec, profile=profile_of(calibration))
     try:
-        cache = TurboQuantCache(demo.config, spec, calibration)
+        cache = TurboQuantCache(demo.config, spec, profile=profile_of(calibration))
         mask = torch.ones_like(ids)
         mask[0, :40] = 0
         out = demo.generate(
@@ -70,13 +72,13 @@ def test_a_step_reads_what_was_packed(name, demo, ids):
     """Decoding token by token gives the last logits of one forward with packed prefill, to 5 %. They are not the exact
     ones."""
     spec = turboquant.preset(name).with_(prefill="packed")
-    calibration = DEMO / "calibration.safetensors" if spec.calibrated else None
-    turboquant.patch(demo, spec, calibration)
+    calibration = DEMO / "profile.safetensors" if spec.calibrated else None
+    turboquant.patch(demo, spec, profile=profile_of(calibration))
     try:
         with torch.no_grad():
-            cache = TurboQuantCache(demo.config, spec, calibration)
+            cache = TurboQuantCache(demo.config, spec, profile=profile_of(calibration))
             whole = demo(ids[:1], past_key_values=cache).logits[0, -1]
-            cache = TurboQuantCache(demo.config, spec, calibration)
+            cache = TurboQuantCache(demo.config, spec, profile=profile_of(calibration))
             demo(ids[:1, :150], past_key_values=cache)
             for i in range(150, 200):
                 one = demo(ids[:1, i : i + 1], past_key_values=cache).logits[0, -1]
@@ -90,15 +92,15 @@ def test_a_step_reads_what_was_packed(name, demo, ids):
 @pytest.mark.parametrize("name", ["paper-mse-2.5", "paper-prod-3", "turboesm"])
 def test_files_and_forks_go_on_alike(name, demo, ids, tmp_path):
     spec = turboquant.preset(name)
-    calibration = DEMO / "calibration.safetensors" if spec.calibrated else None
-    turboquant.patch(demo, spec, calibration)
+    calibration = DEMO / "profile.safetensors" if spec.calibrated else None
+    turboquant.patch(demo, spec, profile=profile_of(calibration))
     try:
         with torch.no_grad():
-            cache = TurboQuantCache(demo.config, spec, calibration)
+            cache = TurboQuantCache(demo.config, spec, profile=profile_of(calibration))
             demo(ids[:, :160], past_key_values=cache)
             fork = cache.fork()
             cache.save(tmp_path / "cache")
-            loaded = TurboQuantCache.load(tmp_path / "cache", demo, calibration)
+            loaded = TurboQuantCache.load(tmp_path / "cache", demo, profile=profile_of(calibration))
             want, *others = (demo(ids[:, 160:170], past_key_values=c).logits for c in (cache, fork, loaded))
     finally:
         turboquant.unpatch(demo)
@@ -170,22 +172,22 @@ def model():
 
 @pytest.fixture(scope="module")
 def calibration(model):
-    return turboquant.calibrate(model, [prompts(2, 160)["input_ids"]], sensitivity_batches=1)
+    return calibrate(model, [prompts(2, 160)["input_ids"]], sensitivity_batches=1)
 
 
 def test_a_calibration_keeps_its_tables(model, calibration, tmp_path):
     assert calibration.tables.shape == (3, 2, 2, 9)
     assert (np.diff(calibration.tables[..., :8], axis=-1) >= 0).all() and (calibration.tables[..., 8] > 0).all()
-    calibration.save(tmp_path / "c")
-    again = turboquant.Calibration.load(tmp_path / "c")
+    profile_of(calibration).save(tmp_path / "c")
+    again = load_calibration(tmp_path / "c")
     np.testing.assert_array_equal(again.tables, calibration.tables)
     import dataclasses
 
     older = dataclasses.replace(calibration, tables=None)
-    older.save(tmp_path / "older")
-    assert turboquant.Calibration.load(tmp_path / "older").tables is None
+    profile_of(older).save(tmp_path / "older")
+    assert load_calibration(tmp_path / "older").tables is None
     ids = prompts(1, 40)["input_ids"]
-    turboquant.patch(model, "turboesm", tmp_path / "older")
+    turboquant.patch(model, "turboesm", profile=tmp_path / "older")
     try:
         with torch.no_grad(), pytest.raises(ValueError, match="must have tables of levels .* calibrate again"):
             model(ids)
@@ -197,7 +199,7 @@ def test_table_keys_are_coded_by_their_own_axes_and_levels(model, calibration):
     """Layer 0 of TurboESM, computed here: K Vh^T goes to the nearest level, plus or minus the mean distance to the
     levels. V goes to the nearest level."""
     spec = turboquant.preset("turboesm").with_(prefill="packed")
-    cache = TurboQuantCache(model.config, spec, calibration)
+    cache = TurboQuantCache(model.config, spec, profile=profile_of(calibration))
     captured = {}
     layer = cache.layers[0]
     update = type(layer).update
@@ -206,7 +208,7 @@ def test_table_keys_are_coded_by_their_own_axes_and_levels(model, calibration):
         captured.setdefault("kv", (key.clone(), value.clone()))
         return update(self, key, value, *rest, **more)
 
-    turboquant.patch(model, spec, calibration)
+    turboquant.patch(model, spec, profile=profile_of(calibration))
     try:
         with torch.no_grad(), pytest.MonkeyPatch.context() as patched:
             patched.setattr(type(layer), "update", keep)
@@ -237,9 +239,11 @@ def test_a_model_on_cuda_reads_what_it_packed_there(name, model, calibration):
     logits = {}
     try:
         for device in ("cpu", "cuda"):
-            turboquant.patch(model.to(device), spec, calibration if spec.calibrated else None)
+            turboquant.patch(model.to(device), spec, profile=profile_of(calibration if spec.calibrated else None))
             with torch.no_grad():
-                cache = TurboQuantCache(model.config, spec, calibration if spec.calibrated else None)
+                cache = TurboQuantCache(
+                    model.config, spec, profile=profile_of(calibration if spec.calibrated else None)
+                )
                 parts = [model(ids[:, :50].to(device), past_key_values=cache).logits]
                 parts += [model(ids[:, i : i + 1].to(device), past_key_values=cache).logits for i in range(50, 60)]
             logits[device] = torch.cat(parts, 1).cpu()

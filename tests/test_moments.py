@@ -14,10 +14,11 @@ import pytest
 from conftest import ROOT
 from esm_models import tiny_esm
 from models import KINDS, tiny
+from profiles import profile_of
 from test_moments_reference import layer
 
 import turboquant
-from turboquant import Moments
+from turboquant import Profile
 from turboquant.models.identity import fingerprint
 from turboquant.moments import text as texts
 from turboquant.moments.metric import POSITIONS
@@ -33,7 +34,7 @@ def nothing_kept(monkeypatch):
     monkeypatch.setenv("TURBOQUANT_CACHE", "")
 
 
-def measured(model, *args, **options) -> Moments:
+def measured(model, *args, **options) -> Profile:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the model is measured on random token ids")
         return turboquant.measure(model, *args, **options)
@@ -507,7 +508,7 @@ def test_keys_that_are_not_finite():
 # ---- files and the cache folder ----
 
 
-def same(a: Moments, b: Moments) -> bool:
+def same(a: Profile, b: Profile) -> bool:
     names = [field.name for field in dataclasses.fields(a.layers[0])]
     return (a.fingerprint, a.tokens, a.source) == (b.fingerprint, b.tokens, b.source) and all(
         np.array_equal(getattr(x, name), getattr(y, name)) for x, y in zip(a.layers, b.layers) for name in names
@@ -517,41 +518,41 @@ def same(a: Moments, b: Moments) -> bool:
 def test_files(tmp_path):
     found = measured(tiny("gemma3, alternating"))
     found.save(tmp_path / "m.safetensors")
-    assert same(Moments.load(tmp_path / "m.safetensors"), found)
+    assert same(Profile.load(tmp_path / "m.safetensors"), found)
     assert repr(found) == (
-        "Moments(layers=3, kv_heads=2, head_dim=32, pairs=16, tokens=2044, source='random token ids', "
+        "Profile(layers=3, kv_heads=2, head_dim=32, pairs=16, tokens=2044, source='random token ids', "
         f"nbytes={found.nbytes})"
     )
     with pytest.raises(FileNotFoundError, match="`path` must be a file of moments"):
-        Moments.load(tmp_path / "absent")
+        Profile.load(tmp_path / "absent")
     data = bytearray((tmp_path / "m.safetensors").read_bytes())
     data[-100] ^= 1
     (tmp_path / "damaged").write_bytes(data)
     with pytest.raises(ValueError, match="is damaged"):
-        Moments.load(tmp_path / "damaged")
+        Profile.load(tmp_path / "damaged")
     for name, content in {"short": data[:100], "empty": b"", "words": b"words" * 100}.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match="`path` must be a file of moments"):
-            Moments.load(tmp_path / name)
+            Profile.load(tmp_path / name)
     with pytest.raises(ValueError, match="it is not one that turboquant wrote"):
-        Moments.load(DEMO / "model.safetensors")
+        Profile.load(DEMO / "model.safetensors")
 
 
 def test_files_of_another_version(tmp_path, monkeypatch):
-    from turboquant.moments import data
+    from turboquant.measured import profile as data
 
     found = measured(tiny())
-    monkeypatch.setattr(data, "FORMAT", "turboquant-moments-9")
+    monkeypatch.setattr(data, "FORMAT", "turboquant-profile-9")
     found.save(tmp_path / "m")
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="its format must be turboquant-moments-1, got 'turboquant-moments-9'"):
-        Moments.load(tmp_path / "m")
+    with pytest.raises(ValueError, match="its format must be turboquant-profile-1, got 'turboquant-profile-9'"):
+        Profile.load(tmp_path / "m")
 
 
 def test_moments_of_another_model():
     found = measured(tiny())
     found.check(fingerprint(tiny()))
-    with pytest.raises(ValueError, match="`moments` must be of this model, .* this one has other weights"):
+    with pytest.raises(ValueError, match="`profile` must be of this model, .* this one has other weights"):
         found.check(fingerprint(tiny(seed=1)))
     with pytest.raises(ValueError, match="this one has rope .*linear"):
         found.check(fingerprint(scaled(SCALED["linear"])))
@@ -561,14 +562,14 @@ def test_a_wave_for_layers_whose_keys_are_not_rotary():
     other, model, spec = smollm3(1, 1, 1, 1), smollm3(1, 0, 1, 0), turboquant.CacheSpec()
     moments, right = measured(other), measured(model)
     for use in (turboquant.patch, turboquant.TurboQuantCache):
-        with pytest.raises(ValueError, match=r"`moments` must be of this model.*no_rope_layers \[1, 0, 1, 0\] instead"):
-            use(model, spec, moments=moments)
+        with pytest.raises(ValueError, match=r"`profile` must be of this model.*no_rope_layers \[1, 0, 1, 0\] instead"):
+            use(model, spec, profile=profile_of(moments))
         made = dataclasses.replace(moments, fingerprint=right.fingerprint)
         with pytest.raises(
             ValueError, match=r"no wave in layer 1, whose keys are not rotary, got one\. Use .*\"none\""
         ):
-            use(model, spec, moments=made)
-        use(model, spec, moments=right)
+            use(model, spec, profile=profile_of(made))
+        use(model, spec, profile=profile_of(right))
 
 
 BAD = {
@@ -611,7 +612,7 @@ def test_the_cache_folder(tmp_path, monkeypatch):
     measured(model_of(tiny(), 100))
     assert len(runs) == 3 and len([*(tmp_path / "kept").iterdir()]) == 3
     file.write_bytes(file.read_bytes()[:-10])
-    assert same(measured(tiny()), found) and len(runs) == 4 and same(Moments.load(file), found)
+    assert same(measured(tiny()), found) and len(runs) == 4 and same(Profile.load(file), found)
     monkeypatch.setenv("TURBOQUANT_CACHE", "")
     measured(tiny())
     assert len(runs) == 5

@@ -77,7 +77,7 @@ def divergences(model: Any, spec: Any, moments: Any, inputs: Any, follows: bool 
     turboquant.unpatch(model)
     with torch.no_grad():
         want = model(**inputs, use_cache=False).logits[:, 74:].log_softmax(-1)
-        turboquant.patch(model, spec, moments=moments)
+        turboquant.patch(model, spec, profile=moments)
         cache = TurboQuantCache(model)
         if not follows:
             cache.follow = lambda positions, mask: 0
@@ -110,7 +110,7 @@ def test_behind_an_image_the_wave_does_no_harm(name):
 def test_positions_that_move_in_a_later_turn_are_warned_of():
     model = made("qwen3_vl")
     moments = turboquant.measure(model)
-    turboquant.patch(model, bare(4, 4, centre="wave"), moments=moments)
+    turboquant.patch(model, bare(4, 4, centre="wave"), profile=moments)
     cache = TurboQuantCache(model)
     decoder, embeddings = model.model.language_model, torch.randn(1, 8, 64)
 
@@ -120,7 +120,7 @@ def test_positions_that_move_in_a_later_turn_are_warned_of():
             decoder(inputs_embeds=embeddings, position_ids=positions, use_cache=True, **{names.CACHE: cache})
 
     forward(0)
-    assert cache._shared.moments is moments
+    assert cache._shared.moments is moments.moments
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         forward(8)
@@ -128,12 +128,12 @@ def test_positions_that_move_in_a_later_turn_are_warned_of():
         forward(36)
     cache.reset()
     forward(5)
-    assert cache._shared.moments is not moments and cache.measured_moments is moments
+    assert cache._shared.moments is not moments.moments and cache.measured_moments is moments.moments
     by_five = [layer.later(-5).amplitudes for layer in moments.layers]
     assert all((a.amplitudes == b).all() for a, b in zip(cache._shared.moments.layers, by_five, strict=True))
     cache.reset()
     forward(0)
-    assert cache._shared.moments is moments
+    assert cache._shared.moments is moments.moments
 
 
 def test_tokens_that_see_each_other_need_an_exact_prefill():

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from models import KINDS, prompts, tiny
+from profiles import profile_of
 from specs import bare
 from transformers import DynamicCache
 
@@ -440,8 +441,8 @@ def test_a_cache_of_the_model_has_what_it_was_patched_with():
     assert TurboQuantCache(model, "default").spec == CacheSpec()
     with pytest.raises(TypeError, match=r"`spec` must be given with a configuration: call TurboQuantCache\(model\)"):
         TurboQuantCache(model.config)
-    with pytest.raises(ValueError, match="`spec` must be given where `calibration` is, got None"):
-        TurboQuantCache(model, calibration="calibration.safetensors")
+    with pytest.raises(ValueError, match="`spec` must be given where `profile` is, got None"):
+        TurboQuantCache(model, profile=profile_of("calibration.safetensors"))
     with pytest.raises(ValueError, match=r"`model` must be patched .*call turboquant.patch\(model, spec\) first"):
         TurboQuantCache(turboquant.unpatch(model))
     with pytest.raises(TypeError, match="`model` must be a model or its configuration"):
@@ -457,11 +458,11 @@ def test_patch_refuses_the_name_of_a_tokenizer():
 
 def test_files_that_patch_is_given_are_named_by_argument(tmp_path):
     (tmp_path / "x").write_bytes(b"no tensors")
-    for argument, spec in (("calibration", "calibrated-3"), ("moments", "default")):
-        with pytest.raises(FileNotFoundError, match=f"`{argument}` must be a .*, which is not there"):
-            turboquant.patch(tiny(), spec, **{argument: tmp_path / "none"})
-        with pytest.raises(ValueError, match=f"`{argument}` must be a .*not one that turboquant wrote"):
-            turboquant.patch(tiny(), spec, **{argument: tmp_path / "x"})
+    for spec in ("calibrated-3", "default"):
+        with pytest.raises(FileNotFoundError, match="`profile` must be a profile, .*, which is not there"):
+            turboquant.patch(tiny(), spec, profile=tmp_path / "none")
+        with pytest.raises(ValueError, match="`profile` must be a profile.*not one that turboquant wrote"):
+            turboquant.patch(tiny(), spec, profile=tmp_path / "x")
 
 
 def test_a_cache_of_another_spec_warns_once():

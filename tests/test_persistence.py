@@ -14,15 +14,17 @@ import numpy as np
 import pytest
 import torch
 from cache_file import read as independent_read
+from profiles import profile_of
 from safetensors.torch import load_file, save_file
 from specs import WAVE, bare
 from test_cache import CONFIG, MOMENTS, PACKED, Stream, forward, new
 from test_calibration import made
 
 import turboquant
-from turboquant import Codes, Moments, Quantizer, TurboQuantCache
+from turboquant import Codes, Quantizer, TurboQuantCache
 from turboquant.hf.persistence import FORMAT
 from turboquant.kvcache.attend import IN_PARTS_FROM
+from turboquant.moments import Moments
 
 SPECS = {
     "all packed": PACKED,
@@ -69,8 +71,8 @@ def test_a_file_without_calibration_for_a_model_that_has_one(tmp_path, rng):
     model._turboquant.calibration = made(rng)  # as of patch(model, "calibrated-3", ..)
     TurboQuantCache(model, "default").save(tmp_path / "c.tqc", model)
     assert TurboQuantCache.load(tmp_path / "c.tqc", model).get_seq_length() == 0
-    with pytest.raises(ValueError, match="it has no `calibration`"):
-        TurboQuantCache.load(tmp_path / "c.tqc", model, made(rng))
+    with pytest.raises(ValueError, match="it was made with another `profile`"):
+        TurboQuantCache.load(tmp_path / "c.tqc", model, profile=profile_of(made(rng)))
 
 
 def test_a_link_stays_a_link(tmp_path):
@@ -121,7 +123,7 @@ def test_saving_twice_gives_the_same_file(tmp_path):
 
 def test_numbers_of_open_files_are_no_paths(tmp_path):
     """`open` takes the number of an open file as a path, and closes that file. Paths here may not be numbers."""
-    classes = (turboquant.Index, Codes, Moments, turboquant.Calibration, TurboQuantCache)
+    classes = (turboquant.Index, Codes, turboquant.Profile, TurboQuantCache)
     with open(tmp_path / "x", "wb+") as file:
         file.write(bytes(100))
         loaders = [*(one.load for one in classes), turboquant.esm.read_fasta]
@@ -133,7 +135,7 @@ def test_numbers_of_open_files_are_no_paths(tmp_path):
 
 
 @pytest.mark.parametrize("kind, what", [
-    (TurboQuantCache, "a cache file"), (Moments, "a file of moments"), (turboquant.Calibration, "a calibration file"),
+    (TurboQuantCache, "a cache file"), (turboquant.Profile, "a profile"),
     (turboquant.Index, "a file of an index"), (Codes, "a file of codes"),
     (SimpleNamespace(load=turboquant.esm.read_fasta), "a file of proteins"),
 ])  # fmt: skip
@@ -171,16 +173,16 @@ def test_a_file_has_the_moments_it_was_made_with(tmp_path):
     new(SPECS["wave and metric"]).save(tmp_path / "empty")
     cache.save(tmp_path / "c")
     for name in ("empty", "c"):
-        found = TurboQuantCache.load(tmp_path / name, CONFIG, moments=MOMENTS)._shared.moments
+        found = TurboQuantCache.load(tmp_path / name, CONFIG, profile=profile_of(MOMENTS))._shared.moments
         assert found.described() == MOMENTS.described()
         for key, array in MOMENTS.arrays().items():
             assert np.array_equal(found.arrays()[key], array) and found.arrays()[key].dtype == array.dtype
         other = Moments(MOMENTS.layers[::-1], MOMENTS.fingerprint, 2048)
-        with pytest.raises(ValueError, match="`path` must be a cache file, .*: it has other `moments`"):
-            TurboQuantCache.load(tmp_path / name, moments=other)
+        with pytest.raises(ValueError, match="`path` must be a cache file, .*: it was made with another `profile`"):
+            TurboQuantCache.load(tmp_path / name, profile=profile_of(other))
     filled(PACKED)[0].save(tmp_path / "plain")
-    with pytest.raises(ValueError, match="it has no `moments`"):
-        TurboQuantCache.load(tmp_path / "plain", moments=MOMENTS)
+    with pytest.raises(ValueError, match="it was made without a `profile`"):
+        TurboQuantCache.load(tmp_path / "plain", profile=profile_of(MOMENTS))
 
 
 def test_shared_pages_are_written_once(tmp_path):
@@ -447,7 +449,7 @@ CHANGED_MOMENTS = {
     "of another shape": (lambda h: h["moments"]["shapes"][0].__setitem__(0, 1), "`moments.0.amplitudes` is not of"),
     "too large": (lambda h: h["moments"]["shapes"][0].__setitem__(0, 2**40), "`moments` are out of range"),
     "of a number of shapes": (lambda h: h["moments"].update(shapes=7), "`moments` is no mapping"),
-    "of another model": (lambda h: h["moments"]["fingerprint"].update(kv_heads=9), "`moments` must be of this model"),
+    "of another model": (lambda h: h["moments"]["fingerprint"].update(kv_heads=9), "`profile` must be of this model"),
     "of an unknown kind": (lambda h: h["moments"]["kinds"].__setitem__(0, "new"), "`kind` must be one of"),
     "a list": (lambda h: h.update(moments=[1]), "`moments` is no mapping"),
 }

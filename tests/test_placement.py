@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from models import prompts, tiny
+from profiles import calibrate, profile_of
 
 import turboquant
 from turboquant import TurboQuantCache
@@ -55,11 +56,11 @@ def test_a_model_that_a_device_map_spread_out(on_disk, tmp_path):
     assert device_of(spread) == device_of(spread.model.layers[3]) == torch.device("cpu")
     ids = torch.arange(200).view(1, 200) * 7 % 4000
     before = trainable(spread)
-    a, b = (turboquant.calibrate(model, [ids], sensitivity_batches=1) for model in (whole, spread))
+    a, b = (calibrate(model, [ids], sensitivity_batches=1) for model in (whole, spread))
     assert trainable(spread) >= before and not any(".3.mlp" in name or ".1.mlp" in name for name in trainable(spread))
     assert all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ARRAYS) and a.fingerprint == b.fingerprint
     options = dict(everything_packed=True, generate=4)
-    found = [turboquant.evaluate(m, ids, AXES, calibration=a, **options) for m in (whole, spread)]
+    found = [turboquant.evaluate(m, ids, AXES, profile=profile_of(a), **options) for m in (whole, spread)]
     divergence = [one.kl_divergence for one in found]
     assert divergence[0] == divergence[1] > 0
     out = [turboquant.patch(m, AXES, a).generate(ids, max_new_tokens=4) for m in (whole, spread)]
@@ -81,7 +82,7 @@ def test_weights_that_are_nowhere():
     ):
         loaded(model, "lm_head.weight", model.lm_head.weight)
     with pytest.raises(ValueError, match="`model` must have its weights loaded"):
-        turboquant.calibrate(model, [prompts(1, 100)["input_ids"]])
+        calibrate(model, [prompts(1, 100)["input_ids"]])
 
 
 def spread_over(devices):
@@ -112,7 +113,7 @@ def test_layers_on_two_devices(first, second, tmp_path):
     assert {w.device for w in spread.model.layers[1].parameters()} == {torch.device(second)}
     batches = [prompts(2, 300, (0, 40), seed=s) for s in range(3)]
     found = [
-        turboquant.calibrate(model, batches, source="random tokens", checkpoint=tmp_path / f"part{i}")
+        calibrate(model, batches, source="random tokens", checkpoint=tmp_path / f"part{i}")
         for i, model in enumerate((whole, spread))
     ]
     for name in ("centre", "covariance"):
@@ -122,11 +123,11 @@ def test_layers_on_two_devices(first, second, tmp_path):
     assert fingerprint(spread) == found[0].fingerprint and trainable(spread) == trainable(whole)
     ids, spec = prompts(2, 200, seed=9)["input_ids"], turboquant.CacheSpec(budget=3, method="axes")
     options = dict(everything_packed=True, generate=4)
-    results = [turboquant.evaluate(m, ids, spec, calibration=found[0], **options) for m in (whole, spread)]
+    results = [turboquant.evaluate(m, ids, spec, profile=profile_of(found[0]), **options) for m in (whole, spread)]
     divergence = [one.kl_divergence for one in results]
     assert divergence[1] == pytest.approx(divergence[0], rel=0.05) and divergence[0] > 0
-    cache = TurboQuantCache(spread.config, spec, found[0])
-    turboquant.patch(spread, spec, found[0])
+    cache = TurboQuantCache(spread.config, spec, profile=profile_of(found[0]))
+    turboquant.patch(spread, spec, profile=profile_of(found[0]))
     with torch.no_grad():
         spread(ids.to(first), past_key_values=cache)
     assert [str(layer.storage.pages.device) for layer in cache.layers] == [first, second, first, second]
@@ -147,6 +148,6 @@ def test_offloaded_weights_stay_off_the_device(tmp_path):
     assert is_offloaded(model) and device_of(model.model.layers[3]) == torch.device("cuda:0")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    found = turboquant.calibrate(model, [prompts(1, 150)], sensitivity_batches=1)
+    found = calibrate(model, [prompts(1, 150)], sensitivity_batches=1)
     assert torch.cuda.max_memory_allocated() - before < 0.6 * weights
     assert (found.sensitivity.sum(-1) > 0).all()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, real_model, shared_file
 from models import with_key_biases
+from profiles import profile_of
 from specs import bare
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -91,7 +92,7 @@ def test_a_calibration_on_one_half_of_a_book_serves_the_other(smollm2, monkeypat
         }
     other = text_windows(text[:400_000], tokenizer, 2, 256)
     kl = {name: one.kl_divergence for name, one in
-          evaluate_all(model, other, specs, calibration=found, generate=0).items()}  # fmt: skip
+          evaluate_all(model, other, specs, profile=profile_of(found), generate=0).items()}  # fmt: skip
     assert kl["calibrated, 0"] < 1.05 * kl["0"] and kl["calibrated, 128"] < 0.7 * kl["128"], kl
 
 

@@ -5,8 +5,8 @@
     CacheSpec, preset(s)     how a cache quantises
     Plan                     how one layer's vectors become bytes
     TurboQuantCache          a `transformers.Cache`                               needs transformers
-    calibrate, Calibration   measure a model once, for calibrated plans           needs transformers
-    measure, Moments         where keys lie and queries look, measured once       needs transformers
+    measure, calibrate       a Profile of a model, measured once                  need transformers
+    Profile                  what they found, as one object and one file; NumPy
     evaluate                 what a spec costs in quality, on text                needs transformers
     patch, unpatch           make a model's `generate` use one                    needs transformers
     ops                      `torch.ops.turboquant.*`, loaded by importing it     needs torch
@@ -28,9 +28,8 @@ _HOMES = {
     "preset": "named_specs",
     "presets": "named_specs",
     "Plan": "plan",
-    "Calibration": "calibration",
+    "Profile": "measured",
     "calibrate": "calibration.measure",
-    "Moments": "moments",
     "measure": "moments.measure",
     "evaluate": "hf.evaluation",
     "TurboQuantCache": "hf.cache",
@@ -39,11 +38,10 @@ _HOMES = {
 }
 __all__ = [
     "CacheSpec",
-    "Calibration",
     "Codes",
     "Index",
-    "Moments",
     "Plan",
+    "Profile",
     "Quantizer",
     "TurboQuantCache",
     "calibrate",
@@ -60,14 +58,13 @@ __all__ = [
 if TYPE_CHECKING:
     from . import esm as esm
     from . import ops as ops
-    from .calibration import Calibration as Calibration
     from .calibration.measure import calibrate as calibrate
     from .hf.cache import TurboQuantCache as TurboQuantCache
     from .hf.evaluation import evaluate as evaluate
     from .hf.patching import patch as patch
     from .hf.patching import unpatch as unpatch
     from .index import Index as Index
-    from .moments import Moments as Moments
+    from .measured import Profile as Profile
     from .moments.measure import measure as measure
     from .named_specs import preset as preset
     from .named_specs import presets as presets

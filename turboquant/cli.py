@@ -1,4 +1,4 @@
-"""The command line, also as ``python -m turboquant``: info, doctor, calc, demo, calibrate, eval, esm-scan."""
+"""The command line, also as ``python -m turboquant``: info, doctor, calc, demo, measure, calibrate, eval, esm-scan."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _device(wanted: str | None) -> str:
 
 
 def calibrate(chosen: argparse.Namespace) -> int:
-    """Measure a model's keys and values, and write what calibrated specs need."""
+    """Measure a model's keys and values and what errors in them cost, and write what calibrated specs need."""
     from .calibration.measure import checked_seed
 
     _check_output(chosen.out, "--out", {"--text": chosen.text, "--fasta": chosen.fasta}, moved=True)
@@ -163,16 +163,16 @@ def calibrate(chosen: argparse.Namespace) -> int:
     text, proteins = _checked_files(chosen)
     checkpoint = f"{chosen.out}.part"
     if chosen.fasta is None:
-        found = _calibrated_on_text(chosen, text, checkpoint)
+        profile = _calibrated_on_text(chosen, text, checkpoint)
     else:
         from .esm.commands import calibrated
 
         amount = chosen.tokens, CALIBRATION_TOKENS
         averages = _averages(chosen.bits)
-        found = calibrated(_model(chosen), chosen.fasta, amount, averages, chosen.seed, checkpoint, proteins)
-    found.save(chosen.out)
+        profile = calibrated(_model(chosen), chosen.fasta, amount, averages, chosen.seed, checkpoint, proteins)
+    profile.save(chosen.out)
     Path(checkpoint).unlink(missing_ok=True)  # not before the result is on the disk, which may be full
-    size = Path(chosen.out).stat().st_size
+    size, found = Path(chosen.out).stat().st_size, profile.calibration
     print(f"{chosen.out}: {found.tokens:,} tokens, {found.layers} layers, {found.kv_heads} KV heads of "
           f"{found.head_dim} channels, {size:,} bytes")  # fmt: skip
     print(f"\n{_calibration_table(found, chosen)}")
@@ -188,13 +188,32 @@ def _averages(given: str) -> tuple[float, ...]:
         raise ValueError(f"--bits must be averages between commas, got {given!r}: {error}") from None
 
 
-def loaded_calibration(path: str) -> Any:
-    """The calibration in the file that --calibration names."""
-    from .calibration import Calibration
+def loaded_profile(path: str) -> Any:
+    """The profile in the file that --profile names."""
     from .files import path_called
+    from .measured import Profile
 
-    with path_called("--calibration"):
-        return Calibration.load(path)
+    with path_called("--profile"):
+        return Profile.load(path)
+
+
+def measure(chosen: argparse.Namespace) -> int:
+    """Measure where a model's keys lie and its queries look, and write that."""
+    _check_output(chosen.out, "--out", {}, moved=True)
+    _check_name(chosen.model)
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+    from .moments.measure import measure as run
+
+    kind = AutoConfig.from_pretrained(chosen.model).model_type
+    family = AutoModelForMaskedLM if kind == "esm" else AutoModelForCausalLM
+    model = family.from_pretrained(chosen.model, dtype=getattr(torch, chosen.dtype)).eval()
+    found = run(model.to(_device(chosen.device)))
+    found.save(chosen.out)
+    size = Path(chosen.out).stat().st_size
+    print(f"{chosen.out}: {found.tokens:,} tokens ({found.source}), {len(found.layers)} layers, {size:,} bytes")
+    return 0
 
 
 def _calibration_table(found: Any, chosen: argparse.Namespace) -> str:
@@ -268,15 +287,15 @@ def evaluate(chosen: argparse.Namespace) -> int:
     specs = _specs(chosen)
     if not specs:
         raise ValueError("--spec must name at least one preset")
-    missing = [name for name, spec in specs.items() if spec.calibrated and chosen.calibration is None]
+    missing = [name for name, spec in specs.items() if spec.calibrated and chosen.profile is None]
     if missing:
-        raise ValueError(f"--calibration must name a file for {', '.join(missing)}; `turboquant calibrate` makes one")
+        raise ValueError(f"--profile must name a file for {', '.join(missing)}; `turboquant calibrate` makes one")
     for name in ("batch", "generate", "windows", "length"):
         bounded(f"eval: --{name}", getattr(chosen, name))
-    read = {"--text": chosen.text, "--fasta": chosen.fasta, "--calibration": chosen.calibration}
+    read = {"--text": chosen.text, "--fasta": chosen.fasta, "--profile": chosen.profile}
     if chosen.json not in STANDARD_OUTPUT:
         _check_output(chosen.json or None, "--json", read)
-    found = None if chosen.calibration is None else loaded_calibration(chosen.calibration)
+    found = None if chosen.profile is None else loaded_profile(chosen.profile)
     text, proteins = _checked_files(chosen)
     if chosen.fasta is None:
         from .hf.evaluation import evaluate_all, markdown, text_windows
@@ -287,7 +306,7 @@ def evaluate(chosen: argparse.Namespace) -> int:
             raise ValueError(f"--windows {chosen.windows} of --length {chosen.length} do not fit: {error}") from None
         model, bench = _model(chosen), "quality"
         named: tuple[str, ...] = ("exact", "windows", "length", "prefill")
-        results: Any = evaluate_all(model, windows, specs, calibration=found, prefill=chosen.prefill,
+        results: Any = evaluate_all(model, windows, specs, profile=found, prefill=chosen.prefill,
                                     everything_packed=chosen.everything_packed, generate=chosen.generate,
                                     batch=chosen.batch, progress=True)  # fmt: skip
         table = markdown(results)
@@ -314,7 +333,7 @@ def evaluate(chosen: argparse.Namespace) -> int:
                 **{field: getattr(one, field) for field in named},
                 "device": model.device.type,
                 "dtype": chosen.dtype,
-                "calibrated_on": found.source if found is not None and specs[name].calibrated else None,
+                "calibrated_on": found.calibration.source if found is not None and specs[name].calibrated else None,
             }
             rows.append({"bench": bench, "params": params, "metrics": one.metrics()})
         machine = {"system": f"{platform.system()} {platform.machine()}", "torch": installed("torch"),
@@ -350,7 +369,7 @@ def esm_scan(chosen: argparse.Namespace) -> int:
     from .esm import commands
     from .named_specs import named
 
-    read = {"FASTA": chosen.fasta, "--calibration": chosen.calibration}
+    read = {"FASTA": chosen.fasta, "--profile": chosen.profile}
     if chosen.csv in STANDARD_OUTPUT:
         chosen.csv = "-"
     else:
@@ -359,9 +378,9 @@ def esm_scan(chosen: argparse.Namespace) -> int:
     bounded("esm-scan: --batch", chosen.batch)
     if chosen.heatmap and Path(chosen.heatmap).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--heatmap must end in .png, .svg or .pdf, got {chosen.heatmap!r}")
-    if named(chosen.spec, "--spec").calibrated and chosen.calibration is None and chosen.method == "shared-context":
-        raise ValueError(f"--calibration must name a file for {chosen.spec}; `turboquant calibrate` makes one")
-    found = None if chosen.calibration is None else loaded_calibration(chosen.calibration)
+    if named(chosen.spec, "--spec").calibrated and chosen.profile is None and chosen.method == "shared-context":
+        raise ValueError(f"--profile must name a file for {chosen.spec}; `turboquant calibrate` makes one")
+    found = None if chosen.profile is None else loaded_profile(chosen.profile)
     _, proteins = _checked_files(chosen)
     return commands.scan(_model(chosen), chosen, found, proteins)
 
@@ -403,7 +422,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=turboquant.__version__)
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{info,doctor,calc,demo,calibrate,eval,esm-scan}"
+        dest="command", required=True, metavar="{info,doctor,calc,demo,measure,calibrate,eval,esm-scan}"
     )
     one = commands.add_parser("info", help="versions, instruction set, threads, CUDA build and device")
     one.add_argument(
@@ -426,12 +445,21 @@ def _parser() -> argparse.ArgumentParser:
     # No help of its own: `demo --help` is answered by the demo.
     commands.add_parser("demo", help="a passage continued through packed caches of 4, 3 and 2 bits", add_help=False)
     one = commands.add_parser(
+        "measure", help="measure a model once, for the wave and the metric of presets: its profile"
+    )
+    one.add_argument("model", metavar="MODEL", help="a folder, or a name on the Hugging Face hub")
+    one.add_argument("--out", "-o", metavar="FILE", required=True, help="the profile")
+    _add_device_options(one)
+    one.set_defaults(run=measure)
+    one = commands.add_parser(
         "calibrate",
         help="measure a model once, try what fits it best, for calibrated presets; without "
         "--text and --fasta, on the text of the package",
     )
     _add_model_options(one, required=False)
-    one.add_argument("--out", metavar="FILE", required=True, help="the calibration; FILE.part while it runs, to resume")
+    one.add_argument(
+        "--out", "-o", metavar="FILE", required=True, help="the profile; FILE.part while it runs, to resume"
+    )
     one.add_argument(
         "--tokens",
         type=int,
@@ -451,7 +479,8 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--set", metavar="FIELD=VALUE", action="append", default=[], help="a field of the spec, such as sinks=4"
     )
-    one.add_argument("--calibration", metavar="FILE", help="for calibrated presets")
+    one.add_argument("--profile", metavar="FILE", help="of the model, as measure and calibrate write it; calibrated "
+                     "presets need one of calibrate")  # fmt: skip
     one.add_argument(
         "--proteins",
         type=int,
@@ -484,7 +513,8 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--spec", metavar="NAME", default="esm-default", help="preset of the shared context (default esm-default)"
     )
-    one.add_argument("--calibration", metavar="FILE", help="for calibrated presets")
+    one.add_argument("--profile", metavar="FILE", help="of the model, as measure and calibrate write it; calibrated "
+                     "presets need one of calibrate")  # fmt: skip
     one.add_argument("--batch", type=int, default=32, help="masked copies that run together")
     _add_device_options(one)
     one.set_defaults(run=esm_scan)

@@ -10,6 +10,7 @@ import random
 import zlib
 from pathlib import Path
 
+from profiles import profile_of
 from specs import WAVE, bare
 from test_cache import CONFIG, MOMENTS, Stream, forward
 from test_persistence import joined, split
@@ -30,7 +31,10 @@ def seeds(folder: Path) -> list[bytes]:
     for i, spec in enumerate(SPECS):
         for local_size in (None, 20):
             moments, shape = (MOMENTS, {}) if spec.measured else (None, {"dim": 16, "kv_heads": 1})
-            cache, stream = TurboQuantCache(CONFIG, spec, moments=moments), Stream(batch=2, tokens=300, **shape)
+            cache, stream = (
+                TurboQuantCache(CONFIG, spec, profile=profile_of(moments)),
+                Stream(batch=2, tokens=300, **shape),
+            )
             forward(cache, stream.piece(0, 290), local_size=local_size)
             cache.save(folder / f"{i}")
             made.append((folder / f"{i}").read_bytes())

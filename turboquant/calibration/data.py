@@ -15,7 +15,6 @@ error along an axis causes.
 from __future__ import annotations
 
 import heapq
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
@@ -26,7 +25,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
-from ..files import file_name, path_called, read_arrays, write_arrays
 from ..fingerprints import differences
 from ..moments.data import Moments
 from ..plan import FINE_GROUP, GROUP, WIDE_BITS, Plan
@@ -39,7 +37,6 @@ from .tables import COLUMNS
 __all__ = ["Calibration", "allocate", "layer_specs"]
 
 SIDES = ("key", "value")
-_FORMAT = "turboquant-calibration-1"
 
 F32 = NDArray[np.float32]
 
@@ -233,7 +230,7 @@ class Calibration:
         if spec.method != "chosen":
             return spec.method, spec.group
         if not self.trials:
-            raise ValueError("`calibration` must have tried its methods on some text for a spec whose method is "
+            raise ValueError("`profile` must have tried its methods on some text for a spec whose method is "
                              "'chosen': pass `held_out` to turboquant.calibrate, or name a method")  # fmt: skip
         window = _nearest({t.window for t in self.trials}, spec.window)
         here = [t for t in self.trials if t.window == window]
@@ -248,7 +245,7 @@ class Calibration:
         """Bits of keys and values of each layer, [layers][2], for an average of at most `average` code bits and this
         many exact tokens at the end."""
         if not self.moments and method != "none":
-            raise ValueError(f"`calibration` must have moments for the method {method!r}, got one without: pass "
+            raise ValueError(f"`profile` must have moments for the method {method!r}, got one without: pass "
                              "`held_out` to turboquant.calibrate, of a model that can be measured")  # fmt: skip
         if self.side_costs is None or "widths" not in method:
             widths = uniform_widths(average, self.layers)
@@ -281,60 +278,45 @@ class Calibration:
         `differences`."""
         differs = differences(self.fingerprint, fingerprint)
         if differs:
-            raise ValueError(
-                f"`calibration` must be of this model, got one of another: this model has {', '.join(differs)}"
-            )
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a safetensors file, whole or not at all."""
-        write_arrays(path, _FORMAT, self.described(), self.arrays())
+            raise ValueError(f"`profile` must be of this model, got one of another: this one has {', '.join(differs)}")
 
     def described(self) -> dict[str, Any]:
         """All but the arrays, as JSON holds it."""
         return {
             **{name: getattr(self, name) for name in _DESCRIBED},
-            "moments": {name: held.described() for name, held in self.moments.items()},
+            "text": None if (text := self._of_text()) is None else text.described(),
             "trials": [asdict(trial) for trial in self.trials],
         }
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """The arrays that are not None, by name; those of moments under "moments.model.0.NAME"."""
+        """The arrays that are not None, by name; moments of the text under "moments.text.0.NAME"."""
         held = {name: getattr(self, name) for name in (*_ARRAYS, *_OPTIONAL)}
         found = {name: array for name, array in held.items() if array is not None}
-        for whose, moments in self.moments.items():
-            found |= {f"moments.{whose}.{name}": array for name, array in moments.arrays().items()}
+        if (text := self._of_text()) is not None:
+            found |= {f"moments.text.{name}": array for name, array in text.arrays().items()}
         return found
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Calibration:
-        """Reads a file that `save` wrote. FileNotFoundError if there is none, ValueError for one that is damaged,
-        foreign or of another version."""
-        name = file_name(path)
-        try:
-            described, arrays = read_arrays(name, _FORMAT, "a calibration file")
-            own = {key: array for key, array in arrays.items() if not key.startswith("moments.")}
-            moments = {}
-            for whose, told in described["moments"].items():
-                start = f"moments.{whose}."
-                of_it = {key.removeprefix(start): array for key, array in arrays.items() if key.startswith(start)}
-                moments[whose] = Moments.of_arrays(told, of_it)
-            trials = tuple(Trial(**told) for told in described["trials"])
-            given: dict[str, Any] = {**own, **{key: described[key] for key in _DESCRIBED}}
-            given["windows"] = tuple(given["windows"])
-            return cls(**given, moments=moments, trials=trials)
-        except (AttributeError, KeyError, ValueError, TypeError) as error:
-            why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise ValueError(f"`path` must be a calibration file, got {name!r}: {why}") from error
+    def of_arrays(cls, described: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], model: Moments) -> Calibration:
+        """What `described` and `arrays` were made of, with the moments of the model. KeyError, TypeError or ValueError
+        for other contents."""
+        own = {key: array for key, array in arrays.items() if not key.startswith("moments.")}
+        moments = {"model": model} if described["windows"] else {}
+        if (told := described["text"]) is not None:
+            start = "moments.text."
+            moments["text"] = Moments.of_arrays(told, {
+                key.removeprefix(start): array for key, array in arrays.items() if key.startswith(start)})  # fmt: skip
+        elif moments:
+            moments["text"] = model
+        trials = tuple(Trial(**told) for told in described["trials"])
+        given: dict[str, Any] = {**own, **{key: described[key] for key in _DESCRIBED}}
+        given["windows"] = tuple(given["windows"])
+        return cls(**given, moments=moments, trials=trials)
 
-    @classmethod
-    def of(cls, given: Calibration | str | os.PathLike[str]) -> Calibration:
-        """A calibration as it is, or the one in that file."""
-        if isinstance(given, cls):
-            return given
-        if isinstance(given, (str, os.PathLike)):
-            with path_called("`calibration`"):
-                return cls.load(given)
-        raise TypeError(f"`calibration` must be a Calibration or the path of a file, got {given!r}")
+    def _of_text(self) -> Moments | None:
+        """Moments of the text, where these are others than the model's."""
+        text = self.moments.get("text")
+        return None if text is self.moments.get("model") else text
 
 
 _ARRAYS = ("centre", "covariance", "axes", "variance", "sensitivity")
@@ -365,13 +347,13 @@ def layer_specs(
     if calibration is None:
         if any(s.calibrated for s in each):
             which = "the presets calibrated-N, a budget, calibrated axes or tables, and rotation='svd'"
-            needs = f"`calibration` must be a Calibration or its file for {which}"
+            needs = f"`profile` must be a calibrated Profile or its file for {which}"
             raise ValueError(f"{needs}, got None: make one with turboquant.calibrate(model), or `turboquant calibrate`")
         return each
     if not any(s.calibrated for s in each):
-        raise ValueError("`calibration` must be None for a spec that does not use one, such as this: " + repr(spec))
+        raise ValueError("`profile` must be None for a spec that does not use one, such as this: " + repr(spec))
     if calibration.layers != len(each):
-        raise ValueError("`calibration` must be of this model, got one of another: this model has "
+        raise ValueError("`profile` must be of this model, got one of another: this model has "
                          f"{len(each)} layers instead of {calibration.layers}")  # fmt: skip
     if spec.budget is None:
         return each

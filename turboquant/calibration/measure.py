@@ -29,6 +29,7 @@ from ..arguments import bounded, integer
 from ..files import file_name, write_whole
 from ..hf.routing import uses_interface
 from ..hf.tap import Tap, tapped
+from ..measured.profile import Profile
 from ..models.identity import fingerprint
 from ..models.placement import device_of, is_offloaded
 from ..spec import LEAST_AVERAGE, MOST_SIDE_BITS
@@ -62,7 +63,7 @@ def _is_esm(model: Any) -> bool:
 # ---- first pass: moments ----
 
 
-class _Moments:
+class _SecondMoments:
     """Sums of vectors and of their outer products, float64, one entry per layer and side on that layer's device."""
 
     def __init__(self, what: str) -> None:
@@ -271,7 +272,7 @@ class _Run:
     """What a calibration has found so far, kept in a file if there is a checkpoint."""
 
     def __init__(self, identity: str, seed: int, file: str | os.PathLike[str] | None) -> None:
-        self.moments, self.costs = _Moments("keys and values"), _Moments("gradients")
+        self.moments, self.costs = _SecondMoments("keys and values"), _SecondMoments("gradients")
         self.done = self.probed = 0  # batches of each pass
         self.trials: dict[str, float] = {}  # what `trial.tried` has measured
         self.identity, self.seed, self.file = identity, seed, None
@@ -325,8 +326,9 @@ def calibrate(
     source: str = "",
     progress: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
-) -> Calibration:
-    """Measures a model on a text, and tries on another text which method diverges least for each average of bits.
+) -> Profile:
+    """A calibrated profile: measures a model on a text, and tries on another text which method diverges least for each
+    average of bits.
 
     model    a causal language model of transformers whose attention goes through AttentionInterface,
              or an ESM-2 model (`turboquant.esm.protein_batches` makes batches); patched or not; float32, float16 or
@@ -383,12 +385,15 @@ def calibrate(
     run = _Run(_identity(mark, [given, tests], len(probes), seed), seed, checkpoint)
     found = _learned(model, mark, given, probes, run, source, progress)
     if batches is not None and not tests:
-        return found
+        from ..moments.measure import measure_model
+
+        return Profile(measure_model(model, tokenizer), found)
     from .trial import tried, with_moments
 
     own = ([], []) if batches is None else (given, probes)
     found = with_moments(found, model, tokenizer, *own, tests)
-    return tried(found, model, tokenizer, tests, averages, run.trials, run.save, progress)
+    found = tried(found, model, tokenizer, tests, averages, run.trials, run.save, progress)
+    return Profile(found.moments["model"], found)
 
 
 def _learned(

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..hf.tap import tapped
+from ..measured.profile import Profile
 from ..moments import Moments
 from ..moments.text import kinds
 from ..spec import BUDGET_BITS, CacheSpec
@@ -51,9 +52,9 @@ def with_moments(
     looks back far depends on the language, and widths from English text alone made Gemma diverge 1.35 times as much on
     German. Without a window other texts gain less than this text loses.
     """
-    from ..moments.measure import measure, measure_with_text
+    from ..moments.measure import measure_model, measure_with_text
 
-    moments = {"model": measure(model, tokenizer)}
+    moments = {"model": measure_model(model, tokenizer)}
     moments["text"] = measure_with_text(model, _rows(batches), tokenizer, found.source) if batches else moments["model"]
     own, others = _rows(probes), kinds(model, tokenizer)
 
@@ -207,13 +208,14 @@ class _Measure:
         return [replace(t, elsewhere=worst.get((t.window, t.method, t.group))) for t in trials]
 
     def _losses(self, batch: Batch, specs: dict[str, CacheSpec]) -> dict[str, float]:
+        profile = Profile(self.found.moments["model"], self.found)
         if self.model.config.model_type == "esm":
             from ..esm.quality import cosine_losses
 
-            return cosine_losses(self.model, batch, specs, self.found)
+            return cosine_losses(self.model, batch, specs, profile)
         from ..hf.evaluation import evaluate_all
 
-        results = evaluate_all(self.model, batch["input_ids"], specs, calibration=self.found, generate=0)
+        results = evaluate_all(self.model, batch["input_ids"], specs, profile=profile, generate=0)
         return {name: one.kl_divergence for name, one in results.items()}
 
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..calibration import Calibration, measure
+from ..calibration import measure
+from ..measured import Profile
 from ..spec import CacheSpec
 from .context import ContextCache
 from .fasta import Entries, Protein, doubts, read_entries
@@ -74,7 +75,7 @@ def calibrated(
     seed: int,
     checkpoint: str,
     read: Read = None,
-) -> Calibration:
+) -> Profile:
     """A calibration of `model` on about this many tokens of the proteins in a file. A quarter is held out, to try
     methods on."""
     checked_model(model)
@@ -93,14 +94,14 @@ def evaluated(
     model: Any,
     fasta: str,
     specs: Mapping[str, CacheSpec],
-    calibration: Calibration | None,
+    profile: Profile | None,
     count: Amount,
     read: Read = None,
 ) -> dict[str, ProteinEvaluation]:
     """Evaluates each spec on this many proteins of a file."""
     checked_model(model)
     sequences = _spread(fasta, read, model, "--proteins", count, lambda protein: 1)
-    return evaluate(model, sequences, specs, calibration=calibration, progress=True)
+    return evaluate(model, sequences, specs, profile=profile, progress=True)
 
 
 def markdown(found: Mapping[str, ProteinEvaluation]) -> str:
@@ -119,7 +120,7 @@ def markdown(found: Mapping[str, ProteinEvaluation]) -> str:
     return "\n".join([*lines, "", *(f"{note}." for note in notes)])
 
 
-def scan(model: Any, chosen: argparse.Namespace, calibration: Calibration | None, read: Read = None) -> int:
+def scan(model: Any, chosen: argparse.Namespace, profile: Profile | None, read: Read = None) -> int:
     """Marginals of the proteins of a file, by `--method`, as CSV and, if wanted, as pictures. Skips proteins that the
     model cannot read, and lists them on stderr at the end. An existing CSV file is replaced at the end; "-" is standard
     output, which gets each protein's rows at once."""
@@ -134,7 +135,7 @@ def scan(model: Any, chosen: argparse.Namespace, calibration: Calibration | None
                 f"--fasta must name every protein differently up to the first blank, got two {protein.name!r}"
             )
         names.add(protein.name)
-    context = ContextCache(model, chosen.spec, calibration) if chosen.method == "shared-context" else None
+    context = ContextCache(model, chosen.spec, profile=profile) if chosen.method == "shared-context" else None
     if chosen.csv == "-":
         _write(sys.stdout, model, chosen, proteins, context)
         sys.stdout.flush()

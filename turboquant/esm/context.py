@@ -23,9 +23,8 @@ from typing import Any
 
 import torch
 
-from ..calibration import Calibration
 from ..hf.routing import routed
-from ..moments import Moments
+from ..measured import Profile
 from ..named_specs import resolve
 from ..spec import CacheSpec
 from .attention import NAME, Pass, plain_attention, store
@@ -61,9 +60,8 @@ class ContextCache:
     model    an ESM-2 model of transformers (EsmModel or one with a head), in eval mode, patched or not; left as it is
     spec     a CacheSpec or the name of a preset. Sinks stay exact; `window` and `prefill` do not apply to an encoder.
              `EXACT` keeps everything in the model's dtype.
-    calibration   a Calibration or its file, for a spec that uses one
-    moments  of the model (`turboquant.measure`) or their file, for a spec with a wave or a metric. None: those that the
-             model was patched with, or measured, once for each model
+    profile  of the model (`turboquant.measure`, `turboquant.calibrate`) or its file, for a spec that uses one. None:
+             moments are those that the model was patched with, or measured, once for each model
     cuda_graphs   on a GPU, replay steps of `decode` as CUDA graphs, from the third of a shape on (`graph.StepGraphs`):
                   a step then takes the time of its kernels. Every shape needs more memory, not counted in `nbytes`.
 
@@ -75,15 +73,15 @@ class ContextCache:
         self,
         model: Any,
         spec: CacheSpec | str = "esm-default",
-        calibration: Calibration | str | os.PathLike[str] | None = None,
+        *,
+        profile: Profile | str | os.PathLike[str] | None = None,
         cuda_graphs: bool = False,
-        moments: Moments | str | os.PathLike[str] | None = None,
     ) -> None:
         base, chosen = checked_model(model), resolve(spec)
         modules = attentions(base)
         self.model, self.spec = model, chosen
         self._base, self._modules = base, modules
-        self._packed = packed_layers(model, chosen, calibration, moments)
+        self._packed = packed_layers(model, chosen, profile)
         self._layer_of = _numbered(modules)
         self._store: Store | None = None
         self._cuda_graphs = cuda_graphs
@@ -117,7 +115,7 @@ class ContextCache:
     @property
     def nbytes(self) -> int:
         """Bytes that the allocator holds: pages with unused room, sinks, table, lengths, and the spec's tensors of a
-        calibration and moments."""
+        profile."""
         if self._store is None:
             return 0
         held = [*self._store.tensors(), *(t for packed in self._packed for t in packed.transforms.values())]

@@ -1,4 +1,4 @@
-"""How each layer of an ESM-2 model packs, from a spec, a calibration and moments; and a full pass that shows queries
+"""How each layer of an ESM-2 model packs, from a spec and a profile; and a full pass that shows queries
 and keys of its layers, to measure moments on."""
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from ..calibration import Calibration, layer_specs
 from ..hf.moments import moments_for
 from ..hf.routing import evaluating, routed
+from ..measured import Profile, used_by
 from ..models.identity import fingerprint
 from ..models.placement import device_of
-from ..moments import Moments
 from ..spec import CacheSpec
 from .attention import NAME, PackedAttention, plain_attention
 from .model import attentions, checked_model
@@ -25,28 +24,23 @@ __all__ = ["packed_layers", "run_watched"]
 def packed_layers(
     model: Any,
     spec: CacheSpec,
-    calibration: Calibration | str | os.PathLike[str] | None = None,
-    moments: Moments | str | os.PathLike[str] | None = None,
+    profile: Profile | str | os.PathLike[str] | None = None,
     measured: bool = True,
 ) -> list[PackedAttention]:
     """How each layer packs. Raises what `turboquant.patch` raises for a model that cannot be packed in this way.
 
-    moments    None: those that the model was patched with, or measured now
-    measured   False: moments are neither looked for nor measured, and nothing is ready to run. The weights may be on
+    profile    None: moments are those that the model was patched with, or measured now
+    measured   False: moments are not looked for, and nothing is ready to run. Without a profile, the weights may be on
                the meta device
     """
     modules = attentions(checked_model(model))
-    given = None if calibration is None else Calibration.of(calibration)
+    given = None if profile is None else Profile.of(profile)
     if given is not None:
         given.check(fingerprint(model))
-    specs = layer_specs(spec, given, len(modules))
-    if moments is None and given is not None:
-        moments = given.moments_of(spec)
+    specs, calibration, moments = used_by(spec, given, len(modules))
     found = moments_for(model, specs, moments) if measured else None
-    if found is not None and moments is not None:
-        found.check(fingerprint(model))
     return [
-        PackedAttention(i, module.attention_head_size, one, given if one.calibrated else None, found)
+        PackedAttention(i, module.attention_head_size, one, calibration if one.calibrated else None, found)
         for i, (module, one) in enumerate(zip(modules, specs))
     ]
 

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..calibration import Calibration
 from ..calibration.measure import checked_seed, token_divergence
 from ..hf.routing import evaluating, routed
+from ..measured import Profile
 from ..models.placement import device_of
-from ..moments import Moments
 from ..named_specs import resolve
 from ..plan import PAGE_TOKENS
 from ..spec import CacheSpec
@@ -81,20 +80,18 @@ def evaluate(
     sequences: Sequence[str],
     specs: Mapping[str, CacheSpec | str],
     *,
-    calibration: Calibration | str | os.PathLike[str] | None = None,
-    moments: Moments | str | os.PathLike[str] | None = None,
+    profile: Profile | str | os.PathLike[str] | None = None,
     mask_share: float = 0.15,
     seed: int = 0,
     batch_size: int = 8,
     progress: bool = False,
 ) -> dict[str, ProteinEvaluation]:
-    """Quality of specs, by any name, on proteins that the calibration has not seen; see `ProteinEvaluation`.
+    """Quality of specs, by any name, on proteins that a calibration has not seen; see `ProteinEvaluation`.
 
     model      an ESM-2 model with a masked-language head, patched or not; it is left as it was
     sequences  upper-case letters of the ESM-2 alphabet
     specs      CacheSpecs or names of presets; `window` does not apply to an encoder
-    calibration   for specs that use one
-    moments    for specs that use any; None: those that the model was patched with, or measured
+    profile    for specs that use one; None: moments are those that the model was patched with, or measured
     mask_share   the chance of each residue to be masked;  seed  of the random choice
 
     Raises what `turboquant.patch` raises, and ValueError or TypeError that names the argument: before anything is run.
@@ -107,13 +104,12 @@ def evaluate(
         raise TypeError(f"`specs` must be a mapping of names to specs, got {specs!r}")
     if not 0 < mask_share < 1:
         raise ValueError(f"`mask_share` must be above 0 and below 1, got {mask_share}")
-    found = None if calibration is None else Calibration.of(calibration)
-    measured = None if moments is None else Moments.of(moments)
+    given = None if profile is None else Profile.of(profile)
     batches = _masked_batches(model, sequences, mask_share, seed, batch_size)
     if not any(batch.masked.any() for batch in batches):
         raise ValueError("`mask_share` must mask at least one residue, got none: another `seed`, or more proteins")
     chosen = {name: resolve(spec) for name, spec in specs.items()}
-    packed = {name: _layers(model, spec, found, measured) for name, spec in chosen.items()}
+    packed = {name: _layers(model, spec, given) for name, spec in chosen.items()}
     tallies = {name: _Tally() for name in chosen}
     with evaluating(model), _bar(len(batches) * (1 + len(chosen)), progress) as step:
         for batch in batches:
@@ -177,23 +173,22 @@ def _masked_batches(model: Any, sequences: Sequence[str], mask_share: float, see
     return batches
 
 
-def _layers(model: Any, spec: CacheSpec, calibration: Any, moments: Any) -> list[PackedAttention]:
-    """How each layer packs; a spec that uses no calibration, or no moments, gets none."""
+def _layers(model: Any, spec: CacheSpec, profile: Profile | None) -> list[PackedAttention]:
+    """How each layer packs; a spec that uses no profile gets none."""
     count = len(attentions(model))
-    each = [spec.for_layer(i, count) for i in range(count)]
-    uses_calibration, uses_moments = any(s.calibrated for s in each), any(s.measured for s in each)
-    return packed_layers(model, spec, calibration if uses_calibration else None, moments if uses_moments else None)
+    uses = any(one.calibrated or one.measured for one in (spec.for_layer(i, count) for i in range(count)))
+    return packed_layers(model, spec, profile if uses else None)
 
 
 def cosine_losses(
-    model: Any, batch: Mapping[str, torch.Tensor], specs: Mapping[str, CacheSpec], calibration: Calibration
+    model: Any, batch: Mapping[str, torch.Tensor], specs: Mapping[str, CacheSpec], profile: Profile
 ) -> dict[str, float]:
     """1 minus the cosine of the last hidden states with the model's own, by spec: mean over the tokens of a batch, as
     `protein_batches` makes them, with all keys and values packed."""
     base, device = checked_model(model), device_of(model)
     ids = batch["input_ids"].to(device)
     real = batch.get("attention_mask", torch.ones_like(ids)).to(device).bool()
-    packed = {name: _layers(model, spec, calibration, None) for name, spec in specs.items()}
+    packed = {name: _layers(model, spec, profile) for name, spec in specs.items()}
 
     def states(layers: list[PackedAttention] | None) -> torch.Tensor:
         embeddings = embed(base, ids, dropout_factor(ids, real))

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..calibration import Calibration
 from ..hf.routing import routed
+from ..measured import Profile
 from ..models.placement import device_of
 from ..spec import CacheSpec
 from .attention import NAME, plain_attention
@@ -60,7 +60,7 @@ def masked_marginals(
     shared_context: bool = True,
     *,
     spec: CacheSpec | str = "esm-default",
-    calibration: Calibration | str | os.PathLike[str] | None = None,
+    profile: Profile | str | os.PathLike[str] | None = None,
     context: ContextCache | None = None,
     batch_size: int = 32,
     progress: bool = False,
@@ -73,7 +73,7 @@ def masked_marginals(
     positions  counted from 0; None: all
     shared_context   True: one pass, then one row per position over packed keys and values. False: a full pass for
                each position
-    spec, calibration   how the shared context is packed, as in `ContextCache`; ignored if `context` is given
+    spec, profile   how the shared context is packed, as in `ContextCache`; ignored if `context` is given
     context    a ContextCache of this model that has read this sequence, to be used again
     batch_size   masked copies that run together.  progress: a bar on stderr; needs tqdm
 
@@ -92,7 +92,7 @@ def masked_marginals(
     batches = [at[i : i + batch_size] for i in range(0, len(at), batch_size)]
     with torch.no_grad(), routed(base, NAME):
         if shared_context:
-            cache, protein = _filled(model, sequence, tokens, spec, calibration, context)
+            cache, protein = _filled(model, sequence, tokens, spec, profile, context)
             parts = [_from_context(cache, protein, batch) for batch in _shown(batches, progress)]
         else:
             parts = [_exactly(model, tokens, batch) for batch in _shown(batches, progress)]
@@ -152,12 +152,12 @@ def _filled(
     sequence: Letters,
     tokens: list[int],
     spec: CacheSpec | str,
-    calibration: Calibration | str | os.PathLike[str] | None,
+    profile: Profile | str | os.PathLike[str] | None,
     context: ContextCache | None,
 ) -> tuple[ContextCache, int]:
     """A context that holds the sequence, and which of its proteins that is."""
     if context is None:
-        context = ContextCache(model, spec, calibration)
+        context = ContextCache(model, spec, profile=profile)
         context.encode([sequence])
         return context, 0
     if context.model is not model:

@@ -12,9 +12,10 @@ import torch
 from transformers.cache_utils import Cache
 
 from ..arguments import bounded
-from ..calibration import Calibration, layer_specs
+from ..calibration import Calibration
 from ..kvcache.common import Common
 from ..kvcache.report import CacheReport, LayerReport, bytes_by_part, layer_report, layer_tensors
+from ..measured import Profile, used_by
 from ..models.identity import describe
 from ..models.wrappers import base_model
 from ..moments import Moments
@@ -77,11 +78,10 @@ def checked_config(config: Any) -> Any:
     return text
 
 
-def _patched_with(model: Any, calibration: Any, moments: Any) -> tuple[CacheSpec, Calibration | None]:
-    """The spec and the calibration of a patched model."""
-    for name, argument in (("calibration", calibration), ("moments", moments)):
-        if argument is not None:
-            raise ValueError(f"`spec` must be given where `{name}` is, got None")
+def _patched_with(model: Any, profile: Any) -> tuple[CacheSpec, Profile | None]:
+    """The spec and the profile of a patched model."""
+    if profile is not None:
+        raise ValueError("`spec` must be given where `profile` is, got None")
     if not isinstance(model, torch.nn.Module):
         right = "TurboQuantCache(model) of a patched model, or TurboQuantCache(config, spec)"
         raise TypeError(f"`spec` must be given with a configuration: call {right}")
@@ -90,7 +90,7 @@ def _patched_with(model: Any, calibration: Any, moments: Any) -> tuple[CacheSpec
         right = "call turboquant.patch(model, spec) first, or TurboQuantCache(model, spec)"
         raise ValueError(f"`model` must be patched where no `spec` is given: {right}")
     warn_of_changes(state, base_model(model))
-    return state.spec, state.calibration
+    return state.spec, state.profile
 
 
 class TurboQuantCache(Cache):  # type: ignore[misc]
@@ -98,15 +98,15 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
     with every version of transformers.
 
     model    the model, or its configuration. Only the number and kind of its layers matter, shapes come from tensors
-    spec     a CacheSpec or the name of a preset; None: what `model` was patched with, its calibration included
-    calibration   a Calibration or its file, if `spec` is given and uses one; else None
-    moments  moments of the model (`turboquant.measure`) or their file, if `spec` is given and has a wave or a metric.
-             None: those that `model` was patched with. If there are none, they are measured, once for each model, with
-             one line on stderr that says so
+    spec     a CacheSpec or the name of a preset; None: what `model` was patched with, its profile included
+    profile  a Profile of the model (`turboquant.measure`, `turboquant.calibrate`) or its file, if `spec` is given and
+             uses one: a wave or a metric, or, calibrated, a budget. None: moments are those that `model` was patched
+             with. If there are none, they are measured, once for each model, with one line on stderr that says
+             so
 
     Raises TypeError for a configuration without a spec, and ValueError without a spec for a model that is not patched.
     Raises NotImplementedError for layers that cannot be packed and models that cannot be measured, and ValueError for
-    a calibration or moments that are missing, not used by the spec, or of another configuration (`turboquant.patch`
+    a profile that is missing, not used by the spec, or of another configuration (`turboquant.patch`
     also compares weights).
     """
 
@@ -114,8 +114,8 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         self,
         model: Any,
         spec: CacheSpec | str | None = None,
-        calibration: Calibration | str | os.PathLike[str] | None = None,
-        moments: Moments | str | os.PathLike[str] | None = None,
+        *,
+        profile: Profile | str | os.PathLike[str] | None = None,
     ) -> None:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise RuntimeError(
@@ -124,16 +124,14 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         config = model.config if isinstance(model, torch.nn.Module) and hasattr(model, "config") else model
         text = checked_config(config)
         if spec is None:
-            spec, calibration = _patched_with(model, calibration, moments)
+            spec, profile = _patched_with(model, profile)
         self.spec = resolve(spec)
-        found = None if calibration is None else Calibration.of(calibration)
-        if found is not None:
-            found.check(describe(text))
+        given = None if profile is None else Profile.of(profile)
+        if given is not None and given.calibration is not None:
+            given.check(describe(text))
         kinds = kinds_of(text)
-        specs = layer_specs(self.spec, found, len(kinds), packed_indices(text))
-        if moments is None and found is not None:
-            moments = found.moments_of(self.spec)
-        self._set_up(found, describe(text), specs, moments_for(model, specs, moments), kinds)
+        specs, calibration, moments = used_by(self.spec, given, len(kinds), packed_indices(text))
+        self._set_up(calibration, describe(text), specs, moments_for(model, specs, moments), kinds)
 
     def _set_up(
         self,
@@ -298,23 +296,23 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         cls,
         path: str | os.PathLike[str],
         model: Any = None,
-        calibration: Calibration | str | os.PathLike[str] | None = None,
+        *,
+        profile: Profile | str | os.PathLike[str] | None = None,
         device: torch.device | str | None = None,
-        moments: Moments | str | os.PathLike[str] | None = None,
     ) -> TurboQuantCache:
         """The cache that `save` wrote: the same bytes on any device.
 
         model         the model that will use it, or its configuration: the file must be of it. None: not compared
-        calibration   for a spec that uses one; None: that of a patched `model`
+        profile       that the file must have been made with. None: moments are not compared, and a spec that uses a
+                      calibration takes that of a patched `model`. The cache keeps the moments of the file
         device        where to put it; None: where the layers of `model` are, or else the CPU
-        moments       that the file must have been made with; None: not compared. The cache keeps those of the file
         Raises FileNotFoundError; ValueError, with what is wrong, for a file that is truncated, damaged, foreign, of
         another version or another model. Holds no more memory than a small multiple of the file's bytes
         (docs/security.md).
         """
         from .persistence import load
 
-        return load(path, model, calibration, device, moments)
+        return load(path, model, profile, device)
 
     def crop(self, tokens: int) -> None:
         """See `PackedLayer.crop`. If one layer cannot be cropped, none is."""

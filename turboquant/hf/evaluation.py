@@ -25,8 +25,8 @@ import torch
 from transformers import DynamicCache
 
 from ..arguments import bounded
-from ..calibration import Calibration, layer_specs
 from ..calibration.measure import check_vocabulary, token_divergence, token_ids
+from ..measured import Profile, used_by
 from ..models.identity import fingerprint
 from ..models.placement import device_of
 from ..models.wrappers import checked_base_model
@@ -53,7 +53,7 @@ GENERATED = 1024  # the most tokens of a free-running text
 AGREEMENTS = (64, 256, 1024)  # first tokens whose equality is reported
 _PER_TOKEN = ("pages", "sinks", "window")  # parts of a cache that grow with it, or hold its tokens
 
-AnyCalibration = Calibration | str | os.PathLike[str] | None
+AnyProfile = Profile | str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def evaluate(
     windows: torch.Tensor,
     spec: CacheSpec | str,
     *,
-    calibration: AnyCalibration = None,
+    profile: AnyProfile = None,
     prefill: str = "packed",
     everything_packed: bool = False,
     generate: int = GENERATED,
@@ -167,7 +167,7 @@ def evaluate(
     model    as `turboquant.patch` takes it, patched or not; it is left as it was. float32 measures the cache alone.
     windows  token ids [windows, tokens] of any integer dtype, each a text of its own (`text_windows`); at least 2
              tokens.
-    spec     a CacheSpec or the name of a preset;  calibration  for a spec that uses one.
+    spec     a CacheSpec or the name of a preset;  profile  of the model, for a spec that uses one.
     prefill  "packed": one forward; "chunked": `chunk` tokens at a time; "decode": one by one. They agree to rounding: a
              cache with `outliers="prompt"` gets its first `outlier_tokens` in one forward in all three.
     everything_packed   without the spec's window, in any layer: all tokens but the sinks are packed.
@@ -179,7 +179,7 @@ def evaluate(
     before anything is run.
     """
     given = {"spec": spec}
-    found = evaluate_all(model, windows, given, calibration=calibration, prefill=prefill, chunk=chunk, batch=batch,
+    found = evaluate_all(model, windows, given, profile=profile, prefill=prefill, chunk=chunk, batch=batch,
                          everything_packed=everything_packed, generate=generate, progress=progress)  # fmt: skip
     return found["spec"]
 
@@ -189,7 +189,7 @@ def evaluate_all(
     windows: torch.Tensor,
     specs: Mapping[str, CacheSpec | str],
     *,
-    calibration: AnyCalibration = None,
+    profile: AnyProfile = None,
     prefill: str = "packed",
     everything_packed: bool = False,
     generate: int = GENERATED,
@@ -197,7 +197,7 @@ def evaluate_all(
     batch: int = 1,
     progress: bool = False,
 ) -> dict[str, Evaluation]:
-    """`evaluate` for several specs by any name; the model alone runs once for all. Those that use no calibration get
+    """`evaluate` for several specs by any name; the model alone runs once for all. Those that use no profile get
     none."""
     if prefill not in PREFILLS:
         raise ValueError(f"`prefill` must be one of {', '.join(PREFILLS)}, got {prefill!r}")
@@ -207,7 +207,7 @@ def evaluate_all(
     windows = _checked(windows, model)
     chosen = _chosen(specs, everything_packed)
     free: dict[str, FreeRunning] = {}
-    with _ready(model, chosen, calibration) as caches:
+    with _ready(model, chosen, profile) as caches:
         tallies = {name: _Tally() for name in chosen}
         steps = [(start, name) for start in range(0, len(windows), batch) for name in ("", *chosen)]
         reference = None
@@ -246,28 +246,29 @@ def _checked(windows: Any, model: Any) -> torch.Tensor:
 
 
 @contextmanager
-def _ready(model: Any, specs: Mapping[str, CacheSpec], calibration: AnyCalibration) -> Iterator[Any]:
+def _ready(model: Any, specs: Mapping[str, CacheSpec], profile: AnyProfile) -> Iterator[Any]:
     """Patches the model, in eval mode and without gradients, and restores it. Yields a function that makes a new cache
     for the name of a spec, with another `prefill` if one is given."""
-    found = None if calibration is None else Calibration.of(calibration)
+    found = None if profile is None else Profile.of(profile)
     text = checked_config(model.config)
-    used: dict[str, Calibration | None] = {}
+    used: dict[str, Profile | None] = {}
     for name, spec in specs.items():
         packed, count = packed_indices(text), len(kinds_of(text))
-        used[name] = found if any(spec.for_layer(i, count).calibrated for i in packed) else None
-        layer_specs(spec, used[name], count, packed)
+        each = [spec.for_layer(i, count) for i in packed]
+        used[name] = found if any(one.calibrated or one.measured for one in each) else None
+        used_by(spec, used[name], count, packed)
     if found is not None:
         found.check(fingerprint(model))
 
     def new_cache(name: str, prefill: str | None = None) -> TurboQuantCache:
         spec = specs[name] if prefill is None else specs[name].with_(prefill=prefill)
-        return TurboQuantCache(model, spec, used[name])
+        return TurboQuantCache(model, spec, profile=used[name])
 
     was_patched = hasattr(model, "_turboquant")
     try:
         if not was_patched:
             for name, spec in specs.items():
-                patch(model, spec, used[name])
+                patch(model, spec, profile=used[name])
         with evaluating(model), quiet(model):
             yield new_cache
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 import weakref
@@ -23,9 +22,7 @@ from .routing import measuring
 
 __all__ = ["moments_for", "moments_notes", "warn_of_changes"]
 
-AnyMoments = Moments | str | os.PathLike[str] | None
-
-_WAY_OUT = 'pass `moments` from a file (turboquant.Moments.load), or use a spec with centre="none" and metric="none"'
+_WAY_OUT = 'pass a `profile` from a file (turboquant.Profile.load), or use a spec with centre="none" and metric="none"'
 
 
 @dataclass
@@ -43,36 +40,33 @@ _KEPT = 8  # of a model whose adapters are switched back and forth
 _measured: weakref.WeakKeyDictionary[torch.nn.Module, _Measured] = weakref.WeakKeyDictionary()
 
 
-def moments_for(model: Any, specs: Sequence[CacheSpec], given: AnyMoments = None) -> Moments | None:
+def moments_for(model: Any, specs: Sequence[CacheSpec], given: Moments | None = None) -> Moments | None:
     """The moments for `model`, with one spec per layer; None if no spec uses any.
 
     model   the model, or its configuration if `given` is not None
-    Raises TypeError for another object, ValueError for moments that are missing, not used, damaged or of another model,
+    Raises TypeError for another object, ValueError for moments that are missing or of another model,
     NotImplementedError for a model that cannot be measured.
     """
     if not any(spec.measured for spec in specs):
-        if given is not None:
-            raise ValueError('`moments` must be None for a spec without centre="wave" and metric="query", got some')
         return None
     base = base_model(model)
     state = getattr(base, "_turboquant", None) or getattr(getattr(base, "base_model", None), "_turboquant", None)
     if given is None and (given := getattr(state, "moments", None)) is not None:
         warn_of_changes(state, base)
     if given is not None:
-        found = Moments.of(given)
         config: Any = base.config if isinstance(base, torch.nn.Module) else base
         try:
             mark = describe(config.get_text_config(decoder=True))
-            found.check(mark)
+            given.check(mark)
             for i, rotary in enumerate(mark.get("no_rope_layers", ())):
-                if not rotary and len(found.layers[i].pairs):
-                    raise ValueError(f"`moments` must have no wave in layer {i}, whose keys are not rotary, got one")
+                if not rotary and len(given.layers[i].pairs):
+                    raise ValueError(f"`profile` must have no wave in layer {i}, whose keys are not rotary, got one")
         except ValueError as error:
-            raise ValueError(f'{error}. Use moments of this model, or centre="none" and metric="none"') from None
-        return found
+            raise ValueError(f'{error}. Use a profile of this model, or centre="none" and metric="none"') from None
+        return given
     if not isinstance(base, torch.nn.Module):
         needs = "with a configuration, from which nothing can be measured"
-        raise ValueError(f"`moments` must be given {needs}, got None: give the model itself, {_WAY_OUT}")
+        raise ValueError(f"`profile` must be given {needs}, got None: give the model itself, {_WAY_OUT}")
     own: Moments = _own_moments(base, getattr(state, "tokenizer", None))
     return own
 
@@ -122,8 +116,8 @@ def _measured_anew(model: Any, tokenizer: Any, known: _Measured | None) -> _Meas
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def warn_of_changes(state: Any, model: torch.nn.Module) -> None:
-    """Warns, once, if weights have changed since a model was patched with a calibration or moments, which are still
-    used. state: `model._turboquant`, whose `identity` is None without these."""
+    """Warns, once, if weights have changed since a model was patched with a profile, which is still
+    used. state: `model._turboquant`, whose `identity` is None without one."""
     was = state.identity
     if was is None or was.holds(model):
         return
@@ -131,8 +125,8 @@ def warn_of_changes(state: Any, model: torch.nn.Module) -> None:
     if changed := was.changes(state.identity):
         warnings.warn(
             f"weights of {type(model).__name__} have changed since it was patched ({_some(changed)}): its cache will "
-            "diverge more, because the calibration or moments that it was patched with are of the old ones. Measure "
-            "them again and patch the model with them.",
+            "diverge more, because the profile that it was patched with is of the old ones. Make it again and patch "
+            "the model with it.",
             stacklevel=4,
         )
 

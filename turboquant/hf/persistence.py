@@ -27,6 +27,7 @@ from ..files import Tensor, array_bytes, crc32, existing_file, layout, numpy_dty
 from ..fingerprints import differences
 from ..kvcache.exact import exact_rows, laid_out
 from ..kvcache.pages import RELEASED, PagePool, PageTable, outside_autograd
+from ..measured import Profile
 from ..models.identity import changed_weights, describe, weight_sums
 from ..models.placement import device_of
 from ..modes import is_split
@@ -202,25 +203,29 @@ def _want(right: bool, what: str) -> None:
 def load(
     path: str | os.PathLike[str],
     model: Any = None,
-    calibration: Calibration | str | os.PathLike[str] | None = None,
+    profile: Profile | str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
-    moments: Moments | str | os.PathLike[str] | None = None,
 ) -> TurboQuantCache:
     """See `TurboQuantCache.load`."""
     name = existing_file(path, "a cache file")
-    found = None if calibration is None else Calibration.of(calibration)
-    measured = None if moments is None else Moments.of(moments)
+    given = None if profile is None else Profile.of(profile)
     mark = None if model is None else _mark(model)
     where = None if device is None else torch.device(device)
     try:
         with open(name, "rb") as file:
             reader = _Reader(file)
-            if found is None and reader.header["calibration"]:
-                found = getattr(getattr(model, "_turboquant", None), "calibration", None)
+            found = None
+            if reader.header["calibration"]:
+                state = getattr(model, "_turboquant", None)
+                found = getattr(state, "calibration", None) if given is None else given.calibration
             cache = reader.cache(model, mark, found, where)
-            own = cache._shared.moments
-            if measured is not None and moments_mark(measured) != moments_mark(own):
-                raise _Refused(f"it has {'no' if own is None else 'other'} `moments`")
+            if given is not None:
+                own = cache._shared.moments
+                if own is None and found is None:
+                    raise _Refused("it was made without a `profile`")
+                known = [given.moments, *({} if found is None else found.moments).values()]
+                if own is not None and moments_mark(own) not in map(moments_mark, known):
+                    raise _Refused("it was made with another `profile`")
             return cache
     except (_Refused, ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         why = f"its header lacks {error}" if isinstance(error, KeyError) else str(error)
@@ -261,8 +266,7 @@ class _Reader:
         if mark is not None:
             differs = _differences(header["fingerprint"], mark)
             _want(not differs, f"it is of another model: this one has {', '.join(differs)}")
-        needs = "it needs the `calibration` it was made with" if header["calibration"] else "it has no `calibration`"
-        _want(header["calibration"] == calibration_mark(calibration), needs)
+        _want(header["calibration"] == calibration_mark(calibration), "it needs the `profile` it was made with")
         _want(isinstance(header["spec"], dict), "`spec` is no mapping")
         n_layers = self.integer("n_layers", 2**16)
         _want(n_layers == header["fingerprint"].get("layers"), "`n_layers` is not that of its fingerprint")

@@ -133,7 +133,7 @@ def _of_calibration(
     if getattr(spec, f"{side}_levels") == "table":
         if calibration.tables is None:
             raise ValueError(
-                "`calibration` must have tables of levels for this spec, got one made without: calibrate again"
+                "`profile` must have tables of levels for this spec, got one made without: calibrate again"
             )
         columns = LEVELS + (side == "key" and spec.sketch == "sign")
         made[f"{side}_steps"] = calibration.tables[layer, i, :, :columns]

@@ -1,4 +1,4 @@
-"""`Moments`: what `turboquant.measure` found about a model, as arrays and as a file.
+"""`Moments`: what `turboquant.measure` found about a model, as arrays.
 
 For a key k at position p of its sequence, in one KV head:
 
@@ -11,7 +11,6 @@ and a query q becomes A^-1 q with A^-1 = S^-1 (I + W diag(1 / (1 + e) - 1) W^T) 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
@@ -20,13 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
-from ..files import file_name, path_called, read_arrays, write_arrays
 from ..fingerprints import differences
 from ..plan import MAX_RANK, PAIR_MULTIPLE
 
-__all__ = ["FORMAT", "PROTEINS", "RANDOM_IDS", "LayerMoments", "Moments", "array_shapes"]
+__all__ = ["PROTEINS", "RANDOM_IDS", "LayerMoments", "Moments", "array_shapes"]
 
-FORMAT = "turboquant-moments-1"
 PROTEINS = "the proteins of the package"
 RANDOM_IDS = "random token ids"  # `Moments.source` without text
 
@@ -251,23 +248,7 @@ class Moments:
     def check(self, fingerprint: Mapping[str, Any]) -> None:
         """ValueError, naming what differs, unless `fingerprint` is of the model that this was measured on."""
         if differs := differences(self.fingerprint, fingerprint):
-            raise ValueError(
-                f"`moments` must be of this model, got those of another: this one has {', '.join(differs)}"
-            )
-
-    @classmethod
-    def of(cls, given: Moments | str | os.PathLike[str]) -> Moments:
-        """Moments as they are, or those in that file."""
-        if isinstance(given, cls):
-            return given
-        if isinstance(given, (str, os.PathLike)):
-            with path_called("`moments`"):
-                return cls.load(given)
-        raise TypeError(f"`moments` must be Moments or the path of a file, got {given!r}")
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a safetensors file, whole or not at all."""
-        write_arrays(path, FORMAT, self.described(), self.arrays())
+            raise ValueError(f"`profile` must be of this model, got one of another: this one has {', '.join(differs)}")
 
     def described(self) -> dict[str, Any]:
         """All but the arrays, as JSON holds it."""
@@ -289,18 +270,6 @@ class Moments:
             for i, kind in enumerate(described["kinds"])
         )
         return cls(tuple(layers), **{key: described[key] for key in _DESCRIBED})
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Moments:
-        """Reads a file that `save` wrote. FileNotFoundError if there is none, ValueError for one that is damaged,
-        foreign or of another version."""
-        name = file_name(path)
-        try:
-            described, arrays = read_arrays(name, FORMAT, "a file of moments")
-            return cls.of_arrays(described, arrays)
-        except (AttributeError, KeyError, ValueError, TypeError) as error:
-            why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise ValueError(f"`path` must be a file of moments, got {name!r}: {why}") from error
 
 
 def _range(values: list[int]) -> str:

@@ -21,10 +21,11 @@ import torch
 from .. import __version__
 from ..hf.routing import text_config, uses_interface
 from ..hf.tap import tapped
+from ..measured.profile import FORMAT, Profile
 from ..models.identity import describe, fingerprint, weight_sums
 from ..models.placement import device_of, on_all_ranks
 from ..models.wrappers import checked_base_model
-from .data import FORMAT, LayerMoments, Moments
+from .data import LayerMoments, Moments
 from .metric import averaged_over_positions, chosen_pairs, metric_of, turn_back
 from .rotary import Rotary, probe
 from .text import LEAST, TOKENS, protein_sample, sample
@@ -34,8 +35,9 @@ __all__ = ["cache_folder", "measure", "measure_model", "measure_with_text"]
 SINKS = 4  # first tokens, which are unlike all others and not counted
 
 
-def measure(model: Any, tokenizer: Any = None, text: str | None = None) -> Moments:
-    """Measures a model's moments: the mean of its keys before RoPE, and the second moment of its queries.
+def measure(model: Any, tokenizer: Any = None, text: str | None = None) -> Profile:
+    """A profile of a model, without a calibration: the mean of its keys before RoPE, and the second moment of its
+    queries.
 
     model      a causal language model of transformers with attention through AttentionInterface, or a PeftModel of one,
                or an ESM-2 model; patched or not, of any floating dtype, quantised, on one or several devices, or with
@@ -56,7 +58,7 @@ def measure(model: Any, tokenizer: Any = None, text: str | None = None) -> Momen
     ValueError for a text that is too short, a tokenizer of another model, a tokenizer or text for ESM-2, and keys or
     queries that are not finite.
     """
-    return measure_model(model, tokenizer, text)
+    return Profile(measure_model(model, tokenizer, text))
 
 
 def measure_model(
@@ -79,7 +81,7 @@ def measure_model(
     ids, source = protein_sample(base, tokenizer, text) if proteins else sample(base, tokenizer, text, limit)
     mark = fingerprint(base)
     folder = cache_folder()
-    file = None if folder is None else folder / f"moments-{_digest(base, ids)}.safetensors"
+    file = None if folder is None else folder / f"profile-{_digest(base, ids)}.safetensors"
     kept = _kept(file, mark) if read and file is not None else None
     everywhere = on_all_ranks(base, kept is not None)
     if kept is not None and everywhere:
@@ -144,7 +146,7 @@ def _measured(model: Any, parts: Sequence[tuple[torch.Tensor, float]], limit: in
         except Exception as error:
             raise NotImplementedError(
                 f"{type(model).__name__} cannot be measured: its forward of token ids failed "
-                f"({type(error).__name__}: {str(error).partition(chr(10))[0]}). Moments.load reads moments from a file"
+                f"({type(error).__name__}: {str(error).partition(chr(10))[0]}). turboquant.Profile.load reads one"
             ) from error
 
     sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each attention, in the order of calls
@@ -238,7 +240,7 @@ def _digest(model: Any, ids: tuple[torch.Tensor, ...]) -> str:
 
 def _kept(file: Path, mark: dict[str, Any]) -> Moments | None:
     try:
-        moments = Moments.load(file)
+        moments = Profile.load(file).moments
         moments.check(mark)
     except (OSError, ValueError):
         return None  # missing or damaged: measured and written again
@@ -248,7 +250,7 @@ def _kept(file: Path, mark: dict[str, Any]) -> Moments | None:
 def _keep(file: Path, moments: Moments) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        moments.save(file)
+        Profile(moments).save(file)
     except OSError as error:
         warnings.warn(
             f"the moments of the model could not be kept in {str(file.parent)!r} ({error.strerror or error}): they are "

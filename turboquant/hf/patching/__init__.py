@@ -6,11 +6,11 @@ One module per family of architectures: `llama` for decoders, `esm` for ESM-2.
 from __future__ import annotations
 
 import os
+from numbers import Real
 from typing import Any, TypeVar
 
-from ...calibration import Calibration
+from ...measured import Profile
 from ...models.wrappers import base_model, checked_base_model
-from ...moments import Moments
 from ...moments.text import check_tokenizer
 from ...named_specs import resolve
 from ...spec import CacheSpec
@@ -24,12 +24,16 @@ _Model = TypeVar("_Model")
 def patch(
     model: _Model,
     spec: CacheSpec | str = "default",
-    calibration: Calibration | str | os.PathLike[str] | None = None,
     *,
+    bits: float | None = None,
+    profile: Profile | str | os.PathLike[str] | None = None,
+    uniform: bool = False,
+    memory: int | None = None,
+    tokens: int | None = None,
+    quality: float | None = None,
     prefill: str | None = None,
-    cuda_graphs: bool = False,
-    moments: Moments | str | os.PathLike[str] | None = None,
     tokenizer: Any = None,
+    cuda_graphs: bool = False,
 ) -> _Model:
     """Prepares `model`, in place, and returns it: ``patch(model).generate(**inputs)`` works as before, on a packed
     cache.
@@ -38,15 +42,17 @@ def patch(
             Qwen2, Qwen3, ...), also with a vision or audio tower, which is left as it is; or an ESM-2 model; or a
             PeftModel, whose base model is patched
     spec    a CacheSpec or the name of a preset
-    calibration   a Calibration or its file, for a spec that uses one, such as "calibrated-3"
+    bits    of keys and values, in place of the spec's own, such as 3; not with a spec that has a budget
+    profile   a Profile of the model or its file: of `turboquant.calibrate` for a spec that needs one, such as
+              "calibrated-3"; else of `turboquant.measure` or `turboquant.calibrate`. None: what the spec takes is
+              measured when the first cache is made, on text that ships with the package; for ESM-2 now, on proteins
+    uniform, memory, tokens, quality   not supported yet: refused
     prefill   "exact" or "packed" instead of the spec's own; None: the spec's. With "exact", the default of specs and
             presets, the first forward on an empty cache gives the full cache's logits: its loss says nothing about
             quantisation. With "packed" it does
     cuda_graphs   replay decoding steps as CUDA graphs (`graph.DecodeGraph`): on a GPU a small batch is then as fast as
                   its kernels. For models on one device, whose forward of one token depends on nothing but its tokens,
                   positions and cache; after switching adapters, use a new cache
-    moments   of the model (`turboquant.measure`) or their file, for a spec with a wave or a metric. None: measured when
-              the first cache is made, on text that ships with the package; for ESM-2 measured now, on proteins
     tokenizer   to measure with; None: the one at `model.name_or_path`, from local files only. Without one, random token
               ids are used instead of text, with a warning
 
@@ -55,7 +61,7 @@ def patch(
     made by hand or carried over from an earlier turn. With any other cache, and in a forward without one (training,
     use_cache=False), the model attends by SDPA as without a patch. What packs nothing without an error, such as another
     cache, is one warning after each call of `patch` (docs/troubleshooting.md). Patching again replaces the spec.
-    Existing caches keep theirs; a cache of another spec or calibration than the model's warns once. Models that share
+    Existing caches keep theirs; a cache of another spec or profile than the model's warns once. Models that share
     one configuration object share its attention setting, but not the spec.
 
     An ESM-2 model (EsmModel and those with a head) has no cache to carry over: in each forward every layer's keys and
@@ -64,14 +70,15 @@ def patch(
     `prefill` do not apply, because an encoder reads all tokens at once. Inference only: a backward pass raises
     RuntimeError.
 
-    Raises TypeError for anything but a transformers model, or a tokenizer that is none, and NotImplementedError,
-    naming the class, for a model that cannot be patched; the model is unchanged then. A forward raises ValueError for
-    a `TurboQuantCache` of a model of another configuration.
+    Raises ValueError for arguments that contradict each other, and a profile that the spec does not use or that is of
+    another model; TypeError for anything but a transformers model, or a tokenizer that is none; and
+    NotImplementedError, naming the class, for a model that cannot be patched. The model is unchanged then. A forward
+    raises ValueError for a `TurboQuantCache` of a model of another configuration.
     """
-    chosen = resolve(spec) if prefill is None else resolve(spec).with_(prefill=prefill)
+    _refuse_unknown({"uniform": uniform or None, "memory": memory, "tokens": tokens, "quality": quality})
+    chosen = _chosen(spec, bits, prefill)
     base = checked_base_model(model)
-    found = None if calibration is None else Calibration.of(calibration)
-    measured = None if moments is None else Moments.of(moments)
+    given = None if profile is None else Profile.of(profile)
     check_tokenizer(tokenizer)
     if _family(base) is esm:
         if cuda_graphs:
@@ -82,10 +89,30 @@ def patch(
             raise NotImplementedError(
                 f"{type(base).__name__}: `tokenizer` is for decoders, ESM-2 is measured on proteins of the package"
             )
-        esm.patch(base, chosen, found, measured)
+        esm.patch(base, chosen, given)
     else:
-        llama.patch(base, chosen, found, cuda_graphs, measured, tokenizer)
+        llama.patch(base, chosen, given, cuda_graphs, tokenizer)
     return model
+
+
+def _refuse_unknown(given: dict[str, Any]) -> None:
+    """NotImplementedError that names the first argument that is not None."""
+    for name, value in given.items():
+        if value is not None:
+            raise NotImplementedError(f"`{name}` is not supported yet, got {value!r}: give `bits`, or another `spec`")
+
+
+def _chosen(spec: CacheSpec | str, bits: float | None, prefill: str | None) -> CacheSpec:
+    """The spec with the changes that arguments of `patch` ask for."""
+    chosen = resolve(spec)
+    if bits is not None:
+        if isinstance(bits, bool) or not isinstance(bits, Real):
+            raise TypeError(f"`bits` must be a number or None, got {bits!r}")
+        if chosen.budget is not None:
+            raise ValueError(f"`bits` must be None for a spec with a budget of {chosen.budget:g} bits, got {bits!r}")
+        bits = int(bits) if bits == int(bits) else float(bits)
+        chosen = chosen.with_(key_bits=bits, value_bits=bits)
+    return chosen if prefill is None else chosen.with_(prefill=prefill)
 
 
 def check(model: Any, spec: CacheSpec | str = "default") -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ...calibration import Calibration
 from ...esm.attention import NAME, Pass
 from ...esm.layers import packed_layers
 from ...esm.model import attentions, checked_model
+from ...measured import Profile
 from ...models.identity import Identity
 from ...moments import Moments
 from ...spec import CacheSpec
@@ -33,30 +33,34 @@ class _Patch:
     layer_idx: list[Any]
     hook: Any  # handle of `_with_pass`
     spec: CacheSpec
-    calibration: Calibration | None
-    moments: Moments | None  # those given to `patch`
-    identity: Identity | None  # of the weights that the calibration and the moments of the layers are of
+    profile: Profile | None  # that given to `patch`
+    identity: Identity | None  # of the weights that the profile, or what was measured, is of
+
+    @property
+    def moments(self) -> Moments | None:
+        """What other caches of the model take, unless they are given a profile."""
+        return None if self.profile is None else self.profile.moments
 
 
-def check(model: Any, spec: CacheSpec, calibration: Calibration | None) -> None:
+def check(model: Any, spec: CacheSpec, profile: Profile | None) -> None:
     """Raises what `patch` raises for a model that cannot be packed in this way."""
-    packed_layers(model, spec, calibration, measured=False)
+    packed_layers(model, spec, profile, measured=False)
 
 
-def patch(model: Any, spec: CacheSpec, calibration: Calibration | None = None, moments: Moments | None = None) -> None:
+def patch(model: Any, spec: CacheSpec, profile: Profile | None = None) -> None:
     """See `turboquant.patch`. model: a transformers.PreTrainedModel."""
-    layers = packed_layers(model, spec, calibration, moments)
+    layers = packed_layers(model, spec, profile)
     base = checked_model(model)
     modules = attentions(base)
     if not hasattr(base, "_turboquant"):
         hook = base.register_forward_pre_hook(_with_pass, with_kwargs=True)
         before = [module.layer_idx for module in modules]
-        base._turboquant = _Patch(route(base, NAME), before, hook, spec, calibration, moments, None)
+        base._turboquant = _Patch(route(base, NAME), before, hook, spec, profile, None)
     elif base.config._attn_implementation != NAME:
         base._turboquant.previous = route(base, NAME)
     state = base._turboquant
-    state.spec, state.calibration, state.moments = spec, calibration, moments
-    measured = calibration is not None or any(layer.moments is not None for layer in layers)
+    state.spec, state.profile = spec, profile
+    measured = profile is not None or any(layer.moments is not None for layer in layers)
     state.identity = Identity.of(base) if measured else None
     for module, layer in zip(modules, layers):
         module.layer_idx, module._turboquant = layer.layer, layer
@@ -74,7 +78,7 @@ def _check_weights(base: Any) -> None:
     state = base._turboquant
     if state.identity is None or state.identity.holds(base):
         return
-    if state.calibration is None and state.moments is None:
+    if state.profile is None:
         state.identity = Identity.of(base)  # before anything is measured, by a forward
         for module, layer in zip(attentions(base), packed_layers(base, state.spec)):
             module._turboquant = layer

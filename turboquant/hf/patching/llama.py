@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from transformers.generation.configuration_utils import GenerationMode
 
-from ...calibration import Calibration, layer_specs
+from ...calibration import Calibration
 from ...fingerprints import differences
+from ...measured import Profile, used_by
 from ...models.identity import Identity, describe, fingerprint
 from ...models.wrappers import refuse_prefix
 from ...moments import Moments
@@ -67,10 +68,11 @@ class _Patch:
 
     described: dict[str, Any]  # the model's configuration (`models.identity.describe`)
     spec: CacheSpec
-    calibration: Calibration | None
+    profile: Profile | None  # that was given
+    calibration: Calibration | None  # what the spec takes from it
     moments: Moments | None  # None: measured when the first cache is made
     tokenizer: Any  # to measure with
-    identity: Identity | None  # of the weights when it was patched, with a calibration or moments
+    identity: Identity | None  # of the weights when it was patched with a profile
     previous: Previous
     cache_name: str  # of the argument of forward that takes a cache
     cache_position: int  # of that argument
@@ -82,13 +84,12 @@ class _Patch:
 def patch(
     model: Any,
     spec: CacheSpec,
-    calibration: Calibration | None = None,
+    profile: Profile | None = None,
     cuda_graphs: bool = False,
-    moments: Moments | None = None,
     tokenizer: Any = None,
 ) -> None:
     """See `turboquant.patch`. model: a transformers.PreTrainedModel."""
-    check(model, spec, calibration, moments)
+    calibration, moments = check(model, spec, profile)
     state = getattr(model, "_turboquant", None)
     if cuda_graphs and "forward" in model.__dict__ and not (state and state.cuda_graphs):
         raise NotImplementedError(
@@ -99,13 +100,14 @@ def patch(
     if cuda_graphs and (stateful or decoder_of(model) is not model):
         raise NotImplementedError(f"{type(model).__name__}: `cuda_graphs` is for text models without recurrent states")
     if state is None:
-        _prepare(model, spec, calibration)
+        _prepare(model, spec)
         state = model._turboquant
     elif text_config(model)._attn_implementation != NAME:
         state.previous = route(model, NAME)
-    state.spec, state.calibration, state.moments, state.tokenizer = spec, calibration, moments, tokenizer
+    state.spec, state.tokenizer = spec, tokenizer
+    state.profile, state.calibration, state.moments = profile, calibration, moments
     state.said = set()
-    state.identity = None if calibration is None and moments is None else Identity.of(model)
+    state.identity = None if profile is None else Identity.of(model)
     if cuda_graphs and not state.cuda_graphs:
         model.forward = ForwardWithGraphs(model)
     elif state.cuda_graphs and not cuda_graphs:
@@ -113,7 +115,7 @@ def patch(
     state.cuda_graphs = cuda_graphs
 
 
-def _prepare(model: Any, spec: CacheSpec, calibration: Calibration | None) -> None:
+def _prepare(model: Any, spec: CacheSpec) -> None:
     arguments = list(inspect.signature(model.forward).parameters)
     handles = [model.register_forward_pre_hook(_give_cache, with_kwargs=True)]
     if any(has_state(kind) for kind, _ in kinds_of(text_config(model))):
@@ -124,9 +126,7 @@ def _prepare(model: Any, spec: CacheSpec, calibration: Calibration | None) -> No
     name = cache_argument(model.forward) or CACHE
     at = arguments.index(name)
     described = describe(model.config)
-    model._turboquant = _Patch(
-        described, spec, calibration, None, None, None, previous, name, at, False, handles, set()
-    )
+    model._turboquant = _Patch(described, spec, None, None, None, None, None, previous, name, at, False, handles, set())
     for method, ours in _METHODS.items():
         if hasattr(model, method):
             setattr(model, method, partial(ours, model))  # pickle makes a method the class's again
@@ -147,9 +147,9 @@ def unpatch(model: Any) -> None:
         model.__dict__.pop(method, None)
 
 
-def check(model: Any, spec: CacheSpec, calibration: Calibration | None, moments: Moments | None = None) -> None:
-    """Raises what `patch` raises for a model that cannot be packed in this way. Without a calibration, weights may be
-    on the meta device."""
+def check(model: Any, spec: CacheSpec, profile: Profile | None) -> tuple[Calibration | None, Moments | None]:
+    """What the spec takes from a profile. Raises what `patch` raises for a model that cannot be packed in this way.
+    Without a profile, weights may be on the meta device."""
     name = type(model).__name__
 
     def refuse(why: str) -> None:
@@ -182,15 +182,17 @@ def check(model: Any, spec: CacheSpec, calibration: Calibration | None, moments:
     head_dims = head_dims or {describe(text)["head_dim"]}
     if max(head_dims) > MAX_HEAD_DIM:
         refuse(f"its head_dim is {max(head_dims)}, at most {MAX_HEAD_DIM} can be packed")
-    if calibration is not None:
-        calibration.check(fingerprint(model))
-    specs = layer_specs(spec, calibration, len(kinds_of(text)), packed_indices(text))
+    if profile is not None and profile.calibration is not None:
+        profile.check(fingerprint(model))
+    specs, calibration, moments = used_by(spec, profile, len(kinds_of(text)), packed_indices(text))
     if moments is not None:
         moments_for(model, specs, moments)  # the configuration first: its differences are told in words
-        moments.check(fingerprint(model))
+    if profile is not None and profile.calibration is None:
+        profile.check(fingerprint(model))
     for one in specs:
         for head_dim in head_dims:
             one.plan(head_dim)
+    return calibration, moments
 
 
 def _new_cache(model: Any) -> TurboQuantCache:
@@ -249,12 +251,11 @@ def _compare(cache: TurboQuantCache, state: _Patch) -> None:
     theirs = cache._shared.calibration
     if cache.spec.settled() != state.spec.settled():
         what = f"spec, {cache.spec} instead of {state.spec}"
-    elif theirs is not state.calibration and calibration_mark(theirs) != calibration_mark(state.calibration):
-        what = "calibration"
-    elif state.moments is not None and moments_mark(cache.measured_moments or cache._shared.moments) != (
-        moments_mark(state.moments)
+    elif (theirs is not state.calibration and calibration_mark(theirs) != calibration_mark(state.calibration)) or (
+        state.moments is not None
+        and moments_mark(cache.measured_moments or cache._shared.moments) != moments_mark(state.moments)
     ):
-        what = "set of moments"
+        what = "profile"
     else:
         return
     how = "the cache keeps its own; TurboQuantCache(model) has the model's"

@@ -1,0 +1,42 @@
+"""Profiles around what tests measure or make up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import turboquant
+from turboquant import Profile
+from turboquant.calibration import Calibration
+from turboquant.moments import LayerMoments, Moments
+
+
+def calibrate(*args: Any, **options: Any) -> Calibration:
+    """The calibration alone."""
+    found = turboquant.calibrate(*args, **options).calibration
+    assert found is not None
+    return found
+
+
+def profile_of(given: Any) -> Any:
+    """A profile with these moments or this calibration, and plain moments where there are none; all else as it is."""
+    if isinstance(given, Moments):
+        return Profile(given)
+    if not isinstance(given, Calibration):
+        return given
+    if given.moments:
+        return Profile(given.moments["model"], given)
+    heads, channels = given.kv_heads, given.head_dim
+    none = np.zeros((heads, 0), np.float32)
+    plain = LayerMoments("constant", np.zeros((0, 2), np.int32), np.zeros(0, np.uint32), none.reshape(heads, 0, 2),
+                         np.zeros((heads, channels), np.float32), np.ones((heads, channels), np.float32),
+                         none.reshape(heads, 0, channels), none)  # fmt: skip
+    return Profile(Moments((plain,) * given.layers, given.fingerprint, 1), given)
+
+
+def load(path: Any) -> Calibration:
+    """The calibration of a file."""
+    found = Profile.load(path).calibration
+    assert found is not None
+    return found
