@@ -25,6 +25,8 @@ def test_example(name: str, tmp_path: Path) -> None:
     code = EXAMPLES[name]
     if "torch" in code or "transformers" in code:
         pytest.importorskip("torch")
+    if "lm_eval" in code:
+        pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'lm-eval[hf]'")
     if "from_pretrained" in code:
         pytest.importorskip("transformers")
         from hub import make_hub
