@@ -81,7 +81,7 @@ EXACT: dict[str, dict[str, Any]] = {
         xlm-roberta-xl
         """.split()
     },
-    **dict.fromkeys(["olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"], LINEAR_ATTENTION),
+    **dict.fromkeys(["lara_mini", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"], LINEAR_ATTENTION),
     "bamba": {**MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]},
     "falcon_h1": MAMBA,
     **dict.fromkeys(["lfm2", "lfm2_moe"], CONVOLUTIONS),
@@ -160,7 +160,7 @@ REFUSED: dict[str, str] = {
         """,
     "no layer has keys and values": "falcon_mamba mamba mamba2",
     "it demands a cache class of its own": "minimax",
-    "its attention adds position biases": "inkling2_text inkling_text",
+    "its attention adds position biases": "inkling2_loop_text inkling2_text inkling_text",
     SPARSE + "indexed_attention": "qwen4_exp qwen4_exp_text",
     SPARSE + "minimax_m3_sparse": "minimax_m3_vl_text",
     SPARSE + "chunked_attention": "llama4 llama4_text",
@@ -171,7 +171,7 @@ REFUSED: dict[str, str] = {
     "its attention uses the keys of a layer twice": "diffllama",
     "its attention computes with the keys between cache and AttentionInterface": "jetmoe",
     "cross-attention layers are not supported": "mllama",
-    "layers that run several times in a forward": "dory inkling2_loop_text",
+    "layers that run several times in a forward": "dory",
 }
 
 # Types that read images or sound beside text: `test_multimodal` runs such models.

@@ -17,8 +17,8 @@ from turboquant import TurboQuantCache
 from turboquant.hf import names
 
 NAMES = """
-    bamba falcon_h1 granitemoehybrid jamba lfm2 lfm2_moe lfm3 nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text
-    qwen3_next recurrent_gemma zamba2 zaya
+    bamba falcon_h1 granitemoehybrid jamba lara_mini lfm2 lfm2_moe lfm3 nemotron_h olmo_hybrid qwen3_5_moe_text
+    qwen3_5_text qwen3_next recurrent_gemma zamba2 zaya
     """.split()
 QUICK = ("qwen3_5_text", "falcon_h1", "lfm2", "nemotron_h")
 TRIED = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in NAMES if n in TYPES and n in EXACT]

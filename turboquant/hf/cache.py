@@ -66,12 +66,12 @@ def checked_config(config: Any) -> Any:
             f"layers must be full, sliding or linear attention, got {', '.join(sorted(kinds))} in "
             f"{type(config).__name__}"
         )
-    if not packed_indices(text):
-        raise NotImplementedError(f"no layer has keys and values, got {type(config).__name__}")
     if getattr(text, "num_kv_shared_layers", 0):
         raise NotImplementedError(
             f"keys and values shared between layers are not supported, got {type(config).__name__}"
         )
+    if not packed_indices(text):
+        raise NotImplementedError(f"no layer has keys and values, got {type(config).__name__}")
     for name, plural in _UNIFORM.items():
         if name in varying:
             raise NotImplementedError(f"layers have different {plural}, got {type(config).__name__}")
