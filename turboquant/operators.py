@@ -12,8 +12,9 @@ Tensors (contracts and the byte format: ``csrc/include/turboquant.h``):
     floats       float32, float16 or bfloat16, the same in all of one call. Their layout is [batch, heads, tokens,
                  head_dim], as in `torch.nn.functional.scaled_dot_product_attention`. k, v, q, fresh_k and fresh_v are
                  dense in the last dimension; their other strides are free (a transposed [batch, tokens, heads,
-                 head_dim] is fine; on CUDA strides of q and fresh_* are multiples of 4). All other tensors are
-                 contiguous, except x of `rotate` and both of `merge`.
+                 head_dim] is fine; on CUDA strides of q and fresh_* are multiples of 4). Pages may lie apart: the
+                 stride between two is any multiple of 64 bytes that is no less than a page, so that a view of an
+                 engine's memory will do. All other tensors are contiguous, except x of `rotate` and both of `merge`.
     transforms   the vector that is coded is z = R (x - centre) / step. `turboquant.ops.transforms` makes the arguments,
                  or leaves out those that a plan does not take:
                  key_numbers, value_numbers  float32 [kv_heads, columns]: centre, steps, and of keys moments;

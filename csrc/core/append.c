@@ -302,7 +302,7 @@ static void pack_side(const append_job *job, worker *w, int is_key, int32_t b, i
         for (int32_t i = begin; i < end; i++)
             encode_token(job, w, is_key, b, h, position + i - begin, w->codes + i * stride, &w->scales[i]);
         int64_t page = p->layer.block_table[(int64_t)b * p->layer.max_pages + index / plan->page_tokens];
-        uint8_t *record = p->layer.pages + (page * p->layer.kv_heads + h) * plan->record_bytes;
+        uint8_t *record = p->layer.pages + page * tq_page_stride(plan, &p->layer) + h * plan->record_bytes;
         store_tile(job, w, is_key, record, (int32_t)(index % plan->page_tokens / plan->tile_tokens), begin, end);
         position += end - begin;
     }

@@ -143,7 +143,7 @@ static void softmax_step(const attend_job *job, attend_work *w, int32_t r, float
 static const uint8_t *record_of(const attend_job *job, const attend_task *t, int64_t page)
 {
     int64_t id = job->a->layer.block_table[(int64_t)t->b * job->a->layer.max_pages + page];
-    return job->a->layer.pages + (id * job->a->layer.kv_heads + t->h) * job->plan->record_bytes;
+    return job->a->layer.pages + id * tq_page_stride(job->plan, &job->a->layer) + t->h * job->plan->record_bytes;
 }
 
 /** The packed tokens of a page that a row sees: what mark_visible returns, in column order. */

@@ -93,6 +93,10 @@ static tq_status check_layer_sizes(const tq_plan *plan, const tq_layer *l, tq_er
     TQ_TRY(check_sizes(sizes, LENGTH(sizes), error));
     int64_t bytes;
     TQ_TRY(tq_product(l->kv_heads, plan->record_bytes, &bytes, "kv_heads", error));
+    if (l->page_stride && (l->page_stride < bytes || l->page_stride % 64))
+        return tq_fail(error, TQ_E_VALUE, "page_stride", -1, (double)l->page_stride,
+                       "0, or a multiple of 64 and at least kv_heads * record_bytes");
+    if (l->page_stride) bytes = l->page_stride;
     return tq_product(l->n_pages, bytes, &bytes, "n_pages", error);
 }
 
@@ -136,6 +140,12 @@ tq_status tq_check_rotate(const tq_plan *plan, const float *matrix, int32_t dtyp
     return TQ_OK;
 }
 
+/** From the first to the last byte of the pages. */
+static int64_t pages_bytes(const tq_plan *plan, const tq_layer *l)
+{
+    return l->n_pages ? (l->n_pages - 1) * tq_page_stride(plan, l) + l->kv_heads * plan->record_bytes : 0;
+}
+
 /* ---- append ---- */
 
 tq_status tq_check_append_sizes(const tq_plan *plan, const tq_append_params *p, tq_error *error)
@@ -165,7 +175,7 @@ static tq_status check_append_overlap(const tq_plan *plan, const tq_append_param
 {
     if (!p->layer.batch || !p->layer.kv_heads || !p->tokens) return TQ_OK;
     int64_t row = (int64_t)p->layer.batch * p->layer.kv_heads * plan->head_dim * tq_dtype_bytes(p->layer.dtype);
-    tq_array written[5] = {{"pages", p->layer.pages, p->layer.n_pages * p->layer.kv_heads * plan->record_bytes},
+    tq_array written[5] = {{"pages", p->layer.pages, pages_bytes(plan, &p->layer)},
                            {"sink_k", p->layer.sink_k, row * p->layer.sinks},
                            {"sink_v", p->layer.sink_v, row * p->layer.sinks},
                            {"window_k", p->layer.window_k, row * p->layer.window},
@@ -242,25 +252,24 @@ static tq_status check_attend_overlap(const tq_plan *plan, const tq_attend_param
     const struct {
         tq_array array;
         const char *wants;
-    } read[] = {
-        {{"pages", a->layer.pages, a->layer.n_pages * a->layer.kv_heads * plan->record_bytes}, "apart from pages"},
-        {{"q", a->q,
-          tq_span_bytes(e, a->layer.batch, a->query_heads, a->query_tokens, d, a->q_stride_batch, a->q_stride_head,
-                        a->q_stride_token)},
-         "apart from q"},
-        {{"sink_k", a->layer.sink_k, token * a->layer.sinks}, "apart from sink_k"},
-        {{"sink_v", a->layer.sink_v, token * a->layer.sinks}, "apart from sink_v"},
-        {{"window_k", a->layer.window_k, token * a->layer.window}, "apart from window_k"},
-        {{"window_v", a->layer.window_v, token * a->layer.window}, "apart from window_v"},
-        {{"fresh_k", a->fresh_k,
-          tq_span_bytes(e, a->layer.batch, a->layer.kv_heads, a->query_tokens, d, a->fresh_k_stride_batch,
-                        a->fresh_k_stride_head, a->fresh_k_stride_token)},
-         "apart from fresh_k"},
-        {{"fresh_v", a->fresh_v,
-          tq_span_bytes(e, a->layer.batch, a->layer.kv_heads, a->query_tokens, d, a->fresh_v_stride_batch,
-                        a->fresh_v_stride_head, a->fresh_v_stride_token)},
-         "apart from fresh_v"},
-        {{"out", a->out, written[0].bytes}, "apart from out"}};
+    } read[] = {{{"pages", a->layer.pages, pages_bytes(plan, &a->layer)}, "apart from pages"},
+                {{"q", a->q,
+                  tq_span_bytes(e, a->layer.batch, a->query_heads, a->query_tokens, d, a->q_stride_batch,
+                                a->q_stride_head, a->q_stride_token)},
+                 "apart from q"},
+                {{"sink_k", a->layer.sink_k, token * a->layer.sinks}, "apart from sink_k"},
+                {{"sink_v", a->layer.sink_v, token * a->layer.sinks}, "apart from sink_v"},
+                {{"window_k", a->layer.window_k, token * a->layer.window}, "apart from window_k"},
+                {{"window_v", a->layer.window_v, token * a->layer.window}, "apart from window_v"},
+                {{"fresh_k", a->fresh_k,
+                  tq_span_bytes(e, a->layer.batch, a->layer.kv_heads, a->query_tokens, d, a->fresh_k_stride_batch,
+                                a->fresh_k_stride_head, a->fresh_k_stride_token)},
+                 "apart from fresh_k"},
+                {{"fresh_v", a->fresh_v,
+                  tq_span_bytes(e, a->layer.batch, a->layer.kv_heads, a->query_tokens, d, a->fresh_v_stride_batch,
+                                a->fresh_v_stride_head, a->fresh_v_stride_token)},
+                 "apart from fresh_v"},
+                {{"out", a->out, written[0].bytes}, "apart from out"}};
     for (int w = 0; w < 2; w++)
         for (size_t r = 0; r < LENGTH(read) - (w == 0); r++)
             if (tq_overlap(written[w].at, written[w].bytes, read[r].array.at, read[r].array.bytes))

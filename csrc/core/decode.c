@@ -112,7 +112,7 @@ tq_status tq_dequantize(const tq_plan *plan, const tq_layer *layer, int32_t max_
                 if (max_tokens) memset(out, 0, sizeof(float) * (size_t)max_tokens * (size_t)plan->head_dim);
                 for (int64_t i = 0; i < layer->lengths[b]; i += TQ_TILE) {
                     int64_t page = layer->block_table[(int64_t)b * layer->max_pages + i / plan->page_tokens];
-                    const uint8_t *record = layer->pages + (page * layer->kv_heads + h) * plan->record_bytes;
+                    const uint8_t *record = layer->pages + page * tq_page_stride(plan, layer) + h * plan->record_bytes;
                     int32_t n = (int32_t)(layer->lengths[b] - i < TQ_TILE ? layer->lengths[b] - i : TQ_TILE);
                     int32_t first = (int32_t)(i % plan->page_tokens);
                     float *x = out + i * plan->head_dim;

@@ -18,4 +18,10 @@ static inline int tq_is_settled(const tq_plan *plan)
     return plan->is_plain && plan->rotation == TQ_ROTATION_HADAMARD && plan->head_dim >= 64 &&
            (plan->head_dim & (plan->head_dim - 1)) == 0;
 }
+
+/** Bytes from one page of a layer to the next. */
+static inline int64_t tq_page_stride(const tq_plan *plan, const tq_layer *layer)
+{
+    return layer->page_stride ? layer->page_stride : layer->kv_heads * plan->record_bytes;
+}
 #endif

@@ -26,7 +26,7 @@ struct DequantizeSide {
 struct DequantizeArgs {
     const uint8_t *pages;
     const int32_t *block_table, *lengths;
-    int64_t n_pages, record_bytes;
+    int64_t n_pages, page_bytes, record_bytes;
     int32_t kv_heads, batch, max_pages, max_tokens, head_dim, groups, group_channels, page_tokens, rotation, tiles;
     DequantizeSide side[2];
     KeyMoments moments;
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(32 * WARPS) dequantize(const __grid_constant__
     const int64_t page = count ? a.block_table[(int64_t)b * a.max_pages + first / a.page_tokens] : -1;
     if (page < 0 || page >= a.n_pages) count = 0; // such a page decodes to 0
     if (count) {
-        const uint8_t *record = a.pages + (page * a.kv_heads + h) * a.record_bytes;
+        const uint8_t *record = a.pages + page * a.page_bytes + h * a.record_bytes;
         for (int group = warp; group < a.groups; group += WARPS)
             decode_group(a, side_index, h, record, first % a.page_tokens / TQ_TILE, group, rows, lane);
         __syncthreads();
@@ -165,6 +165,7 @@ tq_status tq_cuda_dequantize(const tq_plan *plan, const tq_layer *layer, int32_t
     args.block_table = l.block_table;
     args.lengths = l.lengths;
     args.n_pages = l.n_pages;
+    args.page_bytes = tq_page_stride(plan, &l);
     args.record_bytes = plan->record_bytes;
     args.kv_heads = l.kv_heads;
     args.batch = l.batch;

@@ -68,7 +68,7 @@ struct Side {
 struct Args {
     const uint8_t *pages;
     const int32_t *block_table, *lengths;
-    int64_t n_pages, record_bytes;
+    int64_t n_pages, page_bytes, record_bytes;
     int32_t kv_heads, batch, max_pages, max_tokens, head_dim, groups, page_tokens, rotation, sinks;
     int32_t tiles;     // token tiles of a sequence
     int32_t per_block; // token tiles of a block
@@ -121,8 +121,9 @@ __global__ void __launch_bounds__(32 * MATRIX_WARPS) make_matrices(const __grid_
         find_oscillations(a.moments, head, oscillations, a.matrices.oscillations(head_index));
     auto step_of = [&](int group) {
         const float *steps = side.transform.steps;
-        return side.bits[group] ? a.step[side.bits[group]] * (steps ? steps[h * side.transform.stride_head + group] : 1.0f)
-                                : 0.0f;
+        return side.bits[group]
+                   ? a.step[side.bits[group]] * (steps ? steps[h * side.transform.stride_head + group] : 1.0f)
+                   : 0.0f;
     };
     float largest = 0.0f;
     for (int group = 0; group < a.groups; group++) largest = fmaxf(largest, step_of(group));
@@ -319,7 +320,7 @@ __device__ __forceinline__ void rows_of_side(const Args &a, char *memory)
     int page = copied.page_number(a);
     auto copy_and_move_on = [&] {
         if (page >= 0 && page < a.n_pages) {
-            const uint8_t *record = a.pages + ((int64_t)page * a.kv_heads + h) * a.record_bytes,
+            const uint8_t *record = a.pages + (int64_t)page * a.page_bytes + h * a.record_bytes,
                           *codes = record + side.codes_offset + copied.in_page * side.tile_bytes;
             for (int at = 16 * threadIdx.x; at < side.tile_bytes; at += 16 * threads) copy_16(raw + at, codes + at);
             if (threadIdx.x < TQ_TILE / 8)
@@ -361,7 +362,8 @@ __device__ __forceinline__ void rows_of_side(const Args &a, char *memory)
     }
     if (lane < S::CHANNELS && works) {
         factors[lane] = a.matrices.factors(head_index)[first_channel + lane];
-        centres[lane] = side.transform.centre ? side.transform.centre[h * side.transform.stride_head + first_channel + lane] : 0.0f;
+        centres[lane] =
+            side.transform.centre ? side.transform.centre[h * side.transform.stride_head + first_channel + lane] : 0.0f;
     }
     const uint32_t operand =
         shared_address(levels) + (KEYS ? lane % 16 * S::KEY_ROW + lane / 16 * 16
@@ -538,6 +540,7 @@ tq_status dequantize_16bit(const tq_plan &plan, const tq_layer &layer, int32_t m
     a.block_table = layer.block_table;
     a.lengths = layer.lengths;
     a.n_pages = layer.n_pages;
+    a.page_bytes = tq_page_stride(&plan, &layer);
     a.record_bytes = plan.record_bytes;
     a.kv_heads = layer.kv_heads;
     a.batch = layer.batch;

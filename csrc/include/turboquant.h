@@ -341,7 +341,8 @@ typedef struct {
     int32_t batch, kv_heads, max_pages, sinks, window;
     int32_t dtype; /* tq_dtype of sinks and window, and of all exact tokens of a call */
     int64_t n_pages;
-    uint8_t *pages;             /* [n_pages, kv_heads, record_bytes], 64-byte aligned */
+    int64_t page_stride;        /* bytes from one page to the next, a multiple of 64; 0: kv_heads * record_bytes */
+    uint8_t *pages;             /* [n_pages, kv_heads, record_bytes], 64-byte aligned; the records of a page dense */
     const int32_t *block_table; /* [batch, max_pages]: page indices; only entries of pages that a call needs are read */
     const int32_t *lengths;     /* [batch]: 0 <= length <= sinks + window + max_pages * page_tokens */
     void *sink_k, *sink_v;      /* [batch, kv_heads, sinks, head_dim] dense; NULL iff sinks is 0 */

@@ -43,6 +43,7 @@ inline constexpr int64_t ANY = -1; // a dimension of any length
 enum class Strides {
     DENSE, // contiguous
     ROWS,  // only the last dimension must be
+    PAGES, // all but the first dimension must be
     FREE
 };
 
@@ -265,6 +266,8 @@ public:
             refuse(name, "on " + device_name(device_type, device_index) + " like `" + like_name_ + "`",
                    device_name(type, index));
         if (strides == Strides::DENSE && !t.is_contiguous()) refuse(name, "contiguous", "strides " + join_strides(t));
+        if (strides == Strides::PAGES && t.numel() > 0 && !is_dense_behind(t))
+            refuse(name, "dense in all but its first dimension", "strides " + join_strides(t));
         if (strides == Strides::ROWS && t.stride(t.dim() - 1) != 1 && t.size(t.dim() - 1) > 1 && t.numel() > 0)
             refuse(name, "dense in its last dimension", "strides " + join_strides(t));
         if (!differentiates_ || !is_float(dtype_of(t))) return;
@@ -353,6 +356,15 @@ private:
         if (type == aoti_torch_device_type_cpu()) return "cpu";
         if (type == aoti_torch_device_type_cuda()) return "cuda:" + std::to_string(index);
         return "another device";
+    }
+
+    /** Whether all dimensions behind the first one are contiguous. */
+    static bool is_dense_behind(const Tensor &t)
+    {
+        int64_t dense = 1;
+        for (int64_t i = t.dim() - 1; i > 0; dense *= t.size(i--))
+            if (t.size(i) > 1 && t.stride(i) != dense) return false;
+        return true;
     }
 
     static std::string join_strides(const Tensor &t)

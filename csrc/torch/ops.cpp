@@ -247,10 +247,16 @@ void *data_for(bool writes, const Tensor &t)
 void read_packed(const Call &call, const Tensor &pages, const Tensor &block_table, const Tensor &lengths,
                  const Transforms &transforms, int64_t kv_heads, bool writes, tq_layer *layer)
 {
-    call.tensor("pages", pages, aoti_torch_dtype_uint8(), {ANY, kv_heads, call.plan().record_bytes}, Strides::DENSE);
+    call.tensor("pages", pages, aoti_torch_dtype_uint8(), {ANY, kv_heads, call.plan().record_bytes}, Strides::PAGES);
     check_integers(call, "block_table", block_table, {layer->batch, ANY});
     check_integers(call, "lengths", lengths, {layer->batch});
     layer->kv_heads = call.length("pages", pages, 1), layer->n_pages = pages.size(0);
+    if (pages.numel() && layer->n_pages > 1) {
+        layer->page_stride = pages.stride(0);
+        if (layer->page_stride < pages.size(1) * pages.size(2) || layer->page_stride % 64)
+            call.refuse("pages", "of a stride between pages that is a multiple of 64 and no less than a page",
+                        std::to_string(layer->page_stride));
+    }
     layer->max_pages = call.length("block_table", block_table, 1);
     layer->pages = static_cast<uint8_t *>(data_for(writes, pages));
     layer->block_table = data_as<int32_t>(block_table), layer->lengths = data_as<int32_t>(lengths);

@@ -476,6 +476,8 @@ static void check_append_refused(void)
     REFUSES("v", p.v = NULL);
     REFUSES("pages", p.layer.pages = c.pages + 4);
     REFUSES("pages", p.layer.pages = NULL);
+    REFUSES("page_stride", p.layer.page_stride = 2 * c.plan.record_bytes - 64);
+    REFUSES("page_stride", p.layer.page_stride = 2 * c.plan.record_bytes + 32);
     REFUSES("window_v", p.layer.window_v = NULL);
     REFUSES("sink_k", p.layer.sink_k = NULL);
     REFUSES("window_v", p.layer.window_v = p.layer.window_k);

@@ -111,6 +111,7 @@ tq_status make_args(const tq_plan &plan, const tq_append_params &p, int64_t *fla
     args->window_slots = divisor_of(p.layer.window);
     args->page_tokens = divisor_of(plan.page_tokens);
     args->n_pages = p.layer.n_pages;
+    args->page_bytes = tq_page_stride(&plan, &p.layer);
     args->record_bytes = plan.record_bytes;
     args->row_bytes = (int64_t)plan.head_dim * (p.layer.dtype == TQ_F32 ? 4 : 2);
     args->lengths = p.layer.lengths;

@@ -49,7 +49,7 @@ struct AppendArgs {
     int32_t tile_tokens;                              // 32, or 64 with groups of 16
     float factor; // of a rotation of one pass; of settled rows (turboquant.h, "z") of the scale
     Divisor heads, batches, window_slots, page_tokens;
-    int64_t n_pages, record_bytes, row_bytes;
+    int64_t n_pages, page_bytes, record_bytes, row_bytes;
     const int32_t *lengths, *block_table;
     uint8_t *pages;
     int64_t *flag;
@@ -176,7 +176,7 @@ __device__ __forceinline__ int32_t page_of(const AppendArgs &a, const Work &w, i
 __device__ __forceinline__ uint8_t *record_of_page(const AppendArgs &a, const Work &w, int32_t page)
 {
     if (page < 0 || page >= a.n_pages) return nullptr;
-    return a.pages + ((int64_t)page * a.kv_heads + w.h) * a.record_bytes;
+    return a.pages + (int64_t)page * a.page_bytes + w.h * a.record_bytes;
 }
 
 /** The record of the page that holds packed index `index`, or NULL. */

@@ -76,12 +76,13 @@ tq_status fill_args(const tq_plan &plan, const tq_attend_params &p, Launch *l, t
     a.rotation = plan.rotation;
     a.record_bytes = plan.record_bytes;
     a.page_limit = p.layer.n_pages <= INT32_MAX ? (uint32_t)p.layer.n_pages : 1u << 31;
-    if (p.layer.kv_heads * a.record_bytes > UINT32_MAX)
+    const int64_t page_bytes = tq_page_stride(&plan, &p.layer);
+    if (page_bytes > UINT32_MAX)
         return fail(error, TQ_E_VALUE, "kv_heads", -1, p.layer.kv_heads, "fewer: a page has 4 GiB at most");
     if ((int64_t)p.layer.batch * a.p.layer.max_pages > UINT32_MAX)
         return fail(error, TQ_E_VALUE, "max_pages", -1, p.layer.max_pages,
                     "fewer: a block table has 2^32 entries at most");
-    a.page_bytes = (uint32_t)(p.layer.kv_heads * a.record_bytes);
+    a.page_bytes = (uint32_t)page_bytes;
     a.group = p.layer.kv_heads ? p.query_heads / p.layer.kv_heads : 0;
     a.by_group = divisor_of(a.group);
     a.by_window = divisor_of(p.layer.window);

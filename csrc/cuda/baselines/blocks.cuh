@@ -36,7 +36,7 @@ struct BlockSide {
 struct PackedPages {
     const uint8_t *pages;
     const int32_t *block_table;
-    int64_t n_pages;
+    int64_t n_pages, page_bytes; // page_bytes: from one page to the next
     int32_t kv_heads, max_pages;
 };
 
@@ -82,7 +82,8 @@ inline void block_plan_of(const tq_plan &plan, const tq_layer &layer, BlockPlan 
     to->groups = plan.groups;
     to->page_tokens = plan.page_tokens;
     to->record_bytes = plan.record_bytes;
-    to->packed = {layer.pages, layer.block_table, layer.n_pages, layer.kv_heads, layer.max_pages};
+    to->packed = {layer.pages,    layer.block_table, layer.n_pages, tq_page_stride(&plan, &layer),
+                  layer.kv_heads, layer.max_pages};
     to->signs = signs_of(plan);
     to->side[0] = block_side_of(plan, false, layer.key);
     to->side[1] = block_side_of(plan, true, layer.value);
@@ -127,7 +128,7 @@ __device__ __forceinline__ const uint8_t *record_of(const BlockPlan &plan, int b
     const PackedPages &at = plan.packed;
     int64_t page = at.block_table[(int64_t)b * at.max_pages + index / plan.page_tokens];
     if (page < 0 || page >= at.n_pages) return nullptr;
-    return at.pages + (page * at.kv_heads + h) * plan.record_bytes;
+    return at.pages + page * at.page_bytes + h * plan.record_bytes;
 }
 
 // ---- decoding ----
