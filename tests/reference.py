@@ -200,6 +200,7 @@ class Plan:
     group: int = TILE  # channels, 32 or 16
     wave_pairs: int = 0
     metric: int = 0  # the plan's word: 0 without a metric, else 1 + its rank
+    tries: int = 0
 
     @property
     def words(self) -> tuple[int, ...]:
@@ -207,8 +208,7 @@ class Plan:
         value = self.rotation if any(self.value_bits) else 0
         sides = (self.rotation, 0, 0, 0, value, 0, 0, 0)
         moments = self.wave_pairs, self.metric
-        kept = 0, 0  # tries, variance
-        return (PLAN_VERSION, *common, *sides, *moments, *kept, *block(self.key_bits), *block(self.value_bits))
+        return (PLAN_VERSION, *common, *sides, *moments, self.tries, 0, *block(self.key_bits), *block(self.value_bits))
 
     @property
     def groups(self) -> int:
@@ -340,6 +340,15 @@ def rotation_matrix(p: Plan, matrix: F32 | None = None) -> F64:
 
 
 UNITS = np.float32(64)  # TQ_SETTLED_UNITS
+TRIES: dict[int, Array] = {
+    n: np.array(factors, np.float32)
+    for n, factors in {
+        0: (),
+        3: (1, 0.9, 1.125),
+        5: (1, 0.84375, 0.9375, 1.0625, 1.1875),
+        7: (1, 0.84375, 0.90625, 0.953125, 1.0625, 1.125, 1.21875),
+    }.items()
+}
 
 
 def is_settled(p: Plan) -> bool:
@@ -411,15 +420,30 @@ def encode(p: Plan, side: str, x: F32, transform: Transform, at: Array | None = 
     s0 = np.sqrt(np.where(alive, ss, np.float32(1)) / np.float32(coded.sum()))
     r = np.where(alive, np.float32(1) / s0, np.float32(0))
     u = z * r[:, None]
-    codes, c = np.zeros((len(x), p.group * p.groups), np.uint8), np.zeros_like(u)
-    for channels, book in p.books(side):
-        rounds = settled and book.bits <= 5
-        rank = book.rank(middle_of_cell(z[:, channels], r) if rounds else u[:, channels])
-        codes[:, channels] = book.code_of_rank[rank]
-        c[:, channels] = book.ranked[rank].astype(np.float32) * book.step
-    if transform.steps is not None:  # the scale is found in the units of x
-        steps = np.repeat(transform.steps, p.group)[: p.head_dim]
-        z, u, c = z * steps, u * steps, c * steps
+    steps = None if transform.steps is None else np.repeat(transform.steps, p.group)[: p.head_dim]
+    numbers = z
+    if steps is not None:  # the scale is found in the units of x
+        z, u = z * steps, u * steps
+
+    def rounded(t: F32) -> tuple[Array, F32]:
+        codes, c = np.zeros((len(x), p.group * p.groups), np.uint8), np.zeros_like(u)
+        for channels, book in p.books(side):
+            part = numbers[:, channels]
+            rank = book.rank(middle_of_cell(part, t) if settled and book.bits <= 5 else part * t[:, None])
+            codes[:, channels] = book.code_of_rank[rank]
+            c[:, channels] = book.ranked[rank].astype(np.float32) * book.step
+        return codes, c if steps is None else c * steps
+
+    codes, c = rounded(r)
+    best = None
+    for factor in TRIES[p.tries]:
+        tried, levels = rounded(r * factor)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            cu = dot(levels, z) * r if settled else dot(levels, u)
+            gain = cu * (cu / dot(levels, levels))
+        better = gain > (0 if best is None else best)
+        best = np.where(better, gain, 0 if best is None else best).astype(np.float32)
+        codes, c = np.where(better[:, None], tried, codes), np.where(better[:, None], levels, c)
     if settled:
         uu = dot(z, z) * r * r if transform.steps is not None else np.full_like(r, coded.sum())
         s = s0 * (quotient(p.scale, uu, dot(c, z) * r, dot(c, c)) * np.float32(1 / math.sqrt(p.head_dim)))

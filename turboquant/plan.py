@@ -181,6 +181,8 @@ class Plan:
     wave_pairs: how many pairs of key channels have a centre that turns with the position: a multiple of 8 up to
         head_dim / 2 (rounded up to one).
     metric: rank of the keys' metric, 0 to 4; None: no metric.
+    tries: scales that encoding tries for each vector, of which it keeps the best: 0 (none), 3, 5 or 7. Nothing else
+        changes for who reads the codes. Needs the scale EDEN and a plain plan. CUDA cannot append with it.
 
     words: the plan as integers, for `torch.ops.turboquant`, `turboquant._core` and files of codes.
     record_bytes: bytes of one page of one KV head.
@@ -198,13 +200,15 @@ class Plan:
     seed: int = 0
     wave_pairs: int = 0
     metric: int | None = None
+    tries: int = 0
     words: tuple[int, ...] = dataclasses.field(init=False, compare=False)
     record_bytes: int = dataclasses.field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         from . import _core
 
-        numbers = {n: _integer(getattr(self, n), n) for n in ("head_dim", "page_tokens", "group", "seed", "wave_pairs")}
+        names = ("head_dim", "page_tokens", "group", "seed", "wave_pairs", "tries")
+        numbers = {n: _integer(getattr(self, n), n) for n in names}
         law, scaling = member(Codebook, self.codebook, "codebook"), member(Scale, self.scale, "scale")
         metric = None if self.metric is None else _integer(self.metric, "metric")
         if metric is not None and not 0 <= metric <= MAX_RANK:  # in the core 0 is no metric
@@ -223,7 +227,7 @@ class Plan:
         words = (
             *(FORMAT_VERSION, numbers["head_dim"], numbers["page_tokens"], numbers["group"], int(law), int(scaling)),
             *(numbers["seed"], *key._head(), *(value._head() if value else (0,) * 4)),
-            *(numbers["wave_pairs"], 0 if metric is None else 1 + metric, 0, 0),
+            *(numbers["wave_pairs"], 0 if metric is None else 1 + metric, numbers["tries"], 0),
             *(*key._groups("key"), *(value._groups("value") if value else (0,) * groups)),
         )
         fields = {**numbers, **sides, "codebook": law, "scale": scaling, "metric": metric, "words": words}
@@ -258,7 +262,9 @@ class Plan:
         metric = words[16] - 1 if words[16] else None
         laws = Codebook(words[4]), Scale(words[5])
         head_dim, page_tokens, group = words[1:4]
-        return cls(head_dim, key, side(11, _HEADER + groups), page_tokens, group, *laws, words[6], words[15], metric)
+        moments = words[15], metric
+        value = side(11, _HEADER + groups)
+        return cls(head_dim, key, value, page_tokens, group, *laws, words[6], *moments, words[17])
 
     @property
     def groups(self) -> int:

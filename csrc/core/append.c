@@ -217,6 +217,7 @@ static void encode_token(const append_job *job, worker *w, int is_key, int32_t b
                           .scale = plan->scale,
                           .group_channels = plan->group_channels,
                           .settled = settled,
+                          .tries = plan->tries,
                           .factor = settled ? tq_hadamard_factor(plan->head_dim) : 1.0f,
                           .steps = steps};
     job->kernels->encode(&encoder, z, codes, scale);

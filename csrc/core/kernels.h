@@ -46,6 +46,13 @@ enum { TQ_CELL_BITS = 5 };
 /** Whether codes of settled rows are searched from the middle of a cell of u (turboquant.h, "z"). */
 static inline int tq_is_searched_by_cells(int32_t bits) { return bits <= 5; }
 
+/** The factors of a plan with so many tries. */
+static inline const float *tq_tries(int32_t tries)
+{
+    static const float three[] = TQ_TRIES_3, five[] = TQ_TRIES_5, seven[] = TQ_TRIES_7;
+    return tries == 3 ? three : tries == 5 ? five : seven;
+}
+
 /** How to encode the vectors of one side. */
 typedef struct {
     const tq_side *side;
@@ -54,6 +61,7 @@ typedef struct {
     int32_t head_dim, scale;  /* scale: tq_scale */
     int32_t group_channels;
     int32_t settled;    /* whether sums are those of settled rows: turboquant.h, "z" */
+    int32_t tries;      /* factors to try; 0: none */
     float factor;       /* of the scale; 1 unless settled */
     const float *steps; /* [groups], or NULL: 1; z is divided by them already */
 } tq_encoder;

@@ -220,7 +220,9 @@ static tq_status read_common(const int64_t *words, tq_plan *p, tq_error *error)
                        "a multiple of 8 up to head_dim / 2 (rounded up), 0 above 256 channels");
     if (words[16] < 0 || words[16] > 1 + TQ_MAX_METRIC_RANK)
         return tq_fail(error, TQ_E_VALUE, "metric", -1, (double)words[16], "0 (none) or 1 + a rank in 0..4");
-    if (words[17]) return tq_fail(error, TQ_E_VALUE, "tries", -1, (double)words[17], "0: no other number exists yet");
+    if (words[17] && (words[17] < 3 || words[17] > 7 || words[17] % 2 == 0))
+        return tq_fail(error, TQ_E_VALUE, "tries", -1, (double)words[17], "0, 3, 5 or 7");
+    p->tries = (int32_t)words[17];
     if (words[18]) return tq_fail(error, TQ_E_VALUE, "variance", -1, (double)words[18], "0: there is no such term yet");
     p->wave_pairs = (int32_t)words[15];
     p->metric = (int32_t)words[16];
@@ -245,6 +247,8 @@ tq_status tq_plan_init(tq_plan *plan, const int64_t *words, size_t n_words, tq_e
         return tq_fail(error, TQ_E_VALUE, "head_dim", -1, p.head_dim, "at most 256 in a plan with values");
     if (p.head_dim > TQ_MAX_HEAD_DIM && p.codebook == TQ_CODEBOOK_SPHERE)
         return tq_fail(error, TQ_E_VALUE, "head_dim", -1, p.head_dim, "at most 256 with the sphere codebook");
+    if (p.tries && (!p.is_plain || p.scale != TQ_SCALE_EDEN))
+        return tq_fail(error, TQ_E_VALUE, "tries", -1, p.tries, "0 unless the plan is plain and its scale EDEN");
     lay_out_record(&p);
     draw_signs(&p);
     *plan = p;

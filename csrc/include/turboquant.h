@@ -72,6 +72,11 @@
  *              product of z and fl(TQ_SETTLED_UNITS / rms(z)); those of 6 and 8 bits of u as it is.
  *       sums   of channels i, i + 32, .. by fused products and sums, one after the other, then v[i] += v[i ^ h] for h =
  *              16, 8, 2, 1, 4; z in place of u. <u, u> is the number of channels with codes, unless there are steps.
+ *   tries    A plan with tries n > 0 rounds a row n times, with u t in place of u for each t of TQ_TRIES_n in turn. u t is
+ *            z fl(r t), r = fl(1 / rms(z)); of settled rows up to 5 bits it is the middle of the cell by
+ *            fl(fl(r t) TQ_SETTLED_UNITS). The codes kept are those with the largest fl(<c,u> fl(<c,u> / <c,c>)), which is
+ *            the squared cosine times <u,u>; of equal ones those of the factor tried first. The scale is for these codes.
+ *            CUDA refuses to append with such a plan (TQ_E_UNSUPPORTED).
  * Decoding does not depend on any of this.
  *
  * Rules that hold for every function: none prints, aborts, exits or allocates, except tq_set_num_threads and the first
@@ -228,7 +233,8 @@ typedef enum {
  *   words[15] wave_pairs     of keys: pairs of channels whose centre turns with the position. A multiple of 8 up to
  *                            head_dim / 2, which is rounded up to one; 0 above 256 channels
  *   words[16] metric         of keys: 0 none, else 1 + its rank, 0..4
- *   words[17] tries          0; kept for the number of scales that encoding tries
+ *   words[17] tries          factors that encoding tries ("ROUNDING"): 0 none, 3, 5 or 7. 0 unless the plan is plain, with
+ *                            the EDEN scale
  *   words[18] variance       0; kept for a term of the logit that depends on the variance of the quantisation error
  *   words[19 ..]             of each group of keys, then of values: bits, plus 16 where a block begins, as at group 0.
  *                            At least one group of keys has bits. Values without bits: all their words are 0.
@@ -240,6 +246,10 @@ typedef enum {
  *   table     one block.
  *   A wave and a metric act on keys before their rotation, and their arrays come with each call (tq_transform). */
 #define TQ_PLAN_HEADER_WORDS 19
+/* Factors of u ("ROUNDING"), 1 first: close to the best ones for Gaussian rows of 128 numbers at 4 bits. */
+#define TQ_TRIES_3 {1.0f, 0.9f, 1.125f}
+#define TQ_TRIES_5 {1.0f, 0.84375f, 0.9375f, 1.0625f, 1.1875f}
+#define TQ_TRIES_7 {1.0f, 0.84375f, 0.90625f, 0.953125f, 1.0625f, 1.125f, 1.21875f}
 #define TQ_PLAN_NEW_BLOCK 16
 #define TQ_MAX_METRIC_RANK 4
 #define TQ_PLAN_MAX_WORDS (TQ_PLAN_HEADER_WORDS + 2 * TQ_MAX_GROUPS)
@@ -267,7 +277,7 @@ typedef struct {
 typedef struct {
     int32_t is_plain, head_dim, groups, page_tokens, rotation, codebook, scale; /* rotation: the keys' */
     int32_t group_channels, tile_tokens;                                        /* of a tile: 32 and 32, or 16 and 64 */
-    int32_t wave_pairs, metric;                                                 /* as the words */
+    int32_t wave_pairs, metric, tries;                                          /* as the words */
     int32_t moments; /* numbers of a head in tq_transform.moments; a multiple of 4, 0 without a wave and a metric */
     uint64_t seed;
     int64_t record_bytes; /* of one page of one KV head; a multiple of 64 (of 256 at 128 tokens) */

@@ -289,6 +289,44 @@ TQ_INLINE void search_numbers(const tq_encoder *e, int32_t bits, float r, const 
     }
 }
 
+/** The codes of the best factor, in place of those of the first one (turboquant.h, "tries"), and the scale that they need.
+ *  kept: as encode_in has it, but with steps it may be in their units: then z has the numbers. c: levels in the units of in_units. */
+TQ_INLINE float search_scale(const tq_encoder *e, float r, const float *kept, const float *z, const float *in_units,
+                             uint8_t *codes, float *c, int32_t head_dim, int32_t channels, int32_t n)
+{
+    const int32_t groups = (head_dim + channels - 1) / channels;
+    const float *factors = tq_tries(e->tries), *numbers = e->steps && e->settled ? z : kept;
+    float x[TQ_MAX_DIM], cu = coded_dot(e, c, in_units, n), uu = (float)e->side->coded_channels;
+    uint8_t tried[TQ_MAX_DIM];
+    if (!e->settled || e->steps) uu = coded_dot(e, in_units, in_units, n);
+    if (e->settled) cu *= r;
+    if (e->settled && e->steps) uu = uu * r * r;
+    float best = cu * (cu / coded_dot(e, c, c, n)), factor = uu / cu * e->factor;
+    for (int32_t k = 1; k < e->tries; k++) {
+        const float t = r * factors[k];
+        for (int32_t g = 0, next; g < groups; g = next) {
+            int32_t at = channels * g, bits = e->side->bits[g];
+            for (next = g + 1; next < groups && e->side->bits[next] == bits;) next++;
+            int32_t run = channels * next - at;
+            if (!bits) {
+                memset(tried + at, 0, (size_t)run);
+                continue;
+            }
+            search_numbers(e, bits, t, numbers + at, x + at, run);
+            encode_groups(&e->books[bits], &e->cells[bits <= TQ_CELL_BITS ? bits : 0], x + at, tried + at, c + at, run);
+        }
+        memset(c + head_dim, 0, sizeof(float) * (size_t)(channels * groups - head_dim));
+        for (int32_t i = 0; e->steps && i < head_dim; i++) c[i] *= e->steps[i / channels];
+        cu = coded_dot(e, c, in_units, n);
+        if (e->settled) cu *= r;
+        float gain = cu * (cu / coded_dot(e, c, c, n));
+        if (!(gain > best)) continue;
+        best = gain, factor = uu / cu * e->factor;
+        memcpy(codes, tried, (size_t)head_dim);
+    }
+    return factor;
+}
+
 /** scalar.c: encode_scalar, for head_dim channels in groups of `channels`, padded to n, a power of two. Loops are
  *  unrolled if these are constants. */
 TQ_INLINE void encode_in(const tq_encoder *e, const float *z, uint8_t *codes, uint16_t *scale, int32_t head_dim,
@@ -327,7 +365,8 @@ TQ_INLINE void encode_in(const tq_encoder *e, const float *z, uint8_t *codes, ui
         in_units[i] *= e->steps[i / channels];
         c[i] *= e->steps[i / channels];
     }
-    float s = s0 * scale_factor(e, r, in_units, c, n);
+    float s = e->tries ? s0 * search_scale(e, r, kept, z, in_units, codes, c, head_dim, channels, n)
+                       : s0 * scale_factor(e, r, in_units, c, n);
     *scale = tq_f16_from_f32(s < 65504.0f ? s : 65504.0f);
 }
 

@@ -131,7 +131,31 @@ static void encode_scalar(const tq_encoder *e, const float *z, uint8_t *codes, u
         u[i] *= e->steps[i / e->group_channels];
         c[i] *= e->steps[i / e->group_channels];
     }
-    float s = 0.0f;
+    float s = 0.0f, best = 0.0f;
+    for (int32_t k = 0; !is_zero && k < e->tries; k++) {
+        uint8_t tried[TQ_MAX_DIM];
+        float t = r * tq_tries(e->tries)[k];
+        for (int32_t i = 0; i < e->head_dim; i++) {
+            int32_t bits = e->side->bits[i / e->group_channels];
+            tried[i] = 0, c[i] = 0.0f;
+            if (!bits) continue;
+            const tq_codebook *book = &e->books[bits];
+            int by_cells = e->settled && tq_is_searched_by_cells(bits);
+            tried[i] = tq_nearest_code(book, by_cells ? middle_of_cell(z[i], t * TQ_SETTLED_UNITS) : z[i] * t);
+            c[i] = (float)tq_level(book, tried[i]) * book->step;
+            if (e->steps) c[i] *= e->steps[i / e->group_channels];
+        }
+        float cu = coded_dot(e, c, u), gain = 0.0f;
+        if (e->settled) cu *= r;
+        gain = cu * (cu / coded_dot(e, c, c));
+        if (!(gain > best)) continue;
+        best = gain;
+        memcpy(codes, tried, (size_t)e->head_dim);
+        float uu = coded_dot(e, u, u);
+        if (e->settled) uu = e->steps ? uu * r * r : (float)e->side->coded_channels;
+        s = s0 * (uu / cu * e->factor);
+    }
+    if (e->tries) is_zero |= best > 0;
     if (!is_zero && e->settled) s = s0 * settled_factor(e, r, u, c);
     else if (!is_zero) s = s0 * quotient(e->scale, coded_dot(e, u, u), coded_dot(e, c, u), coded_dot(e, c, c));
     *scale = tq_f16_from_f32(s < 65504.0f ? s : 65504.0f);

@@ -38,6 +38,8 @@ CASES: dict[str, tuple[Plan, int, bool]] = {
     "6bit-and-8bit": (ref.plan(104, (6, 8, 0, 6), (8, 6, 5, 8), seed=21, **SMALL), 45, False),
     "6bit-8bit-settled-steps": (ref.plan(128, (6, 8, 4, 6), (8, 8, 6, 6), seed=22, **SMALL), 37, True),
     "groups-of-16-6bit": (ref.plan(40, (6, 8, 6), (6, 0, 6), seed=23, page_tokens=64, group=16), 77, True),
+    "4bit-tries": (ref.plan(40, 4, 3, tries=5, seed=24, **SMALL), 45, False),
+    "settled-tries-steps": (ref.plan(128, (4, 5, 6, 3), (2, 5, 0, 8), tries=7, seed=25, **SMALL), 37, True),
     "settled": (ref.plan(128, (4, 3, 2, 1), (2, 5, 0, 4), seed=19, **SMALL), 37, False),
     "settled-centred-steps": (ref.plan(64, (3, 4), (4, 1), seed=20, **SMALL), 37, True),
 }

@@ -37,6 +37,7 @@ tq_status launch_copy_exact(const AppendArgs &args, cudaStream_t stream, tq_erro
 tq_status check_limits(const tq_plan &plan, const tq_append_params &p, tq_error *error)
 {
     TQ_CUDA_TRY(check_plan(plan, error));
+    if (plan.tries) return fail(error, TQ_E_UNSUPPORTED, "tries", -1, plan.tries, "0 on CUDA");
     const int64_t items = 2 * (int64_t)p.layer.batch * p.layer.kv_heads;
     if (items > INT32_MAX)
         return fail(error, TQ_E_VALUE, "batch", -1, p.layer.batch, "such that 2 * batch * kv_heads is below 2^31");
