@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 
 from .. import _core
 from .inputs import Floats, Ids
-from .transform import Axes, Transform, with_mean
+from .transform import TWO_LEAD, Axes, Transform, with_mean
 
 JUDGES = 100_000  # the most rows of a sample that are used, spread evenly
 _SAMPLE = 20_000  # the most that mean and axes are learnt from
 _HELD = 1000  # the most queries
 LEAST = 64  # rows of a sample that can be judged
 _SIGMAS = (3.0, 3.5, 4.0)
+_WIDE_SIGMAS = (*_SIGMAS, 5.0, 6.0)  # with few coordinates a row that passes a wide bound costs little
 _DIAL = tuple(0.25 * i for i in range(16))
 _MISSED = 0.0005  # share of the best rows that a bound below the widest may miss
 _LOST = 0.004  # of the recall, by the widest
@@ -62,10 +63,10 @@ class _Trial:
         return t.sigmas
 
     def bounded(self, t: Transform, rows: tuple[Any, ...]) -> tuple[float, Recalls]:
-        """The least width of a bound that hardly misses what a scan of all bits finds, at most 4 standard deviations;
-        and the recall with it."""
+        """The least width of a bound that hardly misses what a scan of all bits finds, at most 4 standard deviations,
+        or 6 with few coordinates; and the recall with it."""
         every = self.found(t, rows)
-        for sigmas in _SIGMAS:
+        for sigmas in _WIDE_SIGMAS if t.padded <= TWO_LEAD else _SIGMAS:
             found = self.found(t, rows, sigmas)
             if _share(found, every).mean() >= 1 - _MISSED:
                 break
@@ -90,7 +91,7 @@ def _spread(x: Floats, most: int) -> Floats:
 
 def choose(base: Transform, x: Floats, bits: int, metric: int, axes: bool, share: float | None = None) -> Transform:
     """`base`, its mean alone, or axes and widths too: what finds the most neighbours of held-out rows of x. Axes must
-    find more by two standard errors, with a bound of at most 4 standard deviations, also among more rows than they were
+    find more by two standard errors, with such a bound (`_Trial.bounded`), also among more rows than they were
     learnt from. share: of what a scan of all bits finds, that the bound must keep."""
     if len(x) < LEAST:
         return replace(with_mean(base, x), training={"chosen": "mean", "queries": 0, "recall": {}})
