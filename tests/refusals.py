@@ -89,6 +89,13 @@ def changed(array: np.ndarray, at: Any, value: float) -> np.ndarray:
     return result
 
 
+def apart(pages: np.ndarray) -> np.ndarray:
+    """The same pages, with room between their heads."""
+    room = np.zeros((len(pages), 2 * pages.shape[1], pages.shape[2]), np.uint8)[:, ::2]
+    room[:] = pages
+    return room
+
+
 def locked(array: np.ndarray) -> np.ndarray:
     array.flags.writeable = False
     return array
@@ -97,6 +104,9 @@ def locked(array: np.ndarray) -> np.ndarray:
 def unaligned(pages: np.ndarray) -> np.ndarray:
     raw = aligned_pages(pages.shape[0] + 1, *pages.shape[1:]).reshape(-1)
     return raw[16 : 16 + pages.size].reshape(pages.shape)
+
+
+HEADER = len(PLAN.words) - 2 * PLAN.groups  # words before those of the groups
 
 
 def words(at: int, value: Any) -> tuple:
@@ -125,18 +135,18 @@ PLANS: Faults = {
     "plan: head_dim 12": (V, "head_dim", lambda a: dict(plan=words(1, 12))),
     "plan: head_dim 0": (V, "head_dim", lambda a: dict(plan=words(1, 0))),
     "plan: head_dim -64": (V, "head_dim", lambda a: dict(plan=words(1, -64))),
-    "plan: head_dim with values": (V, "head_dim", lambda a: dict(plan=(*words(1, 264)[:17], *2 * (19, *[3] * 8)))),
+    "plan: head_dim with values": (V, "head_dim", lambda a: dict(plan=(*words(1, 264)[:HEADER], *2 * (19, *[3] * 8)))),
     "plan: page_tokens 100": (V, "page_tokens", lambda a: dict(plan=words(2, 100))),
     "plan: page_tokens 160": (V, "page_tokens", lambda a: dict(plan=words(2, 160))),
     "plan: rotation": (V, "key_rotation", lambda a: dict(plan=words(7, 3))),
     "plan: codebook": (V, "codebook", lambda a: dict(plan=words(4, -1))),
     "plan: scale": (V, "scale", lambda a: dict(plan=words(5, 4))),
     "plan: seed": (V, "seed", lambda a: dict(plan=words(6, -1))),
-    "plan: bits 9": (V, "key_bits[1]", lambda a: dict(plan=words(18, 9))),
-    "plan: bits -1": (V, "value_bits[0]", lambda a: dict(plan=words(19, -1))),
+    "plan: bits 9": (V, "key_bits[1]", lambda a: dict(plan=words(HEADER + 1, 9))),
+    "plan: bits -1": (V, "value_bits[0]", lambda a: dict(plan=words(HEADER + 2, -1))),
     "plan: wave": (V, "wave_pairs", lambda a: dict(plan=words(15, 4))),
     "plan: metric": (V, "metric", lambda a: dict(plan=words(16, 6))),
-    "plan: no key bits": (V, "key_bits", lambda a: dict(plan=(*PLAN.words[:17], 16, 0, 18, 2))),
+    "plan: no key bits": (V, "key_bits", lambda a: dict(plan=(*PLAN.words[:HEADER], 16, 0, 18, 2))),
 }
 
 
@@ -215,7 +225,7 @@ TABLES: Faults = {
     "pages: record": (V, "pages", lambda a: dict(pages=aligned_pages(4, 2, PLAN.record_bytes - 64))),
     "pages: two dimensions": (V, "pages", lambda a: dict(pages=a["pages"][0])),
     "pages: unaligned": (V, "pages", lambda a: dict(pages=unaligned(a["pages"]))),
-    "pages: every other": (V, "pages", lambda a: dict(pages=a["pages"][::2])),
+    "pages: heads apart": (V, "pages", lambda a: dict(pages=apart(a["pages"]))),
 }
 
 EXACT: Faults = {

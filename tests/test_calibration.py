@@ -651,17 +651,17 @@ def test_specs_and_calibrations_that_do_not_go_together(model, measured):
     (dict(budget=0), "`budget` must be above 0 and at most 5 bits, got 0"),
     (dict(budget=6), "`budget` must be above 0"),
     (dict(budget=float("nan")), "`budget` must be above 0"),
-    (dict(budget=3, key_bits=3), "`key_bits` must not be named where `budget` shares the bits, got 3"),
-    (dict(budget=3, rotation="dense"), "`rotation` must not be named where `budget` shares the bits, got 'dense'"),
-    (dict(budget=3, centre="wave"), "`centre` must not be named"),
-    (dict(budget=3, metric="none"), "`metric` must not be named"),
+    (dict(budget=3, key_bits=3), "`key_bits` must be 'auto' where `budget` shares the bits, got 3"),
+    (dict(budget=3, rotation="dense"), "`rotation` must be 'auto' where `budget` shares the bits, got 'dense'"),
+    (dict(budget=3, centre="wave"), "`centre` must be 'auto'"),
+    (dict(budget=3, metric="query"), "`metric` must be 'auto'"),
     (dict(budget=1.9, method="chosen"), r"`budget` must be in 2..6 bits, got 1.9"),
     (dict(budget=6.1, method="widths"), r"`budget` must be in 2..6 bits, got 6.1"),
     (dict(budget=3, method="best"), "`method` must be one of chosen, none, moments, widths"),
     (dict(budget=3, method="widths", group=16), "`group` must be 32 where a budget's method is not 'axes', got 16"),
     (dict(method="axes"), "`method` must be left alone where there is no `budget`, got 'axes'"),
     (dict(budget=3, value_rotation="none"), "`budget` must be None with blocks, tables, sketches"),
-    (dict(budget=3, overrides={0: {"key_bits": 5}}), r"`overrides\[0\]`: `key_bits` must not be named"),
+    (dict(budget=3, overrides={0: {"key_bits": 5}}), r"`overrides\[0\]`: `key_bits` must be 'auto'"),
     (dict(overrides={0: {"budget": 5}}), r"`overrides\[0\]` must name fields among"),
 ])  # fmt: skip
 def test_contradictory_specs(fields, message):
@@ -672,10 +672,10 @@ def test_contradictory_specs(fields, message):
 def test_specs_with_a_budget():
     spec = preset("calibrated-2.5")
     assert (spec.budget, spec.method, spec.sinks, spec.window) == (2.5, "chosen", 4, 128) and spec.calibrated
-    axes = spec.with_(method="axes")
+    axes = spec.with_(method="axes").settled()
     assert (axes.rotation, axes.centre, axes.metric) == ("calibrated", "calibrated", "none")
     assert axes.effective_bits(96, 7) == pytest.approx(2.5 + 16 / 96, abs=0.02)
-    assert axes.with_(budget=3).with_(window=0, sinks=0) == bare(budget=3)
+    assert axes.with_(budget=3).with_(window=0, sinks=0) == bare(budget=3).settled()
     assert bare(budget=3).effective_bits(128, 32) == 3.125
     with pytest.raises(ValueError, match="`budget` must be None in the spec of a layer"):
         spec.plan(128)

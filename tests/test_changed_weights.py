@@ -70,6 +70,7 @@ CHANGES = {
 def test_moments_are_those_of_the_weights_now(change, other, capfd):
     model = turboquant.patch(models.tiny("qwen2") if change is biased else models.tiny(), "default")
     before = moments(model)
+    capfd.readouterr()  # a line before they are measured
     assert moments(model) is before and not capfd.readouterr().err
     change(model, other)
     after = moments(model)
@@ -82,6 +83,7 @@ def test_moments_are_those_of_the_weights_now(change, other, capfd):
 def test_what_changes_no_moments(capfd):
     model = turboquant.patch(models.tiny(tie_word_embeddings=False), "default")
     before = moments(model)
+    capfd.readouterr()
     trained(model, None, [model.lm_head.weight, model.model.norm.weight, model.model.layers[-1].mlp.up_proj.weight])
     assert moments(model) is before
     model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)

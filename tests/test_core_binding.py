@@ -49,7 +49,7 @@ def test_plan_info_adds_up() -> None:
     assert (info["key_codes_offset"], info["value_codes_offset"]) == (0, 3584)
     assert (info["key_scales_offset"], info["value_scales_offset"]) == (5632, 5888)
     common = [info[name] for name in ("head_dim", "page_tokens", "group_channels", "codebook", "scale", "seed")]
-    assert plan == (1, *common, *[0] * 10, 16 + 5, 0, 2, 16 + 1, 3, 0) and info["rotation"] == 0
+    assert plan == (2, *common, *[0] * 12, 16 + 5, 0, 2, 16 + 1, 3, 0) and info["rotation"] == 0
 
 
 @pytest.mark.parametrize("make", [list, tuple, np.array, lambda plan: [np.int64(word) for word in plan]])
@@ -236,7 +236,7 @@ class Meddler:
 
 def test_a_plan_that_changes_while_it_is_read() -> None:
     words: list[Any] = list(PLAN)
-    words[0] = Meddler(1, words.clear)
+    words[0] = Meddler(2, words.clear)
     assert _core.record_bytes(words) == _core.record_bytes(PLAN)
     assert words == []
 

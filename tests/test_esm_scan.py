@@ -131,7 +131,7 @@ def test_errors():
         (ValueError, "must have read this sequence", dict(sequence=SEQUENCE[1:], context=mine)),
         (ValueError, "`context` must be None", dict(sequence=SEQUENCE, context=mine, shared_context=False)),
         (ValueError, "`batch_size`", dict(sequence=SEQUENCE, batch_size=0)),
-        (ValueError, "`batch_size` .* got 'a'", dict(sequence=SEQUENCE, batch_size="a")),
+        (TypeError, "`batch_size` .* got 'a'", dict(sequence=SEQUENCE, batch_size="a")),
         (TypeError, "`context` must be a ContextCache or None, got 3", dict(sequence=SEQUENCE, context=3)),
     ]:
         with pytest.raises(error, match=message):

@@ -16,6 +16,8 @@ from test_modes import HEADS, PLANS, keywords, transforms
 from test_ops import DEVICES, DTYPES, ROUNDING, SHAPES, array, from_cache_layout, needs_cuda, on, tensor, tq
 
 import turboquant
+from turboquant.plan import Plan
+from turboquant.transforms import transforms as joined
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -163,10 +165,10 @@ def test_attend_matches_fp64(
     assert not array(out)[~seen].any()
 
 
-def given_of(words: tuple[int, ...], heads: int) -> dict[str, np.ndarray]:
+def given_of(plan: Plan, heads: int) -> dict[str, np.ndarray]:
     """Matrices, centres and tables for a plan that is not plain."""
-    rng, dim, given = np.random.default_rng(5), words[1], {}
-    for name, first, bits in (("key", 7, words[17] % 16), ("value", 11, words[17 + -(-dim // 32)] % 16)):
+    rng, words, dim, given = np.random.default_rng(5), plan.words, plan.head_dim, {}
+    for name, first, bits in (("key", 7, plan.key_bits[0]), ("value", 11, plan.value_bits[0])):
         rotation, levels, sketch, rows = words[first : first + 4]
         matrix = [orthogonal(dim, h) for h in range(heads)] if rotation == ref.DENSE else [np.zeros((0, dim))] * heads
         signs = modes.gaussian(words[6], rows, dim) if sketch == modes.GAUSSIAN else np.zeros((0, dim))
@@ -178,7 +180,7 @@ def given_of(words: tuple[int, ...], heads: int) -> dict[str, np.ndarray]:
             sign = np.full((heads, int(sketch == modes.SIGN)), 0.25)
             given[f"{name}_steps"] = np.concatenate([table, sign], 1).astype(np.float32)
         given[f"{name}_centre"] = rng.standard_normal((heads, dim)).astype(np.float32)
-    return given
+    return dict(joined(**given))
 
 
 @pytest.mark.parametrize("device", [CUDA])
@@ -187,8 +189,9 @@ def given_of(words: tuple[int, ...], heads: int) -> dict[str, np.ndarray]:
 def test_presets_are_the_same_on_cuda(name: str, dtype: str, device: str, rng: np.random.Generator) -> None:
     """After an append, pages, sinks and window are the CPU's, and attention is close. Plans with a matrix have a
     tolerance."""
-    words, batch, sinks, window = BLOCKED[name].plan(128).words, 2, 3, 20
-    given, steps = given_of(words, HEADS), (70, 1, 1, 33, 200, 1)
+    plan = BLOCKED[name].plan(128)
+    words, batch, sinks, window = plan.words, 2, 3, 20
+    given, steps = given_of(plan, HEADS), (70, 1, 1, 33, 200, 1)
     record = torch.ops.turboquant.quantize(
         words, *(torch.zeros(1, HEADS, 1, 128) for _ in "kv"), **on("cpu", given)
     ).shape[2]
@@ -207,7 +210,7 @@ def test_presets_are_the_same_on_cuda(name: str, dtype: str, device: str, rng: n
         )  # fmt: skip
         for where, cached in caches.items():
             tq.append(words, k.to(where), v.to(where), lengths.to(where), **cached, **on(where, given))
-        if any(name.endswith("rotation") for name in given):  # plans with a matrix: tests/tolerance.py
+        if "rotation" in given:  # plans with a matrix: tests/tolerance.py
             pages, same = caches[device]["pages"], caches["cpu"]["pages"].to(device)
             assert float((pages != same).float().mean()) < 0.005
             pages.copy_(same)

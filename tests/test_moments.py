@@ -523,7 +523,7 @@ def test_files(tmp_path):
         "Profile(layers=3, kv_heads=2, head_dim=32, pairs=16, tokens=2044, source='random token ids', "
         f"nbytes={found.nbytes})"
     )
-    with pytest.raises(FileNotFoundError, match="`path` must be a file of moments"):
+    with pytest.raises(FileNotFoundError, match="`path` must be a profile"):
         Profile.load(tmp_path / "absent")
     data = bytearray((tmp_path / "m.safetensors").read_bytes())
     data[-100] ^= 1
@@ -532,7 +532,7 @@ def test_files(tmp_path):
         Profile.load(tmp_path / "damaged")
     for name, content in {"short": data[:100], "empty": b"", "words": b"words" * 100}.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match="`path` must be a file of moments"):
+        with pytest.raises(ValueError, match="`path` must be a profile"):
             Profile.load(tmp_path / name)
     with pytest.raises(ValueError, match="it is not one that turboquant wrote"):
         Profile.load(DEMO / "model.safetensors")
@@ -564,7 +564,7 @@ def test_a_wave_for_layers_whose_keys_are_not_rotary():
     for use in (turboquant.patch, turboquant.TurboQuantCache):
         with pytest.raises(ValueError, match=r"`profile` must be of this model.*no_rope_layers \[1, 0, 1, 0\] instead"):
             use(model, spec, profile=profile_of(moments))
-        made = dataclasses.replace(moments, fingerprint=right.fingerprint)
+        made = dataclasses.replace(moments.moments, fingerprint=right.moments.fingerprint)
         with pytest.raises(
             ValueError, match=r"no wave in layer 1, whose keys are not rotary, got one\. Use .*\"none\""
         ):

@@ -148,7 +148,7 @@ def test_devices_are_not_mixed(device: str, rng: np.random.Generator) -> None:
     before = args[4].clone()
     with pytest.raises(ValueError, match="append: `pages` must be on cpu like `k`, got cuda:0"):
         tq.append(*args[:4], args[4].to(device), *args[5:], **kwargs)
-    with pytest.raises(ValueError, match="append: `lengths` must be on cuda:0 like `k`, got cpu"):
+    with pytest.raises(ValueError, match="append: `pages` must be on cuda:0 like `k`, got cpu"):
         tq.append(args[0], args[1].to(device), args[2].to(device), *args[3:], **kwargs)
     assert torch.equal(args[4], before)
 

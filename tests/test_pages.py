@@ -430,7 +430,7 @@ def test_offload_and_prefetch():
         layer.offload()
     assert torch.cuda.memory_allocated() < before
     where = {part: t.device.type for part, t in layer_tensors(cache.layers[0].storage)}
-    assert where.pop("moments") == "cuda" and set(where.values()) == {"cpu"}  # all caches of the model share them
+    assert where.pop("transforms") == "cuda" and set(where.values()) == {"cpu"}  # all caches of the model share them
     assert torch.equal(forward(cache, piece(200, 210)), forward(fork, piece(200, 210)))
     assert {t.device.type for _, t in cache.tensors()} == {"cuda"}
 

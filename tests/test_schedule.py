@@ -1,5 +1,9 @@
 """Where sequences differ in length on a GPU, each step writes one schedule for all layers of the same sizes."""
 
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
 import models  # noqa: F401  skips without torch and transformers
 import pytest
 import torch
@@ -7,17 +11,29 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import turboquant
 from turboquant.kvcache import common
-from turboquant.kvcache.storage import LayerStorage
 from turboquant.spec import CacheSpec
 
 PLAN = CacheSpec().plan(128)
 PADDING = (0, 900)  # of two sequences of 1,000 positions
 
 
-def call(layers_differ: int = 0, pages: int = 9) -> tuple[torch.Tensor, ...]:
-    """(query, pages, block_table, lengths) on the meta device: only shapes matter."""
-    made = [(2, 8, 1, 128), (20, 2 + layers_differ, PLAN.record_bytes), (2, pages), (2,)]
-    return tuple(torch.empty(shape, device="meta") for shape in made)
+def scheduled(
+    shared: common.Common,
+    after: int,
+    padding: tuple[int, ...] = PADDING,
+    *,
+    heads: int = 2,
+    pages: int = 9,
+    sliding_window: int = 0,
+    device: str = "meta",
+) -> torch.Tensor | None:
+    """The schedule of a layer of `heads` KV heads; on the meta device, because only shapes matter."""
+    query, held, table, lengths = (
+        torch.empty(shape, device=device)
+        for shape in ((2, 8, 1, 128), (20, heads, PLAN.record_bytes), (2, pages), (2,))
+    )
+    layer: Any = SimpleNamespace(plan=PLAN, pages=held, block_table=table, sinks=4, window=128)
+    return shared.schedule(layer, query, lengths, after, padding, sliding_window)
 
 
 @pytest.fixture
@@ -37,12 +53,10 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 def test_layers_that_agree_share_a_schedule(written: list[torch.Tensor]) -> None:
     shared = common.Common(None)
 
-    def schedule(after: int, other: int = 0, sliding_window: int = 0, pages: int = 9) -> torch.Tensor | None:
-        return shared.schedule(after, PADDING, PLAN, (4, 128, sliding_window), call(other, pages))
-
+    schedule = partial(scheduled, shared)
     first = schedule(1000)
     assert first is not None and schedule(1000) is first and len(written) == 1
-    other, sliding = schedule(1000, other=1), schedule(1000, sliding_window=512)
+    other, sliding = schedule(1000, heads=3), schedule(1000, sliding_window=512)
     assert len({id(table) for table in (first, other, sliding)}) == 3 and len(written) == 3
     assert schedule(1001) is first and written[-1] is first and len(written) == 4  # the next step, in the same tensor
     assert schedule(1001, pages=10) is first and len(written) == 5  # a table that has grown
@@ -51,9 +65,9 @@ def test_layers_that_agree_share_a_schedule(written: list[torch.Tensor]) -> None
 def test_a_replayed_step_leaves_no_schedule_that_is_taken_for_another(written: list[torch.Tensor]) -> None:
     shared, device = common.Common(None), torch.device("cpu")
     shared.lengths(1000, PADDING, device)
-    shared.schedule(1000, PADDING, PLAN, (4, 128, 0), call())
+    scheduled(shared, 1000)
     shared.replayed(device)  # its graph has written the schedule of 1,001 positions
-    shared.schedule(1000, PADDING, PLAN, (4, 128, 0), call())
+    scheduled(shared, 1000)
     assert len(written) == 2 and written[0] is written[1]
     shared.lengths(1000, (0, 800), device)
     assert not shared._schedules
@@ -61,10 +75,9 @@ def test_a_replayed_step_leaves_no_schedule_that_is_taken_for_another(written: l
 
 def test_equal_sequences_need_none(written: list[torch.Tensor]) -> None:
     shared = common.Common(None)
-    equal = shared.schedule(1000, (0, 100), PLAN, (4, 128, 0), call())
+    equal = scheduled(shared, 1000, (0, 100))
     assert equal is not None and equal.shape == (0, 4)
-    on_a_cpu = tuple(torch.empty(part.shape) for part in call())
-    assert shared.schedule(1000, PADDING, PLAN, (4, 128, 0), on_a_cpu) is None and not written
+    assert scheduled(shared, 1000, device="cpu") is None and not written
 
 
 @pytest.mark.cuda
@@ -98,5 +111,5 @@ def test_a_ragged_batch_says_what_it_says_without_schedules(
     with_schedules = text()
     steps = len(written)
     assert 0 < steps <= 26  # one for all three layers
-    monkeypatch.setattr(LayerStorage, "_schedule", lambda *arguments: None)
+    monkeypatch.setattr(common.Common, "schedule", lambda *arguments: None)
     assert torch.equal(text(), with_schedules) and len(written) == steps

@@ -360,16 +360,15 @@ def pack(
 def _check_transforms(plan: Plan, k: Tensor, v: Tensor | None, transforms: dict[str, Tensor]) -> None:
     """Checks the numbers of transforms once: operators look at no matrix, which may be large, and on CUDA do not wait
     for the device to look at any."""
+    numbers = transforms.get("key_numbers")
+    if plan.key_moments and numbers is not None:
+        none = torch.empty((0, k.shape[1], 1, k.shape[3]))
+        held = {name: x.cpu() for name, x in transforms.items()}
+        _quantize(plan.words, none, None if v is None else none, **held)
     for name, x in transforms.items():
         if x.is_floating_point() and not x.isfinite().all():
             bad = x[~x.isfinite()][0].item()
             raise ValueError(f"pack: `transforms[{name!r}]` must have finite numbers only, got {bad}")
-    numbers = transforms.get("key_numbers")
-    if not plan.key_moments or numbers is None or not numbers.is_cuda:
-        return
-    none = torch.empty((0, k.shape[1], 1, k.shape[3]))
-    held = {name: x.cpu() for name, x in transforms.items()}
-    _quantize(plan.words, none, None if v is None else none, **held)
 
 
 def append(packed: PackedKV, k: Tensor, v: Tensor | None, *, flag: Tensor | None = None) -> None:

@@ -95,7 +95,7 @@ def _holds(known: _Measured | None, model: torch.nn.Module, tokenizer: Any) -> b
 def _measured_anew(model: Any, tokenizer: Any, known: _Measured | None) -> _Measured:
     identity = Identity.of(model.base_model)
     if known is None or known.tokenizer is not tokenizer:
-        return _Measured(tokenizer, identity, _measure(model, tokenizer), {})
+        return _Measured(tokenizer, identity, _measure(model, tokenizer, says=True), {})
     changed = known.identity.changes(identity)
     if on_all_ranks(model, not changed):
         return replace(known, identity=identity)
@@ -135,10 +135,15 @@ def _some(names: Sequence[str]) -> str:
     return f"{names[0]:.200}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
 
 
-def _measure(model: torch.nn.Module, tokenizer: Any, read: bool = True, write: bool = True) -> Moments:
+def _measure(
+    model: torch.nn.Module, tokenizer: Any, read: bool = True, write: bool = True, says: bool = False
+) -> Moments:
+    """says: prints a line before it runs the model."""
     from ..moments.measure import cache_folder, measure_model
 
     def before(tokens: int) -> None:
+        if not says:
+            return
         folder = cache_folder() if write else None
         kept = "" if folder is None else f", kept in {folder}"
         what = f"{type(model).__name__} runs once over {tokens:,} tokens, to measure the moments that its caches need"

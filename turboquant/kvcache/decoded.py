@@ -7,6 +7,8 @@ Tensors are [batch, heads, tokens, head_dim]; query head h reads KV head h // (q
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from ..plan import GROUP, PAGE_TOKENS
@@ -24,6 +26,9 @@ _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 SCRATCH_BYTES = 128 << 20  # keys and values that are decoded at once
 LEAST_TOKENS = {"cuda": 2048}  # for fewer packed tokens, launching the kernels takes longer than `attend`
 LEAST_ROWS = 256, 768  # query rows a KV head, with a wave and without (H200, 32k tokens: benchmarks/chunks.py)
+# cuDNN takes 40 ms to plan a shape that it meets for the first time. So it gets blocks of as many keys, and queries in
+# multiples; flash attention, which plans nothing, takes the rest.
+BLOCK = 8192
 _ROWS = 128  # of a thread block of cuDNN's attention
 
 _Pair = tuple[torch.Tensor, torch.Tensor]  # (out, lse)
@@ -64,8 +69,8 @@ def _attend(stored: LayerTensors, query: torch.Tensor, sequences: slice, packed:
         lengths = torch.full((batch,), count, dtype=torch.int32, device=stored.device)
         k, v = _dequantize(stored.plan.words, pages, table, lengths, count, sinks=stored.spec.sinks + first,
                            dtype=query.dtype, **stored.transforms)  # fmt: skip
-        part = _attention(rows, k, v, scale)
-        result = part if result is None else _joined(result, part)
+        for part in _attention(rows, k, v, scale):
+            result = part if result is None else _joined(result, part)
     assert result is not None
     out, lse = result
     return out.reshape(batch, heads, tokens, channels), lse.reshape(batch, heads, tokens)
@@ -75,35 +80,44 @@ def _joined(a: _Pair, b: _Pair) -> _Pair:
     return merged(a, b), torch.logaddexp(a[1], b[1])
 
 
-def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> _Pair:
-    """(out, lse) by PyTorch's best kernel. All have as many heads, and every query sees every key."""
-    if query.device.type == "cpu":
-        out, lse = _flash_on_cpu(query, key, value, 0.0, False, scale=scale)
-        return out, lse
-    if not _has_cudnn(query):
-        out, lse, *_ = _flash(query, key, value, 0.0, False, scale=scale)
-        return out, lse
-    batch, heads, rows, channels = query.shape
-    blocks = batch * heads * -(-rows // _ROWS)
-    processors = torch.cuda.get_device_properties(query.device).multi_processor_count
-    parts = min(max(1, processors // blocks), key.shape[2] // 512) if batch == 1 else 1
-    if parts < 2:
-        return _by_cudnn(query, key, value, scale)
-    # Few rows leave most of the GPU idle: parts of the keys are sequences of a batch.
-    each = key.shape[2] // parts
-    k, v = (x[:, :, : each * parts].view(heads, parts, each, channels).transpose(0, 1) for x in (key, value))
-    outs, lses = _by_cudnn(query.expand(parts, -1, -1, -1), k, v, scale)
-    out, lse = (x.unsqueeze(0) for x in _merge(outs, lses))
-    if each * parts == key.shape[2]:
-        return out, lse
-    return _joined((out, lse), _by_cudnn(query, key[:, :, each * parts :], value[:, :, each * parts :], scale))
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> Iterator[_Pair]:
+    """(out, lse) of blocks of keys, by PyTorch's fastest kernels. All have as many heads, and every query sees every
+    key."""
+    rows, tokens = query.shape[2], key.shape[2]
+    blocks = tokens // BLOCK if _has_cudnn(query) else 0
+    if blocks:
+        multiple = 4 * _ROWS if rows > 4 * _ROWS else 2 * _ROWS
+        padded = torch.nn.functional.pad(query, (0, 0, 0, -rows % multiple))
+        for first in range(0, blocks * BLOCK, BLOCK):
+            k, v = (x[:, :, first : first + BLOCK] for x in (key, value))
+            out, lse = _by_cudnn(padded, k, v, scale)
+            yield out[:, :, :rows], lse[:, :, :rows]
+    if rest := tokens - blocks * BLOCK:
+        flash = _flash_on_cpu if query.device.type == "cpu" else _flash
+        out, lse, *_ = flash(query, key[:, :, -rest:], value[:, :, -rest:], 0.0, False, scale=scale)
+        yield out, lse
 
 
 def _has_cudnn(query: torch.Tensor) -> bool:
-    """Whether cuDNN's attention is there and faster than flash attention: from Hopper on, up to 128 channels."""
+    """Whether cuDNN's attention is wanted, and faster than flash attention: from Hopper on, up to 128 channels."""
+    if query.device.type != "cuda" or not torch._C._get_cudnn_sdp_enabled():
+        return False
     return torch.cuda.get_device_capability(query.device)[0] >= 9 and query.shape[-1] <= 128
 
 
 def _by_cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> _Pair:
+    """A block of keys. Few rows of one sequence leave most of the GPU idle: then parts of the block are a batch."""
+    batch, heads, rows, channels = query.shape
+    processors = torch.cuda.get_device_properties(query.device).multi_processor_count
+    parts = 1
+    while batch == 1 and 2 * parts * heads * (rows // _ROWS) <= processors and parts < 16:
+        parts *= 2
+    if parts > 1:
+        query = query.expand(parts, -1, -1, -1)
+        key, value = (x.view(heads, parts, -1, channels).transpose(0, 1) for x in (key, value))
     out, lse, *_ = _cudnn(query, key, value, None, True, 0.0, False, False, scale=scale)
-    return out, lse.squeeze(-1)
+    lse = lse.squeeze(-1)
+    if parts == 1:
+        return out, lse
+    out, lse = _merge(out, lse)
+    return out.unsqueeze(0), lse.unsqueeze(0)
