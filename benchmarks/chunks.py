@@ -52,7 +52,7 @@ def errors(shape: Shape, plan: Plan, query_tokens: int) -> dict[str, float]:
     """Median and worst error of a row of the output, over its norm; on a cut of the shape."""
     cut = (1, min(shape[1], 2), shape[2], min(shape[3], 4096) - 5, shape[4])
     q, k, v = tensors(cut, 99, query_tokens=min(query_tokens, 256))
-    packed = ops.pack(k, v, plan, **moments(plan, cut[1]))
+    packed = ops.pack(k, v, plan, transforms=moments(plan, cut[1]))
     out, _ = decoded.attend_to_decoded(stored_as(packed), q, [cut[3]], shape[4] ** -0.5)
     k, v = (x.double() for x in ops.dequantize(packed))
     exact = F.scaled_dot_product_attention(q.double(), k, v, enable_gqa=True)
@@ -78,7 +78,7 @@ def main() -> None:
                 torch.cuda.empty_cache()
                 plan = Plan(d, bits, bits, wave_pairs=pairs, metric=rank)
                 _, k, v = tensors(shape, 0)
-                packed = ops.pack(k, v, plan, **moments(plan, kv_heads))
+                packed = ops.pack(k, v, plan, transforms=moments(plan, kv_heads))
                 del k, v
                 moved = packed.pages.nbytes + 4 * batch * kv_heads * tokens * d
                 us = microseconds([partial(ops.dequantize, packed, torch.bfloat16)], "cuda")["us"]

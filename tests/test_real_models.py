@@ -82,8 +82,8 @@ def test_a_calibration_on_one_half_of_a_book_serves_the_other(smollm2, monkeypat
         model, windows[:2], held_out=windows[2:], averages=(3,), tokenizer=tokenizer, sensitivity_batches=1
     )
     specs: dict[str, CacheSpec] = {}
-    for window in found.windows:
-        here = {one.method: one for one in found.trials if one.window == window}
+    for window in found.calibration.windows:
+        here = {one.method: one for one in found.calibration.trials if one.window == window}
         (best,) = (one for one in here.values() if one.chosen)
         assert best.kl_divergence <= here["none"].kl_divergence and best.elsewhere <= 1.05
         specs |= {
