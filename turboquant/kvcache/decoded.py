@@ -25,7 +25,7 @@ _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 
 SCRATCH_BYTES = 128 << 20  # keys and values that are decoded at once
 LEAST_TOKENS = {"cuda": 2048}  # for fewer packed tokens, launching the kernels takes longer than `attend`
-LEAST_ROWS = 256, 768  # query rows a KV head, with a wave and without (H200, 32k tokens: benchmarks/chunks.py)
+LEAST_ROWS = 512, 1024  # query rows a KV head, with a wave and without (H100, 32k tokens: benchmarks/chunks.py)
 # cuDNN takes 40 ms to plan a shape that it meets for the first time. So it gets blocks of as many keys, and queries in
 # multiples; flash attention, which plans nothing, takes the rest.
 BLOCK = 8192

@@ -161,12 +161,12 @@ def check(model: Any, spec: CacheSpec, profile: Profile | None) -> tuple[Calibra
         raise NotImplementedError(f"{name} cannot be patched: {error}") from None
     if text.model_type in _ALIBI or getattr(text, "alibi", False):
         refuse("its attention adds ALiBi biases")
+    if (why := _BY_TYPE.get(text.model_type)) is not None:
+        refuse(why)
     if not uses_interface(model):
         refuse("its attention does not go through transformers' AttentionInterface")
     if cache_argument(model.forward) is None:
         refuse("its forward takes no cache")
-    if (why := _BY_TYPE.get(text.model_type)) is not None:
-        refuse(why)
     if any(hasattr(m, "_update_causal_mask") for m in decoder_of(model).modules()):
         refuse("it makes its attention masks itself")
     layers = attention_modules(model)
