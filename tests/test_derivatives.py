@@ -15,6 +15,8 @@ from test_ops import PLAN, array, samples, tq  # noqa: E402
 from test_ops_errors import GRAD  # noqa: E402
 from torch import Tensor, func  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 TANGENT = "without a tangent (inference only: detach it), got a tensor of forward-mode differentiation"
 
@@ -24,8 +26,31 @@ def dual(f: Callable[[Tensor], Tensor], x: Tensor) -> object:
         return f(forward_ad.make_dual(x, torch.ones_like(x)))  # type: ignore[no-untyped-call]
 
 
+class Passing(TorchDispatchMode):
+    """Calls what it is asked for."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def under(mode: Callable[[], Any], take: Callable[..., object]) -> Callable[..., object]:
+    def run(f: Any, x: Tensor) -> object:
+        with mode():
+            return take(f, x)
+
+    return run
+
+
+def required(f: Callable[[Tensor], Tensor], x: Tensor) -> object:
+    return f(x.clone().requires_grad_())
+
+
+def counter() -> Any:
+    return FlopCounterMode(display=False)
+
+
 WAYS: dict[str, tuple[Callable[..., object], str]] = {
-    "requires_grad": (lambda f, x: f(x.clone().requires_grad_()), GRAD),
+    "requires_grad": (required, GRAD),
     "grad": (lambda f, x: func.grad(f)(x), GRAD),
     "vjp": (lambda f, x: func.vjp(f, x), GRAD),
     "jacrev": (lambda f, x: func.jacrev(f)(x), GRAD),
@@ -36,6 +61,11 @@ WAYS: dict[str, tuple[Callable[..., object], str]] = {
     "vmap of grad": (lambda f, x: func.vmap(func.grad(f))(x[None]), GRAD),
     "grad, grad mode off outside": (lambda f, x: torch.no_grad()(func.grad(f))(x), GRAD),
     "jvp, grad mode off": (lambda f, x: torch.no_grad()(func.jvp)(f, (x,), (torch.ones_like(x),)), TANGENT),
+    "forward_ad, grad mode off": (under(torch.no_grad, dual), TANGENT),
+    "requires_grad, FlopCounterMode": (under(counter, required), GRAD),
+    "requires_grad of a result, FlopCounterMode": (under(counter, lambda f, x: required(lambda y: f(y + 0), x)), GRAD),
+    "requires_grad, modes": (under(Passing, under(counter, required)), GRAD),
+    "forward_ad, mode, grad mode off": (under(Passing, under(torch.no_grad, dual)), TANGENT),
 }
 FULL = ("attend, full", "append, full", "append_attend, full", "rotate", "quantize", "dequantize", "merge")
 
@@ -91,8 +121,15 @@ def test_what_is_not_differentiated_is_left_alone(sample: str, rng: np.random.Ge
     torch.testing.assert_close(func.grad(lambda a: func.grad(lambda b: f(x) * a * b)(one) * a)(one), 2 * want)
     with forward_ad.dual_level():
         f(forward_ad.make_dual(x, x).detach())  # type: ignore[no-untyped-call]
-    with torch.no_grad():
-        f(x.clone().requires_grad_())
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            required(f, x)
+            with counter(), Passing():
+                torch.testing.assert_close(required(f, x), want)
+    with torch.inference_mode():  # in which torch drops tangents
+        dual(f, x)
+    with counter():
+        torch.testing.assert_close(f(x), want)
     if not op._schema.is_mutable:
         batch = func.vmap(f)(torch.stack([x, x]))
         torch.testing.assert_close(batch, torch.stack([want, want]))
@@ -105,11 +142,8 @@ def test_what_is_not_differentiated_is_left_alone(sample: str, rng: np.random.Ge
 
 
 def test_under_a_mode_of_the_python_dispatcher(rng: np.random.Generator) -> None:
-    """Autograd is behind it when operators are called, so that they cannot ask it."""
-    from torch.utils.flop_counter import FlopCounterMode
-
     x = torch.from_numpy(rng.standard_normal((3, 64)).astype(np.float32))
-    with FlopCounterMode(display=False):
+    with counter():
         torch.testing.assert_close(tq.rotate(PLAN.words, tq.rotate(PLAN.words, x), inverse=True), x)
     assert np.isfinite(
         array(torch.fx.experimental.proxy_tensor.make_fx(lambda x: tq.rotate(PLAN.words, x))(x)(x))
@@ -132,9 +166,8 @@ def test_while_tracing(way: str) -> None:
 MODELS = {
     way: take
     for way, (take, _) in WAYS.items()
-    if way not in ("requires_grad", "vmap of grad", "jacrev", "jacfwd", "hessian")
+    if "requires_grad" not in way and "mode," not in way and way not in ("vmap of grad", "jacrev", "jacfwd", "hessian")
 }
-MODELS["forward_ad, grad mode off"] = lambda f, x: torch.no_grad()(dual)(f, x)
 
 
 @pytest.mark.parametrize("way", MODELS)

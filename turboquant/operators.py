@@ -4,8 +4,9 @@ on. They take each tensor of a `turboquant.ops.PackedKV` as an argument of its o
 ``print(torch.ops.turboquant.attend.__doc__)`` shows an operator's documentation. Operators run on the CPU and, in a
 build with CUDA, on CUDA, with one schema. Both write the same bytes (with a rotation matrix a few codes may differ:
 turboquant.h, "ROUNDING"). They work under `torch.compile(fullgraph=True)`, `torch.export` and `torch.inference_mode`.
-They have no gradient: a tensor that requires grad, or has a tangent, is an error while grad mode is on, and so is one
-that `torch.func` differentiates. `torch.vmap` calls those that write to nothing once for each element.
+They have no gradient. An error is a tensor that requires grad while grad mode is on, one with a tangent (`forward_ad`)
+outside inference mode, and one that `torch.func` differentiates. `torch.vmap` calls those that write to nothing once
+for each element.
 
 Tensors (contracts and the byte format: ``csrc/include/turboquant.h``):
 
@@ -47,6 +48,8 @@ except ImportError as error:
     raise ImportError("turboquant.ops needs PyTorch: pip install 'turboquant-attention[torch]'") from error
 
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.autograd import forward_ad
 
 from turboquant import _core
 
@@ -131,6 +134,47 @@ def _register(name: str, result: Callable[[dict[str, Any]], Any]) -> None:
     torch.library.register_fake(f"turboquant::{name}", fake)
 
 
+# ---- what the kernels cannot see: tangents while grad mode is off, and gradients under a mode of torch's dispatcher in
+# Python, such as FlopCounterMode, which runs behind autograd ----
+
+
+def _refuse_derivatives(operator: Any, args: tuple[Any, ...], rest: dict[str, Any]) -> None:
+    schema = operator._schema
+    for name, x in (dict(zip((argument.name for argument in schema.arguments), args)) | rest).items():
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            continue
+        op = schema.name.removeprefix("turboquant::")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{op}: `{name}` must be {BACKWARD}")
+        if forward_ad._current_level >= 0 and forward_ad._is_fwd_grad_enabled() and _has_tangent(x):
+            raise ValueError(f"{op}: `{name}` must be {FORWARD}")
+
+
+def _is_hidden() -> bool:
+    """Whether the kernels may not see a derivative. Inside transforms of torch.func another check sees it."""
+    hidden = forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack() > 0
+    return hidden and torch._C._functorch.peek_interpreter_stack() is None
+
+
+class _Checked(OpOverload):
+    def __call__(self, /, *args: Any, **rest: Any) -> Any:
+        if _is_hidden():
+            _refuse_derivatives(self, args, rest)
+        return self._op(*args, **rest)
+
+
+class _CheckedPacket(OpOverloadPacket):
+    def __call__(self, /, *args: Any, **rest: Any) -> Any:
+        if _is_hidden():
+            _refuse_derivatives(self.default, args, rest)
+        return self._op(*args, **rest)
+
+
+def _check_derivatives(name: str) -> None:
+    operator = getattr(torch.ops.turboquant, name)
+    operator.__class__, operator.default.__class__ = _CheckedPacket, _Checked
+
+
 # ---- torch.func: transforms wrap tensors, so that the kernels could not see what is differentiated ----
 
 _LIBRARY = torch.library.Library("turboquant", "IMPL")  # type: ignore[no-untyped-call]  # holds for as long as it lives
@@ -138,7 +182,7 @@ _EXCLUDED = torch._C._dispatch_tls_local_exclude_set()  # dispatch keys, outside
 
 
 def _has_tangent(x: Tensor) -> bool:
-    return torch.autograd.forward_ad.unpack_dual(x, level=0).tangent is not None  # type: ignore[no-untyped-call]
+    return forward_ad.unpack_dual(x, level=0).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def _refuse_transforms(name: str) -> None:
@@ -183,3 +227,4 @@ for _name, _result in _RESULTS.items():
     _register(_name, _result)
 for _name in (*_RESULTS, "append_kernel", "attend_kernel"):
     _refuse_transforms(_name)
+    _check_derivatives(_name)
