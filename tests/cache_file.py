@@ -23,7 +23,7 @@ def tensors_of(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     start = 8 + int.from_bytes(data[:8], "little")
     entries = json.loads(data[8:start])
     about = entries.pop("__metadata__")
-    assert about["format"] == "turboquant-cache-2"
+    assert about["format"] == "turboquant-cache-3"
     assert about["crc32"] == f"{zlib.crc32(about['turboquant'].encode()):08x}"
     header, tensors, at = json.loads(about["turboquant"]), {}, 0
     for name, entry in entries.items():
@@ -111,15 +111,15 @@ def read(path: Path) -> list[dict[str, Any]]:
     """For each layer: packed_k and packed_v, a [kv_heads, tokens, head_dim] for each sequence; sinks and window."""
     header, tensors = tensors_of(path)
     out = []
-    for i in range(header["n_layers"]):
+    for i, (kv_heads, head_dim) in enumerate(header["sizes"]):
         spec, pages = header["spec"], tensors[f"layers.{i}.pages"]
         layer: dict[str, Any] = {"packed_k": [], "packed_v": []}
         for b, row in enumerate(header["rows"][i]):
             tokens = max(0, header["positions"] - header["padding"][b] - spec["sinks"] - spec["window"])
             for side in ("key", "value"):
-                heads = [np.concatenate([np.zeros((0, header["head_dim"])),
-                         *(decode(pages[p][h], header["head_dim"], spec, side) for p in row)])[:tokens]
-                         for h in range(header["kv_heads"])]  # fmt: skip
+                heads = [np.concatenate([np.zeros((0, head_dim)),
+                         *(decode(pages[p][h], head_dim, spec, side) for p in row)])[:tokens]
+                         for h in range(kv_heads)]  # fmt: skip
                 vectors = np.stack(heads)
                 if side == "key" and header["moments"] is not None:
                     moments = {name: tensors[f"moments.{i}.{name}"] for name in MOMENTS}

@@ -31,6 +31,7 @@ REAL_MODELS = Path(os.environ.get("TURBOQUANT_REAL_MODELS", ROOT / "build" / "re
 ALL_HEAD_DIMS = tuple(range(8, 257, 8))
 ODD_HEAD_DIMS = (24, 40, 80, 96, 200)  # real models have them; no kernel may lose speed or correctness there
 HEAD_DIMS = (8, 64, 80, 128, 256)
+WIDE_HEAD_DIMS = (264, 384, 512)  # of CPUs, with tiles of 32 channels and no sphere codebook
 
 # By default every run has the same examples. `make soak` uses "explore", with a seed that it prints.
 settings.register_profile("turboquant", deadline=None, max_examples=40, derandomize=True, database=None)

@@ -90,6 +90,11 @@ WHOLE: dict[str, Any] = dict(
 MROPE = [2, 3, 3]  # pairs of channels that turn by time, row and column of an image
 
 
+def has_field(config: Any, name: str) -> bool:
+    """Whether a configuration has a field; those that differ between its layers cannot be read."""
+    return name in (getattr(config, "per_layer_attributes", None) or ()) or hasattr(config, name)
+
+
 def _known(config: Any, fields: dict[str, Any]) -> dict[str, Any]:
     """Those of `fields` that a configuration has under this name."""
     renamed = getattr(config, "attribute_map", {})
@@ -106,8 +111,8 @@ def _changed(config: Any, fields: dict[str, Any]) -> Any:
         for name, x in vars(config).items():
             if isinstance(x, (list, tuple)) and len(x) == count:
                 own[name] = type(x)(x[:layers])
-            elif name == "per_layer_config" and isinstance(x, dict):
-                own[name] = {i: one for i, one in x.items() if int(i) < layers}
+        if "per_layer_config" in own:
+            own["per_layer_config"] = {int(i): x for i, x in own["per_layer_config"].items() if int(i) < layers}
     return type(config)(**{**own, **fields})
 
 

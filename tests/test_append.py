@@ -5,7 +5,7 @@ import pytest
 import reference as ref
 import tolerance
 from cases import aligned_pages, awkward_rows, empty_cache, keywords, orthogonal, random_transform, realigned
-from conftest import ALL_HEAD_DIMS, HEAD_DIMS, ODD_HEAD_DIMS
+from conftest import ALL_HEAD_DIMS, HEAD_DIMS, ODD_HEAD_DIMS, WIDE_HEAD_DIMS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,12 +57,17 @@ HALF = pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slo
 
 @HALF
 @pytest.mark.parametrize("rotation", ROTATIONS)
-@pytest.mark.parametrize("head_dim", ALL_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", (*ALL_HEAD_DIMS, *WIDE_HEAD_DIMS))
 def test_bytes(head_dim: int, rotation: str, half: int, rng: np.random.Generator) -> None:
     k, v = (awkward_rows(rng, 41, head_dim)[None, None] for _ in range(2))
     for i, (bits, other) in enumerate(zip(ref.WIDTHS, ref.WIDTHS[::-1]), start=head_dim // 8):
         for scale in SCALES[(i + half) % 2 :: 2]:
-            kind = dict(rotation=ROTATIONS[rotation], codebook=int(rng.integers(2)), scale=scale, page_tokens=32)
+            kind = dict(
+                rotation=ROTATIONS[rotation],
+                codebook=int(rng.integers(2 if head_dim <= 256 else 1)),
+                scale=scale,
+                page_tokens=32,
+            )
             p = ref.plan(head_dim, bits, other, seed=int(rng.integers(2**63)), **kind)
             key, value = (random_transform(rng, p, 1, plain=scale % 2 == 0) for _ in range(2))
             got, want = twins(rng, p, [41], kv_heads=1, fill=0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import reference as ref
 from cases import Case, aligned_pages, make_case, random_transform, realigned
-from conftest import HEAD_DIMS, ODD_HEAD_DIMS
+from conftest import HEAD_DIMS, ODD_HEAD_DIMS, WIDE_HEAD_DIMS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -106,7 +106,16 @@ def test_widths_and_sizes(head_dim: int, bits: int, group: int, rng: np.random.G
     check(make_case(rng, p, [200, 37], sinks=2, window=9))
 
 
+@pytest.mark.parametrize("head_dim", WIDE_HEAD_DIMS)
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_more_than_256_channels(head_dim: int, bits: int, rng: np.random.Generator) -> None:
+    p = ref.plan(head_dim, bits, bits, seed=int(rng.integers(2**63)))
+    check(make_case(rng, p, [200, 37], sinks=2, window=9, query_tokens=5, fresh=True))
+
+
 PLANS = {
+    "512 channels, mixed": ref.plan(512, (6, 0, 3, 1, 2, 8, 4, 5) * 2, (0, 4, 2, 5, 0, 3, 8, 1) * 2),
+    "512 channels, dense": ref.plan(512, 3, 3, rotation=ref.DENSE),
     "keys 1, values 5": ref.plan(64, 1, 5),
     "mixed": ref.plan(160, (5, 0, 3, 1, 2), (0, 4, 2, 5, 0)),
     "mixed with 6 and 8 bits": ref.plan(160, (6, 0, 8, 1, 6), (8, 4, 0, 6, 8)),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from models import torch, transformers
-from multimodal import layers_with_all_kinds
+from multimodal import has_field, layers_with_all_kinds
 from specs import bare
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TYPES
@@ -57,6 +57,25 @@ LINEAR_ATTENTION = dict(
     eos_token_id=95,
 )
 CONVOLUTIONS = dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"])
+GEMMA_3N = dict(
+    num_hidden_layers=6,
+    layer_types=["sliding_attention", "full_attention"] * 3,
+    num_kv_shared_layers=2,
+    hidden_size_per_layer_input=16,
+    vocab_size_per_layer_input=96,
+    laurel_rank=8,
+    activation_sparsity_pattern=None,
+    eos_token_id=None,
+)
+GEMMA_4 = dict(
+    num_hidden_layers=6,
+    layer_types=["sliding_attention", "full_attention"] * 3,
+    num_kv_shared_layers=2,
+    hidden_size_per_layer_input=16,
+    vocab_size_per_layer_input=96,
+    global_head_dim=32,
+    eos_token_id=None,
+)
 MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_ssm=128, mamba_d_state=16, mamba_chunk_size=8, eos_token_id=95)
 TOWER = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2)
 
@@ -115,6 +134,8 @@ EXACT: dict[str, dict[str, Any]] = {
         chunk_size=8,
         eos_token_id=95,
     ),
+    "gemma3n_text": GEMMA_3N,
+    **dict.fromkeys(["gemma4_text", "gemma4_unified_text"], GEMMA_4),
     "zaya": dict(router_hidden_size=16, num_experts_per_tok=1, eos_token_id=95),
     **dict.fromkeys(["gpt-sw3", "gpt2", "gpt_bigcode"], GPT_2),
     "codegen": {**GPT_J, "eos_token_id": None},
@@ -158,15 +179,13 @@ REFUSED: dict[str, str] = {
         axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 dots3_note dots3_note_text glm4_moe_lite
         glm_moe_dsa hy_v4 kimi_linear longcat_flash minicpm3 sarvam_mla youtu
         """,
-    "no layer has keys and values": "falcon_mamba mamba mamba2",
     "it demands a cache class of its own": "minimax",
     "its attention adds position biases": "inkling2_loop_text inkling2_text inkling_text",
     SPARSE + "indexed_attention": "qwen4_exp qwen4_exp_text",
     SPARSE + "minimax_m3_sparse": "minimax_m3_vl_text",
     SPARSE + "chunked_attention": "llama4 llama4_text",
     SPARSE + "compressed_sparse_attention": "deepseek_v4",
-    "layers have different head_dims": "gemma4 gemma4_text gemma4_unified gemma4_unified_text",
-    "keys and values shared between layers": "gemma3n gemma3n_text gemma4_assistant gemma4_unified_assistant",
+    "no layer has keys and values": "falcon_mamba gemma4_assistant gemma4_unified_assistant mamba mamba2",
     "its keys and values have different sizes": "mimo_v2_flash",
     "its attention uses the keys of a layer twice": "diffllama",
     "its attention computes with the keys between cache and AttentionInterface": "jetmoe",
@@ -175,7 +194,17 @@ REFUSED: dict[str, str] = {
 }
 
 # Types that read images or sound beside text: `test_multimodal` runs such models.
-WITH_TOWERS = {"fuyu", "gemma3", "got_ocr2", "moss_transcribe_diarize", "qwen3_5", "qwen3_5_moe"}
+WITH_TOWERS = {
+    "fuyu",
+    "gemma3",
+    "gemma3n",
+    "gemma4",
+    "gemma4_unified",
+    "got_ocr2",
+    "moss_transcribe_diarize",
+    "qwen3_5",
+    "qwen3_5_moe",
+}
 
 # Fields of refused types that cannot be built, or not fast, at their default ones.
 INDEXER = dict(
@@ -280,7 +309,7 @@ def tiny(name: str) -> Any:
     model, config = classes(name)
     renamed = getattr(config, "attribute_map", {})
     has = config(**{k: v for k, v in EXACT[name].items() if isinstance(v, dict)})
-    fields = {key: x for key, x in SMALL.items() if key not in renamed and hasattr(has, key)} | EXACT[name]
+    fields = {key: x for key, x in SMALL.items() if key not in renamed and has_field(has, key)} | EXACT[name]
     if isinstance(kinds := has.__dict__.get("layer_types"), list) and "layer_types" not in renamed:
         fields.setdefault("layer_types", layers_with_all_kinds(kinds, 2))
         fields["num_hidden_layers"] = len(fields["layer_types"])

@@ -111,8 +111,8 @@ def test_esm(tmp_path, capsys):
 WRONG_MODELS = {
     "ALiBi": ("BloomConfig", dict(n_layer=2, hidden_size=64, n_head=4, vocab_size=96), "layers",
               "none can be packed: BloomForCausalLM cannot be patched: its attention adds ALiBi biases"),
-    "a head that is too wide": ("LlamaConfig", dict(SMALL, head_dim=512), "layers",
-                                "cannot be patched: its head_dim is 512, at most 256 can be packed"),
+    "a head that is too wide": ("LlamaConfig", dict(SMALL, head_dim=520), "layers",
+                                "cannot be patched: its head_dim is 520, at most 512 can be packed"),
     "heads of 12 channels": ("LlamaConfig", dict(SMALL, head_dim=12), "layers",
                              "none can be packed: `head_dim` must be a multiple of 8"),
     "no attention": ("MambaConfig", dict(vocab_size=96, hidden_size=64, num_hidden_layers=2), "layers",

@@ -163,7 +163,31 @@ def test_sequences_are_repeated_and_chosen(name):
     )
 
 
-def test_crop_is_refused_and_convolutions_alone_can_be_cropped(tmp_path):
+@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("spec", [HOLDS_ALL, PACKED, PACKED.with_(centre="wave", metric="query")])
+def test_a_file_has_the_states(name, spec, tmp_path):
+    model = made(name, spec)
+    cache = TurboQuantCache(model)
+    run(model, cache, PIECES[:3])
+    if name == "lfm2":
+        cache.activate_past_recording()
+        run(model, cache, PIECES[3:4])
+    cache.save(tmp_path / "c", model)
+    other = TurboQuantCache.load(tmp_path / "c", model)
+    assert [type(layer) for layer in other.layers] == [type(layer) for layer in cache.layers]
+    rest = PIECES[4:] if name == "lfm2" else PIECES[3:]
+    assert torch.equal(run(model, other, rest), run(model, cache, rest))
+
+
+def test_a_cache_whose_forward_failed_is_not_saved(tmp_path):
+    cache = TurboQuantCache(made())
+    run(made(), cache, PIECES[:1])
+    cache.at_work = True
+    with pytest.raises(RuntimeError, match=r"save: an earlier call failed .* call cache\.reset\(\)"):
+        cache.save(tmp_path / "c")
+
+
+def test_crop_is_refused_and_convolutions_alone_can_be_cropped():
     model = made()
     cache = TurboQuantCache(model)
     run(model, cache)
@@ -171,8 +195,6 @@ def test_crop_is_refused_and_convolutions_alone_can_be_cropped(tmp_path):
         cache.crop(-1)
     cache.crop(0)
     assert cache.get_seq_length() == 40
-    with pytest.raises(NotImplementedError, match="save: a cache with recurrent states"):
-        cache.save(tmp_path / "cache")
     model = made("lfm2")
     ids = torch.tensor([[5, 6, 7, 8] * 4])
     options = dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
@@ -181,5 +203,7 @@ def test_crop_is_refused_and_convolutions_alone_can_be_cropped(tmp_path):
 
 
 def test_other_models_say_what_they_lack():
-    with pytest.raises(NotImplementedError, match="`cuda_graphs` is for text models without recurrent states"):
+    with pytest.raises(
+        NotImplementedError, match="`cuda_graphs` is for text models without recurrent states and shared keys"
+    ):
         turboquant.patch(tiny("qwen3_5_text"), cuda_graphs=True)

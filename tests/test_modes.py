@@ -68,7 +68,7 @@ PLANS = {
     ),
     "table, qjl": lambda d: modes.Plan(d, side(d, 2, levels=TABLE, **qjl(d, 2)), side(d, 4, levels=TABLE)),
 }
-HEAD_DIMS = (8, 64, 80, 128)
+HEAD_DIMS = (8, 64, 80, 128, 512)
 
 
 def transforms(rng: np.random.Generator, p: modes.Plan, name: str) -> list[Transform]:

@@ -326,9 +326,7 @@ UNSUPPORTED = {
     "GLM-4.7-Flash": ("Glm4MoeLiteForCausalLM", LATENT, r"latent attention \(`kv_lora_rank`\)"),
     "Mistral 4": ("Mistral4ForCausalLM", LATENT, r"latent attention \(`kv_lora_rank`\)"),
     "MiniCPM3": ("MiniCPM3ForCausalLM", LATENT, r"latent attention \(`kv_lora_rank`\)"),
-    "head_dim 512": ("LlamaForCausalLM", {**SMALL, "head_dim": 512}, "its head_dim is 512, at most 256"),
-    "Gemma 4": ("Gemma4ForCausalLM", {**GEMMA_4, "head_dim": 256, "global_head_dim": 512}, "different head_dims"),
-    "Gemma 4, small": ("Gemma4ForCausalLM", {**GEMMA_4, "head_dim": 16, "global_head_dim": 32}, "different head_dims"),
+    "head_dim 520": ("LlamaForCausalLM", {**SMALL, "head_dim": 520}, "its head_dim is 520, at most 512"),
     "Llama 3.2 Vision": (
         "MllamaForCausalLM",
         {**SMALL, "pad_token_id": 0, "cross_attention_layers": [1], "rope_scaling": {"rope_type": "default"}},

@@ -349,11 +349,11 @@ def test_files_of_others(tmp_path, small):
     for data in (b"", b"TQ", b"\x80\x04K\x01.", b"PK\x03\x04" + bytes(60), small[1:], os.urandom(5000)):
         refuses(tmp_path, data, "it is not one that turboquant wrote, or it is truncated")
     Codes.save(Quantizer(32, 3).quantize(np.ones((3, 32), np.float32)), tmp_path / "codes")
-    refuses(tmp_path, (tmp_path / "codes").read_bytes(), "its format must be turboquant-cache-2, got '.*codes-2'")
-    refuses(tmp_path, small.replace(b"cache-2", b"cache-3"), "its format must be turboquant-cache-2, got '.*cache-3'")
-    refuses(tmp_path, small.replace(b"cache-2", b"cache-1"), "cache-1', which commit 14a37f9 of turboquant reads")
+    refuses(tmp_path, (tmp_path / "codes").read_bytes(), "its format must be turboquant-cache-3, got '.*codes-2'")
+    refuses(tmp_path, small.replace(b"cache-3", b"cache-4"), "its format must be turboquant-cache-3, got '.*cache-4'")
+    refuses(tmp_path, small.replace(b"cache-3", b"cache-1"), "cache-1', which commit 14a37f9 of turboquant reads")
     turboquant.Index(8, 4).save(tmp_path / "index")
-    refuses(tmp_path, (tmp_path / "index").read_bytes(), "its format must be turboquant-cache-2, got '.*index-2'")
+    refuses(tmp_path, (tmp_path / "index").read_bytes(), "its format must be turboquant-cache-3, got '.*index-2'")
     save_file({"layers.0.pages": torch.zeros(1)}, tmp_path / "weights")
     refuses(tmp_path, (tmp_path / "weights").read_bytes(), "it is not one that turboquant wrote")
     with pytest.raises(FileNotFoundError, match="`path` must be a cache file, got 'absent'"):
@@ -405,10 +405,10 @@ FORGED = {
     "an entry that is a list": lambda h: h["tensors"].update({"layers.0.window_k": []}),
     "padding of another name": lambda h: h["tensors"].update(x=h["tensors"].popitem()[1]),
     "another dtype": lambda h: h.__setitem__("dtype", "F64"),
-    "2^31 heads": lambda h: h.__setitem__("kv_heads", 2**31),
-    "65,536 heads": lambda h: h.__setitem__("kv_heads", 2**16),
-    "no heads": lambda h: h.__setitem__("kv_heads", 0),
-    "odd heads": lambda h: h.__setitem__("head_dim", 9),
+    "2^31 heads": lambda h: h["sizes"][0].__setitem__(0, 2**31),
+    "65,536 heads": lambda h: h["sizes"][0].__setitem__(0, 2**16),
+    "no heads": lambda h: h["sizes"][0].__setitem__(0, 0),
+    "odd heads": lambda h: h["sizes"][0].__setitem__(1, 9),
     "2^31 - 1 positions": lambda h: h.__setitem__("positions", 2**31 - 1),
     "positions that are no number": lambda h: h.__setitem__("positions", "9"),
     "true positions": lambda h: h.__setitem__("positions", True),
@@ -420,8 +420,14 @@ FORGED = {
     "a page given back": lambda h: h["rows"][0][0].__setitem__(0, -1),
     "rows of fewer layers": lambda h: h["rows"].pop(),
     "a longer row": lambda h: h["rows"][0][0].append(0),
-    "2^16 layers": lambda h: h.__setitem__("n_layers", 2**16),
-    "10^12 layers": lambda h: (h.__setitem__("n_layers", 10**12), h["fingerprint"].__setitem__("layers", 10**12)),
+    "sizes of fewer layers": lambda h: h["sizes"].pop(),
+    "sizes of three numbers": lambda h: h["sizes"][0].append(1),
+    "1,000 layers": lambda h: h.update(kinds=[["full_attention", {}]] * 1_000),
+    "10^12 layers": lambda h: (h.update(kinds=10**12), h["fingerprint"].__setitem__("layers", 10**12)),
+    "a kind of no layer": lambda h: h["kinds"][0].__setitem__(0, "half_attention"),
+    "many states": lambda h: h["kinds"][0][1].update(number_of_states=10**9),
+    "a state of a layer without one": lambda h: h["states"].update({"states.0.conv.0": ["F32", [1, 2]]}),
+    "states that are a list": lambda h: h.update(states=[]),
     "an unknown field of the spec": lambda h: h["spec"].__setitem__("bits", 3),
     "bits out of range": lambda h: h["spec"].__setitem__("key_bits", 99),
     "another spec": lambda h: h["spec"].__setitem__("window", 3),

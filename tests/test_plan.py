@@ -119,8 +119,8 @@ def test_bits_alone_are_a_side() -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "says"),
     [
-        (dict(head_dim=12), ValueError, "`head_dim` must be a multiple of 8 in 8..256 (8..4096 without values)"),
-        (dict(head_dim=264), ValueError, "`head_dim` must be at most 256 in a plan with values, got 264"),
+        (dict(head_dim=12), ValueError, "`head_dim` must be a multiple of 8 in 8..512 (8..4096 without values)"),
+        (dict(head_dim=520), ValueError, "`head_dim` must be at most 512 in a plan with values, got 520"),
         (dict(head_dim=2**70), ValueError, "`head_dim` must fit in 64 bits, got 1180591620717411303424"),
         (dict(head_dim="64"), TypeError, "`head_dim` must be an integer, got '64'"),
         (dict(key=7), ValueError, "`key_bits[0]` must be in 0..6 or 8, got 7"),

@@ -237,7 +237,9 @@ def test_pairs_that_share_channels(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("moments", MOMENTS.values(), ids=MOMENTS)
-@pytest.mark.parametrize("dim,rotation", [(64, ref.HADAMARD), (40, ref.HADAMARD), (64, ref.DENSE), (48, ref.NONE)])
+@pytest.mark.parametrize(
+    "dim,rotation", [(64, ref.HADAMARD), (40, ref.HADAMARD), (64, ref.DENSE), (48, ref.NONE), (384, ref.HADAMARD)]
+)
 def test_codes(moments: dict, dim: int, rotation: int, rng: np.random.Generator) -> None:
     """Codes are those of the float64 residual, except where it is close to a threshold."""
     moments = {name: min(n, dim // 16 * 8) if name == "wave_pairs" else n for name, n in moments.items()}
@@ -394,7 +396,7 @@ def test_plans(rng: np.random.Generator) -> None:
         with pytest.raises(ValueError, match="`wave_pairs` must be a multiple of 8 up to head_dim / 2"):
             Plan(72, 4, 3, wave_pairs=pairs)
     with pytest.raises(ValueError, match="`wave_pairs` must be"):
-        Plan(512, 4, wave_pairs=8)
+        Plan(1024, 4, wave_pairs=8)
     for rank in (-2, 5):
         with pytest.raises(ValueError, match="`metric` must be a rank in 0..4, or None, got"):
             Plan(64, 4, 4, metric=rank)

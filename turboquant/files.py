@@ -201,7 +201,7 @@ def read_header(file: BufferedReader, form: str) -> tuple[dict[str, Any], dict[s
     except (KeyError, TypeError, AttributeError, RecursionError, UnicodeError, json.JSONDecodeError):
         raise ValueError("it is not one that turboquant wrote, or its header is damaged") from None
     if found != form:
-        old = form.endswith("-2") and found == f"{form[:-2]}-1"
+        old = found == f"{form[:-1]}1" != form
         which = f", which {_READS_VERSION_1}" if old else ""
         raise ValueError(f"its format must be {form}, got {found!r:.80}{which}")
     if not isinstance(meta, dict):

@@ -21,7 +21,8 @@ MAX_BITS = 6
 WIDE_BITS = 8
 WIDTHS = (*range(MAX_BITS + 1), WIDE_BITS)  # bits that a group may have
 WIDE_STEP = 2.0**-5  # between neighbouring levels of 8 bits
-MAX_HEAD_DIM = 256  # of a plan with values
+MAX_HEAD_DIM = 512  # of a plan with values
+MAX_CUDA_HEAD_DIM = 256  # of any plan on a GPU
 MAX_DIM = 4096  # of a plan without values (vectors)
 PAGE_TOKENS = 128  # of a cache
 PAIR_MULTIPLE, MAX_RANK = 8, 4  # a wave's pairs are a multiple of the first; a metric's rank is at most the second
@@ -172,7 +173,7 @@ class Side:
 class Plan:
     """How the vectors of one layer become bytes; immutable, compared and hashed by its fields.
 
-    head_dim: channels of a vector, a multiple of 8; 8..256, or 8..4096 if there are no values.
+    head_dim: channels of a vector, a multiple of 8; 8..512, or 8..4096 if there are no values.
     key, value: a `Side`, or its bits alone: ``Plan(128, 4, 3)``. No values (None, or no bits) make a plan for vectors.
     page_tokens: 32, 64, 96 or 128; 64 or 128 with groups of 16.
     group: channels of a group, 32, or 16 with head_dim <= 256. The last group is padded.

@@ -447,7 +447,7 @@ class CacheSpec:
         return self.with_(overrides=(), **dict(fields.get(layer, ()))).settled()
 
     def plan(self, head_dim: int, wave_pairs: int = 0, rank: int = 0) -> Plan:
-        """How a layer is stored, for heads of `head_dim` channels (a multiple of 8, 8..256). Ignores overrides.
+        """How a layer is stored, for heads of `head_dim` channels (a multiple of 8, 8..512). Ignores overrides.
 
         wave_pairs, rank: sizes of the layer's wave and metric in the model's moments, for a spec that has these. The
         size of a record does not depend on them.

@@ -6,7 +6,7 @@
 
 static const tq_codebook_row *codebook_row(int32_t law, int32_t head_dim, int32_t bits)
 {
-    if (law == TQ_CODEBOOK_SPHERE && head_dim <= TQ_MAX_HEAD_DIM)
+    if (law == TQ_CODEBOOK_SPHERE && head_dim <= TQ_MAX_SPHERE_DIM)
         return &tq_codebook_sphere[head_dim / 8 - 1][bits - 1];
     return &tq_codebook_normal[bits - 1];
 }
@@ -55,7 +55,7 @@ tq_status tq_get_codebook(tq_codebook_law law, int32_t head_dim, int32_t bits, t
     if (law != TQ_CODEBOOK_NORMAL && law != TQ_CODEBOOK_SPHERE && law != TQ_CODEBOOK_UNIFORM)
         return tq_fail(error, TQ_E_VALUE, "law", -1, law, "0 (normal), 1 (sphere) or 2 (uniform)");
     if (bits < 1 || bits > TQ_MAX_BITS) return tq_fail(error, TQ_E_VALUE, "bits", -1, bits, "in 1..6");
-    if (law == TQ_CODEBOOK_SPHERE && (head_dim < 8 || head_dim > TQ_MAX_HEAD_DIM || head_dim % 8))
+    if (law == TQ_CODEBOOK_SPHERE && (head_dim < 8 || head_dim > TQ_MAX_SPHERE_DIM || head_dim % 8))
         return tq_fail(error, TQ_E_VALUE, "head_dim", -1, head_dim, "a multiple of 8 in 8..256 for the sphere law");
     if (!out) return tq_fail(error, TQ_E_VALUE, "out", -1, 0, "a pointer, not NULL");
     tq_codebook_row row = row_of(law, head_dim, bits);
@@ -81,7 +81,7 @@ static tq_cells cells_of(const tq_codebook *book)
 
 /* ---- codebooks of plans ---- One set for each law, and for each head_dim of the sphere; made when first needed. */
 
-enum { SPHERES = TQ_MAX_HEAD_DIM / 8 };
+enum { SPHERES = TQ_MAX_SPHERE_DIM / 8 };
 
 static tq_plan_tables normal_tables, uniform_tables, sphere_tables[SPHERES];
 

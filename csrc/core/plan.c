@@ -195,14 +195,14 @@ static tq_status read_common(const int64_t *words, tq_plan *p, tq_error *error)
 {
     if (words[1] < 8 || words[1] > TQ_MAX_DIM || words[1] % 8)
         return tq_fail(error, TQ_E_VALUE, "head_dim", -1, (double)words[1],
-                       "a multiple of 8 in 8..256 (8..4096 without values)");
+                       "a multiple of 8 in 8..512 (8..4096 without values)");
     if (words[3] != TQ_TILE && words[3] != TQ_FINE_GROUP)
         return tq_fail(error, TQ_E_VALUE, "group", -1, (double)words[3], "32 or 16 channels");
     p->head_dim = (int32_t)words[1];
     p->group_channels = (int32_t)words[3];
     p->tile_tokens = TQ_TILE * TQ_TILE / p->group_channels;
     p->groups = (p->head_dim + p->group_channels - 1) / p->group_channels;
-    if (tq_tile_is_16(p) && p->head_dim > TQ_MAX_HEAD_DIM)
+    if (tq_tile_is_16(p) && p->head_dim > TQ_MAX_SPHERE_DIM)
         return tq_fail(error, TQ_E_VALUE, "head_dim", -1, p->head_dim, "at most 256 with tiles of 16 channels");
     if (words[2] < p->tile_tokens || words[2] > TQ_PAGE_TOKENS || words[2] % p->tile_tokens)
         return tq_fail(error, TQ_E_VALUE, "page_tokens", -1, (double)words[2],
@@ -217,7 +217,7 @@ static tq_status read_common(const int64_t *words, tq_plan *p, tq_error *error)
     int32_t most_pairs = p->head_dim > TQ_MAX_HEAD_DIM ? 0 : (int32_t)tq_round_up(p->head_dim / 2, 8);
     if (words[15] < 0 || words[15] > most_pairs || words[15] % 8)
         return tq_fail(error, TQ_E_VALUE, "wave_pairs", -1, (double)words[15],
-                       "a multiple of 8 up to head_dim / 2 (rounded up), 0 above 256 channels");
+                       "a multiple of 8 up to head_dim / 2 (rounded up), 0 above 512 channels");
     if (words[16] < 0 || words[16] > 1 + TQ_MAX_METRIC_RANK)
         return tq_fail(error, TQ_E_VALUE, "metric", -1, (double)words[16], "0 (none) or 1 + a rank in 0..4");
     if (words[17] && (words[17] < 3 || words[17] > 7 || words[17] % 2 == 0))
@@ -244,8 +244,8 @@ tq_status tq_plan_init(tq_plan *plan, const int64_t *words, size_t n_words, tq_e
         return tq_fail(error, TQ_E_VALUE, "n_words", -1, (double)n_words, "19 + 2 * ceil(head_dim / group)");
     TQ_TRY(read_sides(words, &p, error));
     if (p.head_dim > TQ_MAX_HEAD_DIM && p.value.tile_bytes)
-        return tq_fail(error, TQ_E_VALUE, "head_dim", -1, p.head_dim, "at most 256 in a plan with values");
-    if (p.head_dim > TQ_MAX_HEAD_DIM && p.codebook == TQ_CODEBOOK_SPHERE)
+        return tq_fail(error, TQ_E_VALUE, "head_dim", -1, p.head_dim, "at most 512 in a plan with values");
+    if (p.head_dim > TQ_MAX_SPHERE_DIM && p.codebook == TQ_CODEBOOK_SPHERE)
         return tq_fail(error, TQ_E_VALUE, "head_dim", -1, p.head_dim, "at most 256 with the sphere codebook");
     if (p.tries && (!p.is_plain || p.scale != TQ_SCALE_EDEN))
         return tq_fail(error, TQ_E_VALUE, "tries", -1, p.tries, "0 unless the plan is plain and its scale EDEN");

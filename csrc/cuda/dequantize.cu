@@ -14,7 +14,7 @@ namespace tq
 namespace
 {
 
-constexpr int WARPS = 8, GROUPS_MAX = TQ_MAX_HEAD_DIM / TQ_FINE_GROUP;
+constexpr int WARPS = 8, GROUPS_MAX = TQ_CUDA_MAX_HEAD_DIM / TQ_FINE_GROUP;
 
 struct DequantizeSide {
     int32_t bits[GROUPS_MAX], offset[GROUPS_MAX];

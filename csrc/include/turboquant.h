@@ -108,7 +108,8 @@ extern "C" {
 #define TQ_WIDE_STEP 0.03125f
 #define TQ_CODE_TOLERANCE 0x1p-17f /* 64 ulp of 1 */
 #define TQ_SETTLED_UNITS 64.0f     /* of u, where codes of settled rows are searched */
-#define TQ_MAX_HEAD_DIM 256        /* of a plan with values; key-only plans (vectors) go up to TQ_MAX_DIM */
+#define TQ_MAX_HEAD_DIM 512        /* of a plan with values; key-only plans (vectors) go up to TQ_MAX_DIM */
+#define TQ_MAX_SPHERE_DIM 256      /* of a plan with the sphere codebook, or with tiles of 16 channels */
 #define TQ_MAX_DIM 4096
 #define TQ_MAX_GROUPS (TQ_MAX_DIM / TQ_TILE)
 #define TQ_MAX_TILES (2 * TQ_MAX_GROUPS) /* of a token tile: groups, and rows of a sketch */
@@ -143,7 +144,7 @@ typedef enum { TQ_F32 = 0, TQ_F16 = 1, TQ_BF16 = 2 } tq_dtype;
 typedef enum {
     TQ_CODEBOOK_NORMAL = 0, /* levels for N(0, 1) */
     TQ_CODEBOOK_SPHERE =
-        1, /* levels for a coordinate of sqrt(d) times a uniform unit vector of d dimensions, d = head_dim <= 256 */
+        1, /* levels for a coordinate of sqrt(d) times a uniform unit vector of d dimensions, d = head_dim <= TQ_MAX_SPHERE_DIM */
     TQ_CODEBOOK_UNIFORM = 2 /* equally spaced levels, the step that is best for N(0, 1) (Max 1960, Table II) */
 } tq_codebook_law;
 
@@ -224,14 +225,14 @@ typedef enum {
 
 /* A plan as integers, the form that files and operators carry (turboquant.Plan in Python):
  *   words[0]  TQ_FORMAT_VERSION
- *   words[1]  head_dim       a multiple of 8; 8..256, or 8..4096 if no group has value bits and tiles have 32 channels
+ *   words[1]  head_dim       a multiple of 8; 8..512, or 8..4096 if no group has value bits; 8..256 with tiles of 16 channels
  *   words[2]  page_tokens    32, 64, 96 or 128; with tiles of 16 channels 64 or 128
  *   words[3]  group          channels of a group and of a tile, 32 or 16; groups = ceil(head_dim / group)
  *   words[4]  tq_codebook_law          words[5]  tq_scale          words[6]  seed, 0..2^63 - 1
  *   words[7 .. 10]           of keys: tq_rotation, tq_levels, tq_sketch, sketch_rows (1..head_dim; 0 unless Gaussian)
  *   words[11 .. 14]          the same of values
  *   words[15] wave_pairs     of keys: pairs of channels whose centre turns with the position. A multiple of 8 up to
- *                            head_dim / 2, which is rounded up to one; 0 above 256 channels
+ *                            head_dim / 2, which is rounded up to one; 0 above 512 channels
  *   words[16] metric         of keys: 0 none, else 1 + its rank, 0..4
  *   words[17] tries          factors that encoding tries ("ROUNDING"): 0 none, 3, 5 or 7. 0 unless the plan is plain, with
  *                            the EDEN scale

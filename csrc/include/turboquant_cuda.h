@@ -27,6 +27,8 @@
 #define TURBOQUANT_CUDA_H
 #include "turboquant.h"
 
+#define TQ_CUDA_MAX_HEAD_DIM 256 /* channels of a head; TQ_E_UNSUPPORTED for more */
+
 #if defined(__cplusplus)
 extern "C" {
 #endif

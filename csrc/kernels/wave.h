@@ -7,7 +7,7 @@
 enum {
     TQ_WAVE_COLUMNS = TQ_LANES == 8 ? 2 : 4,        /* vectors of columns at once: their sums stay in registers */
     TQ_NODE_VECTORS = 2 * TQ_WAVE_NODES / TQ_LANES, /* even and odd parts at the nodes, interleaved */
-    TQ_WAVE_MOST = TQ_MAX_HEAD_DIM / 2,             /* pairs */
+    TQ_PARTS = TQ_MAX_HEAD_DIM + 16,                /* floats of a row: two of a pair, and rows start in other sets of a cache */
 };
 
 typedef uint64_t tq_longs __attribute__((vector_size(4 * TQ_LANES)));
@@ -38,7 +38,7 @@ TQ_INLINE tq_floats tq_all_of_two(const float *x)
 
 /** Coefficients of rows at position 0, to those of even and odd parts around the middle of a page, [rows][pairs][2]. */
 TQ_INLINE void tq_turn_rows(const int rows, const tq_wave *wave, const float *coefficients, const float *turn,
-                            float (*parts)[2 * TQ_WAVE_MOST])
+                            float (*parts)[TQ_PARTS])
 {
     int32_t n = 2 * wave->pairs;
     for (int32_t i = 0; i < n; i += TQ_LANES) {
@@ -52,7 +52,7 @@ TQ_INLINE void tq_turn_rows(const int rows, const tq_wave *wave, const float *co
 }
 
 /** Replaces the rows' coefficients of slow pairs by the parts of their sum at the nodes. */
-TQ_INLINE void tq_sum_slow(const int rows, const tq_wave *wave, float (*parts)[2 * TQ_WAVE_MOST])
+TQ_INLINE void tq_sum_slow(const int rows, const tq_wave *wave, float (*parts)[TQ_PARTS])
 {
     tq_floats sums[4][2][TQ_NODE_VECTORS] = {0}; /* two sums each, of every other pair, to shorten the chain */
     const float *node = wave->nodes;
@@ -74,7 +74,7 @@ TQ_INLINE void tq_sum_slow(const int rows, const tq_wave *wave, float (*parts)[2
 
 /** Even (odd: odd) parts of `columns` vectors of columns. */
 TQ_INLINE void tq_sum_terms(const int rows, const int columns, const tq_wave *wave, const float *table,
-                            float (*parts)[2 * TQ_WAVE_MOST], const int odd, tq_floats (*sums)[TQ_WAVE_COLUMNS])
+                            float (*parts)[TQ_PARTS], const int odd, tq_floats (*sums)[TQ_WAVE_COLUMNS])
 {
     TQ_UNROLL
     for (int r = 0; r < rows; r++) TQ_UNROLL
@@ -94,7 +94,7 @@ TQ_INLINE void tq_sum_terms(const int rows, const int columns, const tq_wave *wa
 
 /** Columns half + c .. and their mirror images. */
 TQ_INLINE void tq_add_columns(const int rows, const int columns, const tq_wave *wave, int32_t c,
-                              float (*parts)[2 * TQ_WAVE_MOST], const float *key_scales, float *scores, int32_t stride)
+                              float (*parts)[TQ_PARTS], const float *key_scales, float *scores, int32_t stride)
 {
     tq_floats even[4][TQ_WAVE_COLUMNS], odd[4][TQ_WAVE_COLUMNS];
     tq_sum_terms(rows, columns, wave, wave->table + c, parts, 0, even);
@@ -117,7 +117,7 @@ TQ_INLINE void tq_add_columns(const int rows, const int columns, const tq_wave *
 TQ_INLINE void tq_add_wave_rows(const int rows, const tq_wave *wave, const float *coefficients, const float *turn,
                                 const float *key_scales, float *scores, int32_t stride)
 {
-    _Alignas(64) float parts[4][2 * TQ_WAVE_MOST];
+    _Alignas(64) float parts[4][TQ_PARTS];
     int32_t c = 0;
     tq_turn_rows(rows, wave, coefficients, turn, parts);
     if (wave->fast < wave->pairs) tq_sum_slow(rows, wave, parts);

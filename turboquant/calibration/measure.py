@@ -27,10 +27,11 @@ import torch
 
 from ..arguments import bounded, integer
 from ..files import file_name, write_whole
-from ..hf.routing import uses_interface
+from ..hf.kinds import sources_of
+from ..hf.routing import text_config, uses_interface
 from ..hf.tap import Tap, tapped
 from ..measured.profile import Profile
-from ..models.identity import fingerprint
+from ..models.identity import describe, fingerprint, layer_sizes
 from ..models.placement import device_of, is_offloaded
 from ..spec import LEAST_AVERAGE, MOST_SIDE_BITS
 from .axes import plan_axes, singular_axes, variance_along
@@ -537,6 +538,12 @@ def _checked_model(model: Any) -> dict[str, Any]:
         raise NotImplementedError(f"{name} cannot be calibrated: its attention does not go through AttentionInterface")
     if model.get_output_embeddings() is None:
         raise NotImplementedError(f"{name} cannot be calibrated: it has no head, which gives the next token's logits")
+    if len({*layer_sizes(describe(model.config))}) > 1:
+        raise NotImplementedError(
+            f"{name} cannot be calibrated: its layers have different head_dims or numbers of KV heads"
+        )
+    if any(source != i for i, source in enumerate(sources_of(text_config(model)))):
+        raise NotImplementedError(f"{name} cannot be calibrated: its layers share keys and values")
     return fingerprint(model)
 
 

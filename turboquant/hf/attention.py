@@ -25,6 +25,7 @@ from transformers.modeling_utils import AttentionInterface
 from .notices import foreign_keys
 
 if TYPE_CHECKING:
+    from ..kvcache.again import Seen
     from .layer import PackedLayer
 
 __all__ = [
@@ -56,10 +57,11 @@ class MaskRequest:
     positions      columns of the mask: the stored ones of the cache's first layer of this kind, and the new ones
     causal         False where the model changes the pattern, as by images whose tokens all see each other. Only `made`
                    has that pattern
+    last           how many of the last queries it is for; 0: all. Models ask for that with mask[:, :, -last:, :]
     """
 
     ndim = 4  # of the tensor it stands for: models ask whether a mask is [batch, positions]
-    __slots__ = ("_arguments", "_made", "_padding", "causal", "local_size", "padding_mask", "positions")
+    __slots__ = ("_arguments", "_made", "_padding", "causal", "last", "local_size", "padding_mask", "positions")
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.padding_mask: torch.Tensor | None = arguments.get("attention_mask")
@@ -69,13 +71,21 @@ class MaskRequest:
         self._arguments = arguments
         self._made: dict[str, torch.Tensor | None] = {}
         self._padding: tuple[int, ...] | None = None
+        self.last = 0
 
     def __getattr__(self, name: str) -> Any:
         """Another attention function than ours asks for something of the tensor."""
         raise AttributeError(f"`{name}` of an attention mask: {_CHANGED}")
 
-    def __getitem__(self, _: Any) -> Any:
-        raise RuntimeError(_CHANGED)
+    def __getitem__(self, where: Any) -> MaskRequest:
+        whole = slice(None)
+        rows = where[2] if isinstance(where, tuple) and len(where) == 4 else None
+        others = rows is not None and where[0] == where[1] == where[3] == whole
+        if not others or not isinstance(rows, slice) or rows.stop is not None or (rows.start or 0) > 0:
+            raise RuntimeError(_CHANGED)
+        part = MaskRequest(self._arguments)
+        part._padding, part.last = self._padding, -(rows.start or 0)
+        return part
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
@@ -84,7 +94,9 @@ class MaskRequest:
     def made(self, kind: str) -> torch.Tensor | None:
         """The mask as transformers makes it for its attention `kind`: "sdpa" or "eager"."""
         if kind not in self._made:
-            self._made[kind] = AttentionMaskInterface()[kind](**self._arguments)
+            more = {} if self.last <= 1 else {"allow_is_causal_skip": False}  # of fewer queries SDPA's own is not right
+            made = AttentionMaskInterface()[kind](**self._arguments | more)
+            self._made[kind] = made[:, :, -self.last :] if made is not None and self.last else made
         return self._made[kind]
 
     def contiguous(self) -> torch.Tensor | None:
@@ -167,16 +179,19 @@ class FreshKeys(torch.Tensor):
     """New keys of a packed layer in this forward, [batch, kv_heads, tokens, head_dim], not stored yet.
 
     Only shape, dtype and device can be read. Every other operation raises RuntimeError: a model that computes with
-    these keys does not use the attention function of this package and would ignore the stored tokens.
+    these keys does not use the attention function of this package and would ignore the stored tokens. A model whose
+    later layers read these keys gives them to its attention again, in the same forward, and may move them to the
+    device of such a layer: they stay where they are, and its queries come to them.
     """
 
     layer: PackedLayer
     keys: torch.Tensor | None  # the same numbers, as a plain tensor; None once they are stored
+    seen: Seen | None  # what later layers need to read them again; None: no layer does
 
     @classmethod
     def of(cls, keys: torch.Tensor, layer: PackedLayer) -> FreshKeys:
         fresh: FreshKeys = keys.as_subclass(cls)
-        fresh.layer, fresh.keys = layer, keys
+        fresh.layer, fresh.keys, fresh.seen = layer, keys, None
         return fresh
 
     @classmethod
@@ -190,6 +205,8 @@ class FreshKeys(torch.Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func is torch.Tensor.to and args[0].seen is not None:
+            return args[0]
         name = getattr(func, "__name__", repr(func))
         raise RuntimeError(
             f"`{name}` was called on keys that are kept in a TurboQuantCache: this model does not attend through it. "
@@ -285,11 +302,16 @@ def attention(
             foreign_keys(module)
         return own_attention(module, query, key, value, attention_mask, scaling, dropout, options)
     keys, key.keys = key.keys, None
-    if keys is None:
-        raise NotImplementedError(f"layer {key.layer.index}: keys and values shared between layers are not supported")
     sinks = options.pop("s_aux", None)
-    arguments = module, query, keys, value, attention_mask, scaling, dropout, options
-    out, lse = key.layer.attend(*arguments, return_lse=sinks is not None)
+    if keys is not None:
+        arguments = module, query, keys, value, attention_mask, scaling, dropout, options
+        out, lse, key.seen = key.layer.attend(*arguments, return_lse=sinks is not None)
+    elif key.seen is not None:
+        out, lse = key.layer.attend_again(
+            module, query, key.seen, attention_mask, scaling, dropout, options, return_lse=sinks is not None
+        )
+    else:
+        raise NotImplementedError(f"layer {key.layer.index}: its keys and values were given to attention twice")
     if sinks is not None and lse is not None:
         out = out * _share_beside(sinks, lse).to(out.dtype)
     return out, None

@@ -29,13 +29,6 @@ from .states import StateLayer, made_layer
 
 __all__ = ["CacheReport", "LayerReport", "PackedLayer", "TurboQuantCache", "checked_config"]
 
-# Attributes that must be the same in all layers, and their names in errors.
-_UNIFORM = {
-    "head_dim": "head_dims",
-    "num_key_value_heads": "numbers of KV heads",
-    "num_attention_heads": "numbers of attention heads",
-}
-
 
 def checked_config(config: Any) -> Any:
     """The configuration of the decoder, if its layers are of a kind that can be packed."""
@@ -66,15 +59,12 @@ def checked_config(config: Any) -> Any:
             f"layers must be full, sliding or linear attention, got {', '.join(sorted(kinds))} in "
             f"{type(config).__name__}"
         )
-    if getattr(text, "num_kv_shared_layers", 0):
+    if getattr(text, "num_kv_shared_layers", 0) and not hasattr(text, "kv_sharing_modes"):  # older transformers
         raise NotImplementedError(
             f"keys and values shared between layers are not supported, got {type(config).__name__}"
         )
     if not packed_indices(text):
         raise NotImplementedError(f"no layer has keys and values, got {type(config).__name__}")
-    for name, plural in _UNIFORM.items():
-        if name in varying:
-            raise NotImplementedError(f"layers have different {plural}, got {type(config).__name__}")
     return text
 
 
@@ -144,11 +134,12 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         """fingerprint: of the model's configuration (`models.identity.describe`). specs: of each layer that has
         keys and values. kinds: of each layer (`states.kinds_of`); (): all have keys and values."""
         self.fingerprint = fingerprint
+        self.kinds = list(kinds) or [("full_attention", {})] * len(specs)
         self._shared = Common(calibration, moments)
         left = iter(specs)
         layers = [
             made_layer(kind, options, i, next(left) if has_keys(kind) else None, self._shared)
-            for i, (kind, options) in enumerate(kinds or [("full_attention", {})] * len(specs))
+            for i, (kind, options) in enumerate(self.kinds)
         ]
         self._hold(layers)
 
@@ -270,7 +261,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         self.was_read()
         self._check_states()
         other = TurboQuantCache.__new__(TurboQuantCache)
-        other.spec, other.fingerprint = self.spec, self.fingerprint
+        other.spec, other.fingerprint, other.kinds = self.spec, self.fingerprint, self.kinds
         other._shared = self._shared.fork()
         own = (PackedLayer, StateLayer)
         other._hold([layer.fork(other._shared) if isinstance(layer, own) else copy(layer) for layer in self.layers])

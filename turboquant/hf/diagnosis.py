@@ -14,7 +14,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from ..findings import Finding
-from ..models.identity import describe
+from ..models.identity import describe, layer_sizes
 from ..moments.data import PROTEINS
 from ..moments.measure import cache_folder
 from ..moments.text import found_tokenizer
@@ -60,11 +60,16 @@ def diagnose(name: str, spec: str, tokens: int) -> Iterator[Finding]:
         return
     text = config.get_text_config(decoder=True)
     windows, count = [_window(text, i) for i in packed_indices(text)], len(kinds_of(text))
-    heads = "1 KV head" if facts["kv_heads"] == 1 else f"{facts['kv_heads']} KV heads"
-    yield Finding("layers", f"{layers} of {count} packed, {heads} of {facts['head_dim']} channels; {_kinds(windows)}")
+    yield Finding("layers", f"{layers} of {count} packed, {_heads(facts)}; {_kinds(windows)}")
     yield Finding("preset", f"{spec} fits: {_words(chosen)}")
     yield _savings(chosen, facts, windows, tokens)
     yield _moments(model, name, spec, chosen)
+
+
+def _heads(facts: dict[str, Any]) -> str:
+    """The sizes of the layers in words, the most frequent first."""
+    count = Counter(layer_sizes(facts)).most_common()
+    return " or ".join(f"{heads} KV head{'s' * (heads > 1)} of {channels} channels" for (heads, channels), _ in count)
 
 
 def _family(config: Any) -> Any:
@@ -129,10 +134,10 @@ def _words(spec: CacheSpec) -> str:
 
 def _savings(spec: CacheSpec, facts: dict[str, Any], windows: list[int], tokens: int) -> Finding:
     """Bytes of one sequence: in bfloat16, and with all but the exact tokens packed."""
-    kv_heads, head_dim, full, held = facts["kv_heads"], facts["head_dim"], 0, 0
-    per_token = 2 * 2 * kv_heads * head_dim
-    packed_per_token = spec.bytes_per_token(head_dim, kv_heads, facts["layers"]) / facts["layers"]
-    for width in windows:
+    full = held = 0
+    for width, (kv_heads, head_dim) in zip(windows, layer_sizes(facts), strict=True):
+        per_token = 2 * 2 * kv_heads * head_dim
+        packed_per_token = spec.bytes_per_token(head_dim, kv_heads, facts["layers"]) / facts["layers"]
         stored = min(tokens, width or tokens)
         exact = min(stored, spec.sinks + spec.window)
         full += stored * per_token

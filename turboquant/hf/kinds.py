@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import cache_utils
 
-__all__ = ["has_keys", "has_state", "kinds_of", "packed_indices", "unknown_kinds"]
+__all__ = ["has_keys", "has_state", "is_known", "kinds_of", "packed_indices", "sources_of", "unknown_kinds"]
 
 _PACKED = ("full_attention", "sliding_attention")
 _STATES = ("linear_attention", "conv")
@@ -16,19 +16,43 @@ _read_kinds = getattr(cache_utils, "get_layer_types_and_kwargs", None)  # transf
 
 
 def kinds_of(text: Any) -> list[tuple[str, dict[str, Any]]]:
-    """The kind of each layer of a text configuration, and arguments of transformers' class for it. ("dummy": a layer
-    without a cache.)"""
+    """The kind of each layer of a text configuration ("dummy": a layer without a cache), and what else is to be known,
+    integers: number_of_states; is_shared, 1 if later layers read its keys and values."""
     if _read_kinds is None:
         kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
         return [(kind, {}) for kind in kinds]
     kinds, arguments = _read_kinds(text)  # up to some release the same arguments for all layers
-    return list(zip(kinds, [arguments] * len(kinds) if isinstance(arguments, dict) else arguments, strict=True))
+    each = [arguments] * len(kinds) if isinstance(arguments, dict) else arguments
+    each = [{name: one[name] for name in ("number_of_states",) if name in one} for one in each]
+    for i, source in enumerate(sources_of(text)):
+        if source != i:
+            each[source]["is_shared"] = 1
+    return list(zip(kinds, each, strict=True))
+
+
+def sources_of(text: Any) -> list[int]:
+    """For each layer the one whose keys and values it reads: itself, or the last earlier one of its kind that stores
+    them (Gemma 4, Gemma 3n)."""
+    modes = getattr(text, "kv_sharing_modes", None)
+    if modes is None:
+        return list(range(text.num_hidden_layers))
+    kinds, stored = text.layer_types, {}
+    sources = []
+    for i, (kind, mode) in enumerate(zip(kinds, modes)):
+        if mode == "store":
+            stored[kind] = i
+        sources.append(stored.get(kind, i) if mode == "reuse" else i)
+    return sources
+
+
+def is_known(kind: str) -> bool:
+    """Whether layers of a kind can be packed, or kept as a state."""
+    return kind in _PACKED or (_read_kinds is not None and kind in (*_STATES, *_BOTH, "dummy"))
 
 
 def unknown_kinds(text: Any) -> set[str]:
     """Kinds of layers that cannot be packed, nor kept as a state."""
-    known = {*_PACKED, *(() if _read_kinds is None else (*_STATES, *_BOTH, "dummy"))}
-    return {kind for kind, _ in kinds_of(text)} - known
+    return {kind for kind, _ in kinds_of(text) if not is_known(kind)}
 
 
 def has_state(kind: str) -> bool:

@@ -4,13 +4,15 @@ window of a forward and has the methods that transformers calls. `storage` keeps
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from ..arguments import bounded, integer
+from ..kvcache.again import Seen, attend_again
 from ..kvcache.common import Common
 from ..kvcache.pages import outside_autograd
 from ..kvcache.sliding import attention_under_mask, visible_past
@@ -54,7 +56,8 @@ def indices_of(argument: str, given: Any, masks: bool = False) -> torch.Tensor:
 class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer of a TurboQuantCache. Models reach it through the cache; `attend` is called by the attention function.
 
-    storage   its tokens
+    storage     its tokens
+    is_shared   later layers of the model read its keys and values too
     """
 
     is_compileable = False
@@ -62,7 +65,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __init__(self, index: int, spec: CacheSpec, shared: Common) -> None:
         super().__init__()
-        self.index, self.spec, self._shared = index, spec, shared
+        self.index, self.spec, self._shared, self.is_shared = index, spec, shared, False
         self.storage = LayerStorage(index, spec, shared)
 
     def __repr__(self) -> str:
@@ -235,6 +238,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def fork(self, shared: Common) -> PackedLayer:
         """The same layer for another cache, whose layers have `shared` in common."""
         other = PackedLayer(self.index, self.spec, shared)
+        other.is_shared = self.is_shared
         other.storage = self.storage.fork(shared)
         return other
 
@@ -251,18 +255,19 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         dropout: float,
         options: dict[str, Any],
         return_lse: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Seen | None]:
         """Stores the new tokens and attends from their queries to all that is stored.
 
         query [batch, query_heads, tokens, head_dim];  key, value [batch, kv_heads, tokens, head_dim], checked by
                                                        `update`
-        Returns out [batch, tokens, query_heads, head_dim], dense; and lse, None without return_lse: the natural
-        logarithms of the softmax's denominators, float32 [batch, query_heads, tokens].
+        Returns out [batch, tokens, query_heads, head_dim], dense; lse, None without return_lse: the natural logarithms
+        of the softmax's denominators, float32 [batch, query_heads, tokens]; and what `attend_again` takes, None unless
+        the layer `is_shared`.
         A failure leaves the cache as it was, and its message names the layer.
         """
         before = self.storage.tokens
         self.storage.begin()
-        try:
+        with self._undone_on_failure(before):
             if self.storage.rank == 0:
                 self._check_model(module)
             refuse_transforms(_NO_GRADIENT, query)
@@ -271,9 +276,50 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
                 with torch.no_grad():
                     q, k, v = query.detach(), key.detach(), value.detach()
-                    out, lse = self._attend(module, q, k, v, mask, scaling, dropout, options, return_lse)
-                return without_gradient(out, _NO_GRADIENT, query, key, value), lse
+                    out, lse, seen = self._attend(module, q, k, v, mask, scaling, dropout, options, return_lse)
+                return without_gradient(out, _NO_GRADIENT, query, key, value), lse, seen
             return self._attend(module, query, key, value, mask, scaling, dropout, options, return_lse)
+
+    def attend_again(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        seen: Seen,
+        mask: MaskRequest | torch.Tensor | None,
+        scaling: float | None,
+        dropout: float,
+        options: dict[str, Any],
+        return_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attends from the queries of a later layer of the same forward, which has no keys and values of its own, as
+        `attend` did. They may be on another device, and fewer than the new tokens: then they are those of the last.
+        Arguments and result are those of `attend`."""
+        where, seen_by_autograd = query.device, query
+        with self._undone_on_failure(seen.before.tokens), torch.no_grad():
+            refuse_transforms(_NO_GRADIENT, query)
+            query = query.detach().to(self.storage.device)
+            if query.dtype != seen.key.dtype:
+                (query,) = _autocast(query)
+            how, lse = {**seen.how, "softmax_scale": self._scale(scaling)}, None
+            if seen.before.tokens == 0 and self.spec.prefill == "exact" and not return_lse:
+                out, _ = own_attention(module, query, seen.key, seen.value, mask, scaling, dropout, options)
+            elif type(mask) is MaskRequest and not mask.causal:
+                out = self._attend_under(
+                    seen.before, mask, query, seen.key, seen.value, seen.lengths, seen.padding, how
+                )
+            else:
+                out, lse = attend_again(self.storage, seen, query, how, return_lse)
+                out = out.transpose(1, 2).contiguous()
+        out, lse = out.to(where), None if lse is None else lse.to(where)
+        if torch.is_grad_enabled() and seen_by_autograd.requires_grad:
+            out = without_gradient(out, _NO_GRADIENT, seen_by_autograd)
+        return out, lse
+
+    @contextmanager
+    def _undone_on_failure(self, before: int) -> Iterator[None]:
+        """An error takes all layers back to `before` positions, and its message names the layer."""
+        try:
+            yield
         except Exception as error:
             if self.storage.tokens == before:
                 self.storage.abort()
@@ -281,6 +327,9 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             if error.args and isinstance(error.args[0], str):
                 error.args = (f"layer {self.index}: {error.args[0]}", *error.args[1:])
             raise
+
+    def _scale(self, scaling: float | None) -> float:
+        return float(self.storage.head_dim**-0.5) if scaling is None else scaling
 
     def _check_model(self, module: torch.nn.Module) -> None:
         """Checks that the cache is of this model, before the first layer of a forward stores anything."""
@@ -299,30 +348,33 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         dropout: float,
         options: dict[str, Any],
         return_lse: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Seen | None]:
         stored, new = self.storage, key.shape[2]
         padding, sliding = self._visible(mask, options, stored.tokens, new)
         after = stored.tokens + new
-        how: dict[str, Any] | None = {
-            "softmax_scale": stored.head_dim**-0.5 if scaling is None else scaling,
+        how: dict[str, Any] | None
+        how = {
+            "softmax_scale": self._scale(scaling),
             "sliding_window": sliding,
             "softcap": options.get("softcap") or 0.0,
         }
+        lengths = self._shared.lengths(after, padding, stored.device)
+        seen = Seen.of(stored, key, value, lengths, padding, how) if self.is_shared else None
         if stored.tokens == 0 and self.spec.prefill == "exact" and not return_lse:
             out, _ = own_attention(module, query, key, value, mask, scaling, dropout, options)
             how = None
-        lengths = self._shared.lengths(after, padding, stored.device)
         if how is not None and type(mask) is MaskRequest and not mask.causal:
-            out, how = self._attend_under(mask, query, key, value, lengths, padding, how), None
+            out, how = self._attend_under(stored, mask, query, key, value, lengths, padding, how), None
         stored.learn(key, value, padding)
-        attended = stored.store(query, key, value, lengths, padding, sliding, how, return_lse)
+        attended = stored.store(query, key, value, lengths, padding, sliding, how, return_lse, self.is_shared)
         if attended is None:
-            return out, None
+            return out, None, seen
         out, lse = attended
-        return out.transpose(1, 2).contiguous(), lse
+        return out.transpose(1, 2).contiguous(), lse, seen
 
     def _attend_under(
         self,
+        stored: LayerStorage,
         mask: MaskRequest,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -332,7 +384,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         how: dict[str, Any],
     ) -> torch.Tensor:
         """Attention in a pattern that the model makes, over stored tokens, decoded for the time of the call, and new
-        ones. Arguments and result are those of `_attend`."""
+        ones. stored: the layer before these. Other arguments and the result are those of `_attend`."""
         if self.spec.prefill == "packed":
             raise NotImplementedError(
                 "an attention pattern other than causal, such as images whose tokens all see each other, needs "
@@ -340,8 +392,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             )
         made = mask.made("sdpa")
         assert made is not None  # transformers leaves only causal masks out
-        window = how["sliding_window"] or self.storage.tokens + key.shape[2]
-        past = visible_past(self.storage, lengths, key, value, padding, window)
+        window = how["sliding_window"] or stored.tokens + key.shape[2]
+        past = visible_past(stored, lengths, key, value, padding, window)
         return attention_under_mask(query, past, key, value, made, how["softmax_scale"], how["softcap"])
 
     def _visible(

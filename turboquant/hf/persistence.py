@@ -1,8 +1,8 @@
 """Caches in files: what `TurboQuantCache.save` and `load` do. `docs/format.md` defines the file for other programs.
 
-A file is safetensors (`files`): the moments of the model, if the spec has a wave or a metric, the layers' tensors as
-they are in memory, and a header that says the spec, the model's fingerprint, lengths, rows of page indices, and a
-checksum of every page and tensor.
+A file is safetensors (`files`): the moments of the model, if the spec has a wave or a metric, the layers' tensors and
+states as they are in memory, and a header that says the spec, the model's fingerprint, the kinds of its layers,
+lengths, rows of page indices, and a checksum of every page and tensor.
 
 No claim of a file is trusted. Before anything is allocated, its tensors must be those that `save` would write for its
 header, and must fill the file. The checksums find damage, but not a forgery: a forged file can hold wrong numbers, and
@@ -33,9 +33,11 @@ from ..models.placement import device_of
 from ..modes import is_split
 from ..moments import Moments
 from ..moments.data import array_shapes
-from ..plan import FORMAT_VERSION, PAGE_TOKENS
+from ..plan import FORMAT_VERSION, MAX_HEAD_DIM, PAGE_TOKENS
 from ..spec import CacheSpec
+from .kinds import has_keys, is_known
 from .routing import decoder_of
+from .states import StateLayer
 
 if TYPE_CHECKING:
     from ..kvcache.storage import LayerStorage
@@ -44,18 +46,19 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMAT", "calibration_mark", "load", "moments_mark", "save"]
 
-FORMAT = "turboquant-cache-2"
+FORMAT = "turboquant-cache-3"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _EXACT = ("sink_k", "sink_v", "window_k", "window_v")
 
 
 def _tensors(
-    specs: list[CacheSpec], positions: int, dtype: str, batch: int, kv_heads: int, head_dim: int, pages: list[int]
+    specs: list[CacheSpec], positions: int, dtype: str, batch: int, sizes: list[list[int]], pages: list[int]
 ) -> dict[str, Tensor]:
-    """The tensors in the file of a cache of these sizes, in order. pages: how many each layer has."""
+    """The tensors in the file of a cache of these sizes, in order. sizes: KV heads and head_dim of each layer; pages:
+    how many it has."""
     found: dict[str, Tensor] = {}
-    for i, (spec, n_pages) in enumerate(zip(specs, pages)):
+    for i, (spec, (kv_heads, head_dim), n_pages) in enumerate(zip(specs, sizes, pages)):
         record_bytes = PAGE_TOKENS * spec.bytes_per_token(head_dim)
         found[f"layers.{i}.pages"] = Tensor("U8", (n_pages, kv_heads, record_bytes))
         for name in _EXACT:
@@ -74,6 +77,18 @@ def _moments_tensors(shapes: list[list[int]]) -> dict[str, Tensor]:
     for i, sizes in enumerate(shapes):
         for name, (shape, dtype) in array_shapes(*sizes).items():
             found[f"moments.{i}.{name}"] = tensor(np.broadcast_to(np.zeros((), dtype), shape))
+    return found
+
+
+def _states(layers: list[Any]) -> dict[str, torch.Tensor]:
+    """The states of a cache's layers, in order, by name; without inputs of convolutions that only `crop` needs."""
+    found = {}
+    for i, layer in enumerate(layers):
+        if isinstance(layer, StateLayer):
+            for j, x in layer.conv_states.items():
+                if x is not None:
+                    found[f"states.{i}.conv.{j}"] = x[..., -layer.conv_kernel_size[j] :]
+            found |= {f"states.{i}.recurrent.{j}": x for j, x in layer.recurrent_states.items() if x is not None}
     return found
 
 
@@ -133,10 +148,8 @@ def _differences(was: dict[str, Any], mark: dict[str, Any]) -> list[str]:
 
 def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None) -> None:
     """See `TurboQuantCache.save`."""
-    if cache.state_layers:
-        raise NotImplementedError("save: a cache with recurrent states cannot be written to a file")
-    layers: list[LayerStorage] = [layer.storage for layer in cache.layers]
-    if any(layer.damaged or layer.tokens != layers[0].tokens for layer in layers):
+    layers: list[LayerStorage] = [layer.storage for layer in cache.packed_layers]
+    if cache.at_work or any(layer.damaged or layer.tokens != layers[0].tokens for layer in layers):
         raise RuntimeError("save: an earlier call failed after it had changed the cache: call cache.reset()")
     moments = cache._shared.moments
     mark = cache.fingerprint
@@ -150,7 +163,7 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
         "fingerprint": mark,
         "calibration": calibration_mark(cache._shared.calibration),
         "moments": None if moments is None else moments.described(),
-        "n_layers": len(layers),
+        "kinds": [[kind, options] for kind, options in cache.kinds],
         "positions": layers[0].tokens,
         "padding": list(layers[0].padding),
     }
@@ -161,8 +174,9 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
         parts += [array_bytes(array) for array in moments.arrays().values()]
     if layers[0].tokens:
         first = layers[0]
-        described |= {"dtype": _NAMES[first.dtype], "kv_heads": first.kv_heads, "head_dim": first.head_dim,
-                      "rows": [], "released": [layer.released for layer in layers],
+        sizes = [[layer.kv_heads, layer.head_dim] for layer in layers]
+        described |= {"dtype": _NAMES[first.dtype], "sizes": sizes, "rows": [],
+                      "released": [layer.released for layer in layers],
                       "sliding_windows": [layer.sliding_window for layer in layers]}  # fmt: skip
         pages = []
         for layer in layers:
@@ -172,8 +186,12 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
             pages.append(len(held))
             others = (*_exact_tensors(layer), *layer.split.values())
             parts += [_bytes(tensor) for tensor in (held, *others) if tensor is not None]
-        shape = (len(first.padding), first.kv_heads, first.head_dim)
-        tensors |= _tensors([layer.spec for layer in layers], first.tokens, described["dtype"], *shape, pages)
+        specs = [layer.spec for layer in layers]
+        tensors |= _tensors(specs, first.tokens, described["dtype"], len(first.padding), sizes, pages)
+        states = _states(cache.layers)
+        described["states"] = {name: [_NAMES[x.dtype], list(x.shape)] for name, x in states.items()}
+        tensors |= {name: Tensor(dtype, tuple(shape)) for name, (dtype, shape) in described["states"].items()}
+        parts += map(_bytes, states.values())
     by_name = dict(zip(tensors, parts, strict=True))
     described["crc32"] = {name: _checksums(by_name[name], _units(name, held)) for name, held in tensors.items()}
     write_tensors(path, FORMAT, described, tensors, {name: [part] for name, part in by_name.items()})
@@ -268,26 +286,38 @@ class _Reader:
             _want(not differs, f"it is of another model: this one has {', '.join(differs)}")
         _want(header["calibration"] == calibration_mark(calibration), "it needs the `profile` it was made with")
         _want(isinstance(header["spec"], dict), "`spec` is no mapping")
-        n_layers = self.integer("n_layers", 2**16)
-        _want(n_layers == header["fingerprint"].get("layers"), "`n_layers` is not that of its fingerprint")
+        kinds = self.kinds()
+        packed = [i for i, (kind, _) in enumerate(kinds) if has_keys(kind)]
+        _want(len(packed) == header["fingerprint"].get("layers"), "`kinds` are not those of its fingerprint")
         cache = TurboQuantCache.__new__(TurboQuantCache)
         cache.spec = CacheSpec.from_dict(header["spec"])
         cache._set_up(
             calibration,
             {name: x for name, x in header["fingerprint"].items() if name != "weights"},
-            layer_specs(cache.spec, calibration, n_layers),
+            layer_specs(cache.spec, calibration, len(kinds), packed),
+            kinds=kinds,
         )
-        devices = _devices(model, n_layers) if device is None else [device] * n_layers
-        self.fill(cache, devices)
+        self.fill(cache, _devices(model, len(kinds)) if device is None else [device] * len(kinds))
         return cache
+
+    def kinds(self) -> list[tuple[str, dict[str, Any]]]:
+        """The kind of each layer, and arguments of its class."""
+        given = self.header["kinds"]
+        _want(isinstance(given, list) and 0 < len(given) <= 2**16, "`kinds` is out of range")
+        for one in given:
+            right = isinstance(one, list) and len(one) == 2 and isinstance(one[0], str) and isinstance(one[1], dict)
+            _want(right and is_known(one[0]), "`kinds` has one that this version or transformers does not know")
+            _want(all(type(x) is int and 0 < x <= 2**8 for x in one[1].values()), "`kinds` is out of range")
+        return [(kind, options) for kind, options in given]
 
     def fill(self, cache: TurboQuantCache, devices: list[torch.device]) -> None:
         """Reads the tensors into layers, after checking that the header agrees with itself and with them."""
-        header, layers = self.header, cache.layers
+        header, layers = self.header, cache.packed_layers
         specs = [layer.spec for layer in layers]
         wanted = self.moments_tensors(specs)
         if self.integer("positions"):
             wanted |= self.layers_tensors(layers)
+            wanted |= self.states_tensors(cache.layers)
         wanted = {name: held for name, held in layout(wanted).items() if not name.startswith("pad.")}
         for name in {**wanted, **self.tensors}:
             _want(wanted.get(name) == self.tensors.get(name), f"`{name:.80}` is not of this cache")
@@ -302,6 +332,7 @@ class _Reader:
                 name: held.view(_DTYPES[wanted[name].dtype]).view(wanted[name].shape) for name, held in tensors.items()
             }
             self.fill_layers(layers, views, devices)
+            self.fill_states(cache.layers, views, devices)
 
     def moments_tensors(self, specs: list[CacheSpec]) -> dict[str, Tensor]:
         """Tensors of the moments that the header describes."""
@@ -333,30 +364,64 @@ class _Reader:
         header, positions = self.header, self.integer("positions")
         padding = self.integers("padding", most=positions)
         _want(header["dtype"] in list(_DTYPES)[:3], "`dtype` is none of a model")
-        kv_heads, head_dim = self.integer("kv_heads", 2**16), self.integer("head_dim", 256)
-        _want(kv_heads > 0 and len(padding) > 0, "`kv_heads` or `padding` is empty")
+        sizes = header["sizes"]
+        _want(isinstance(sizes, list) and len(sizes) == len(layers), "`sizes` are not of its layers")
+        for one in sizes:
+            right = isinstance(one, list) and len(one) == 2 and all(type(x) is int for x in one)
+            _want(right and 0 < one[0] <= 2**16 and 0 < one[1] <= MAX_HEAD_DIM, "`sizes` are out of range")
+        _want(len(padding) > 0, "`padding` is empty")
         released = self.integers("released", len(layers))
         self.integers("sliding_windows", len(layers))
         pages = [self.check_rows(i, layer, padding, released[i]) for i, layer in enumerate(layers)]
         specs = [layer.spec for layer in layers]
-        for spec in specs:
+        for spec, (_, head_dim) in zip(specs, sizes):
             spec.plan(head_dim)
-        return _tensors(specs, positions, header["dtype"], len(padding), kv_heads, head_dim, pages)
+        return _tensors(specs, positions, header["dtype"], len(padding), sizes, pages)
+
+    def states_tensors(self, layers: list[Any]) -> dict[str, Tensor]:
+        """Tensors of the states that the header describes: at most those that the layers may have, of this batch."""
+        given = self.header["states"]
+        _want(isinstance(given, dict), "`states` is no mapping")
+        places = [
+            f"states.{i}.{part}.{j}"
+            for i, layer in enumerate(layers)
+            if isinstance(layer, StateLayer)
+            for part in ("conv", "recurrent")
+            for j in range(layer.number_of_states)
+        ]
+        _want(list(given) == [name for name in places if name in given], "`states` are not of its layers")
+        found = {}
+        for name, held in given.items():
+            right = isinstance(held, list) and len(held) == 2 and held[0] in list(_DTYPES)[:3]
+            right = right and isinstance(held[1], list) and all(type(n) is int and 0 < n < 2**31 for n in held[1])
+            _want(
+                right and 2 <= len(held[1]) <= 6 and held[1][0] == len(self.header["padding"]),
+                f"`{name}` is out of range",
+            )
+            found[name] = Tensor(held[0], tuple(held[1]))
+        return found
+
+    def fill_states(self, layers: list[Any], tensors: dict[str, torch.Tensor], devices: list[torch.device]) -> None:
+        """Puts the tensors of `states_tensors` into layers."""
+        for name in self.header["states"]:
+            _, i, part, j = name.split(".")
+            layers[int(i)].fill(part, int(j), tensors.pop(name).to(devices[int(i)]))
 
     def fill_layers(
         self, layers: list[PackedLayer], tensors: dict[str, torch.Tensor], devices: list[torch.device]
     ) -> None:
         """Puts the tensors of `layers_tensors` into layers."""
-        header, padding = self.header, self.header["padding"]
-        shape, dtype = (len(padding), header["kv_heads"], 0, header["head_dim"]), _DTYPES[header["dtype"]]
-        for i, layer in enumerate(layers):
-            layer.lazy_initialization(torch.empty(shape, dtype=dtype, device=devices[i]))
+        header, padding, dtype = self.header, self.header["padding"], _DTYPES[self.header["dtype"]]
+        for i, (layer, (kv_heads, head_dim)) in enumerate(zip(layers, header["sizes"])):
+            device = devices[layer.index]
+            like = torch.empty((len(padding), kv_heads, 0, head_dim), dtype=dtype, device=device)
+            layer.lazy_initialization(like, like)
             stored = layer.storage
-            stored.table = PageTable(PagePool(tensors.pop(f"layers.{i}.pages").to(devices[i])), header["rows"][i])
+            stored.table = PageTable(PagePool(tensors.pop(f"layers.{i}.pages").to(device)), header["rows"][i])
             held = {name: tensors.pop(f"layers.{i}.{name}", None) for name in _EXACT}
-            stored.hold_exact({name: found.to(devices[i]) for name, found in held.items() if found is not None})
+            stored.hold_exact({name: found.to(device) for name, found in held.items() if found is not None})
             rotations = {side: tensors.pop(f"layers.{i}.{side}_rotation", None) for side in ("key", "value")}
-            if split := {side: x.to(devices[i]) for side, x in rotations.items() if x is not None}:
+            if split := {side: x.to(device) for side, x in rotations.items() if x is not None}:
                 stored.hold_split(split)
             stored.tokens, stored.padding = header["positions"], tuple(padding)
             stored.released, stored.sliding_window = header["released"][i], header["sliding_windows"][i]

@@ -28,7 +28,9 @@ def made_layer(kind: str, arguments: dict[str, Any], index: int, spec: CacheSpec
     states = arguments.get("number_of_states", 1)
     if spec is None:
         return StateLayer(number_of_states=states) if has_state(kind) else cache_utils.DummyLayer()
-    return BothLayer(index, spec, shared, states) if has_state(kind) else PackedLayer(index, spec, shared)
+    made = BothLayer(index, spec, shared, states) if has_state(kind) else PackedLayer(index, spec, shared)
+    made.is_shared = bool(arguments.get("is_shared"))
+    return made
 
 
 class StateLayer(_LinearAttentionLayer):  # type: ignore[misc]
@@ -66,6 +68,12 @@ class StateLayer(_LinearAttentionLayer):  # type: ignore[misc]
         """Keeps the sequences `indices` (integers, or a bool for each sequence)."""
         given = indices_of("indices", indices, masks=True)
         self._select((given.nonzero().view(-1) if given.dtype == torch.bool else given).tolist())
+
+    def fill(self, part: str, at: int, state: torch.Tensor) -> None:
+        """Sets state number `at` of a part, "conv" or "recurrent"."""
+        _LinearAttentionLayer.lazy_initialization(self, **{f"{part}_states": state, "state_idx": at})
+        getattr(self, f"{part}_states")[at].copy_(state)
+        self.has_previous_state[at] = True
 
     def copy_states(self, other: StateLayer) -> None:
         """Gives another layer copies of all states."""
@@ -140,6 +148,7 @@ class BothLayer(StateLayer, PackedLayer):
     def fork(self, shared: Common) -> BothLayer:
         """The same layer for another cache, whose layers have `shared` in common."""
         other = BothLayer(self.index, self.spec, shared, self.number_of_states)
+        other.is_shared = self.is_shared
         other.storage = self.storage.fork(shared)
         self.copy_states(other)
         return other

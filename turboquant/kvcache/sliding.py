@@ -135,8 +135,8 @@ def attention_under_mask(
     says: its last positions are the chunk. Returns [batch, tokens, query_heads, head_dim]; 0 for a query that sees
     nothing."""
     batch, heads, tokens, channels = query.shape
-    group, before = heads // key.shape[1], mask.shape[3] - tokens
-    own = torch.arange(before, before + tokens, device=query.device).expand(batch, -1)
+    group, after = heads // key.shape[1], mask.shape[3]
+    own = torch.arange(after - key.shape[2], after, device=query.device).expand(batch, -1)
     k, v, at = (torch.cat(pair, 2 if pair[0].dim() == 4 else 1) for pair in zip(past, (key, value, own), strict=True))
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     column, mask = at.clamp(min=0)[:, None, None], mask.to(query.device)

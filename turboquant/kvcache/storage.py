@@ -32,6 +32,7 @@ class LayerStorage(LayerTensors):
     record_past  whether every forward keeps a copy of the window
     past         these copies
     damaged      the contents are wrong: a write or its undoing failed half-way
+    owes_release a forward has kept pages that fell out of the sliding window, for layers behind this one
     """
 
     def __init__(self, index: int, spec: CacheSpec, shared: Common) -> None:
@@ -41,7 +42,7 @@ class LayerStorage(LayerTensors):
     def reset(self) -> None:
         """Frees all memory. The next forward may have another batch size, dtype or device."""
         super().reset()
-        self.damaged = False
+        self.damaged = self.owes_release = False
         self.past = PastWindows()
         self._earlier: tuple[Any, Any] = ((), [])  # padding and past windows before the current forward
 
@@ -70,6 +71,7 @@ class LayerStorage(LayerTensors):
         sliding_window: int,
         how: dict[str, Any] | None,
         return_lse: bool = False,
+        keep: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Stores the tokens of a forward, and attends from their queries to all that is stored.
 
@@ -78,12 +80,18 @@ class LayerStorage(LayerTensors):
         padding, sliding_window   of the forward
         how            softmax_scale, sliding_window and softcap of the operator `attend`; None: store only
         return_lse     also return the logarithms of the softmax's denominators
+        keep           later layers read these tokens: pages that fall out of a sliding window stay until a later
+                       forward
         Returns (out, lse): out [batch, query_heads, tokens, head_dim], lse float32 [batch, query_heads, tokens] or
         None; None for `how`=None.
         """
         table, new, attended = self.table, key.shape[2], None
         before, after = self.tokens, self.tokens + new
         assert table is not None
+        if self.owes_release:
+            self.release()
+            table.compact()
+        self.owes_release = keep and new > 1 and sliding_window > 0
         if how is not None and reads_in_parts(self, new):
             attended = attend_in_parts(self, query, key, value, lengths, padding, how, return_lse)
             how = None
@@ -123,7 +131,9 @@ class LayerStorage(LayerTensors):
         self.tokens, self.padding, self.sliding_window = after, padding, sliding_window
         if how is not None and apart:
             attended = _attend(words, query, *where, lengths, schedule=schedule, **how, **seen)
-        if sliding_window and new > 1:  # the earlier queries have read these pages: now forks may reuse them
+        if (
+            sliding_window and new > 1 and not keep
+        ):  # the earlier queries have read these pages: now forks may reuse them
             self.release()
             table.compact()
         return attended

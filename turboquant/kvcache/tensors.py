@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from ..ops import PackedKV
-from ..plan import PAGE_TOKENS, Plan
+from ..plan import MAX_CUDA_HEAD_DIM, PAGE_TOKENS, Plan
 from ..spec import CacheSpec
 from .common import Common
 from .exact import exact_rows, laid_out, with_room
@@ -76,6 +76,9 @@ class LayerTensors(PackedKV):
     @outside_autograd
     def start(self, batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         """Empties the storage and fixes its shape. ValueError for a shape that the spec or the calibration refuses."""
+        if device.type == "cuda" and head_dim > MAX_CUDA_HEAD_DIM:
+            raise NotImplementedError(f"layer {self.index}: a GPU packs heads of at most {MAX_CUDA_HEAD_DIM} channels, "
+                                      f"CPUs of more, got {head_dim}: call turboquant.unpatch(model)")  # fmt: skip
         plan = self._plan(kv_heads, head_dim)
         found = self.shared.calibration
         if found is not None and (found.kv_heads, found.head_dim) != (kv_heads, head_dim):

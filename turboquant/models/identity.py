@@ -30,7 +30,8 @@ from ..hf.routing import decoder_of, text_config
 from .placement import held, loaded
 from .wrappers import base_model
 
-__all__ = ["Identity", "active_adapters", "changed_weights", "describe", "fingerprint", "weight_sums"]
+__all__ = ["Identity", "active_adapters", "changed_weights", "describe", "fingerprint", "layer_sizes",
+           "weight_sums"]  # fmt: skip
 
 _WHOLE = 2**14  # numbers of a tensor
 _RUNS, _RUN = 16, 4  # few places: each is a page to fetch where weights are mapped from a file
@@ -50,7 +51,6 @@ def describe(config: Any) -> dict[str, Any]:
     """The part of a fingerprint that a configuration has: type, numbers of layers and KV heads, channels of a head,
     rotary embedding, and, if it says so, which layers have none. The same in transformers 4.57 and 5."""
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    heads = text.num_attention_heads
     rope = dict(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {})
     if getattr(text, "rope_theta", None) is not None:
         rope.setdefault("rope_theta", text.rope_theta)
@@ -60,10 +60,28 @@ def describe(config: Any) -> dict[str, Any]:
         **without,
         "model_type": text.model_type,
         "layers": len(packed_indices(text)),
-        "kv_heads": getattr(text, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
+        **_sizes(text),
         "rope": {name: float(x) if isinstance(x, int) else x for name, x in sorted(rope.items())},
     }
+
+
+def _sizes(text: Any) -> dict[str, Any]:
+    """kv_heads and head_dim: numbers, or lists with one for each layer that has keys where they differ."""
+    varying = {*(getattr(text, "per_layer_attributes", None) or ())} & {"head_dim", "num_key_value_heads"}
+    layers = [text.per_layer_config[i] for i in packed_indices(text)] if varying else [text]
+    kv_heads = [getattr(one, "num_key_value_heads", None) or one.num_attention_heads for one in layers]
+    head_dims = [getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads for one in layers]
+    if len({*zip(kv_heads, head_dims)}) == 1:
+        return {"kv_heads": kv_heads[0], "head_dim": head_dims[0]}
+    return {"kv_heads": kv_heads, "head_dim": head_dims}
+
+
+def layer_sizes(described: dict[str, Any]) -> list[tuple[int, int]]:
+    """(KV heads, head_dim) of each layer that has keys, of what `describe` returned."""
+    kv_heads, head_dims = described["kv_heads"], described["head_dim"]
+    if isinstance(head_dims, list):
+        return list(zip(kv_heads, head_dims, strict=True))
+    return [(kv_heads, head_dims)] * described["layers"]
 
 
 def fingerprint(model: Any) -> dict[str, Any]:

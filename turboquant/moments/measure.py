@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from .. import __version__
+from ..hf.kinds import packed_indices, sources_of
 from ..hf.routing import text_config, uses_interface
 from ..hf.tap import tapped
 from ..measured.profile import FORMAT, Profile
@@ -154,7 +155,9 @@ def _measured(model: Any, parts: Sequence[tuple[torch.Tensor, float]], limit: in
     slots: list[Any] = []
     with torch.random.fork_rng(sorted(cuda)), tapped(model) as tap:
         found = probe(tap, body, parts[0][0], run, limit)
-        layers = describe(model.config)["layers"]
+        sources = sources_of(text_config(model))
+        own = packed_indices(text_config(model))
+        layers = len(own) + sum(source != i for i, source in enumerate(sources))
         if len(found) != layers:
             raise NotImplementedError(f"{type(model).__name__} cannot be measured: the attention of {len(found)} of "
                                       f"its {layers} layers goes through AttentionInterface")  # fmt: skip
@@ -177,7 +180,14 @@ def _measured(model: Any, parts: Sequence[tuple[torch.Tensor, float]], limit: in
     order = range(layers)
     if None not in slots and len({*slots}) == layers:  # models may call a module several times, in the order of layers
         order = np.argsort(slots).tolist()
-    return tuple(_layer(i, found[call], *means[call]) for i, call in enumerate(order))
+    if len(own) == layers:
+        return tuple(_layer(i, found[call], *means[call]) for i, call in enumerate(order))
+    readers = [[call for call in order if sources[slots[call]] == i] for i in own]  # of each layer's keys, itself first
+    moments = [torch.stack([means[call][1] for call in calls]).mean(0) for calls in readers]
+    return tuple(
+        _layer(i, found[calls[0]], means[calls[0]][0], moment)
+        for i, (calls, moment) in enumerate(zip(readers, moments))
+    )
 
 
 def _of_proteins(model: Any, parts: Sequence[tuple[torch.Tensor, float]]) -> tuple[LayerMoments, ...]:

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(32 * COPY_WARPS) copy_exact(const __grid_const
     const Span span = span_of(a, work.b);
     const int position = exact_position(a, span, (int)(blockIdx.x % (unsigned)blocks * COPY_WARPS + threadIdx.x / 32));
     if (position >= 0)
-        copy_exact_row<TQ_MAX_HEAD_DIM / 32>(a, work, head_of(a, work), span, position, threadIdx.x % 32);
+        copy_exact_row<TQ_CUDA_MAX_HEAD_DIM / 32>(a, work, head_of(a, work), span, position, threadIdx.x % 32);
 }
 
 tq_status launch_copy_exact(const AppendArgs &args, cudaStream_t stream, tq_error *error)

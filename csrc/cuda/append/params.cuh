@@ -21,7 +21,7 @@
 namespace tq
 {
 
-constexpr int APPEND_GROUPS = TQ_MAX_HEAD_DIM / TQ_FINE_GROUP;
+constexpr int APPEND_GROUPS = TQ_CUDA_MAX_HEAD_DIM / TQ_FINE_GROUP;
 
 /** Of a tile. FINE: of 16 channels. */
 template <bool FINE> constexpr int TILE_TOKENS = FINE ? TQ_TILE * TQ_TILE / TQ_FINE_GROUP : TQ_TILE;

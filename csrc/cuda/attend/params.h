@@ -31,7 +31,7 @@
 namespace tq
 {
 
-constexpr int GROUPS_MAX = TQ_MAX_HEAD_DIM / TQ_FINE_GROUP;
+constexpr int GROUPS_MAX = TQ_CUDA_MAX_HEAD_DIM / TQ_FINE_GROUP;
 constexpr int FUSED_ROWS = 128;      /* the most rows of a KV head in attend_fused_many_rows */
 constexpr int LARGE_CLUSTER = 16;    /* blocks that share a segment of attend_fused if segments are few */
 constexpr int FUSED_WARPS = 16;      /* the most warps of a block of attend_fused: a lane for each of 32 parts */

@@ -50,14 +50,14 @@ struct DeviceFacts {
 constexpr int PORTABLE_CLUSTER = 8; /* the most blocks of a cluster on every GPU with clusters */
 
 struct HadamardSigns {
-    uint32_t word[2][TQ_MAX_HEAD_DIM / 32]; /* tq_plan.signs of head_dim <= 256 */
+    uint32_t word[2][TQ_CUDA_MAX_HEAD_DIM / 32]; /* tq_plan.signs of head_dim <= 256 */
 };
 
 inline HadamardSigns signs_of(const tq_plan &plan)
 {
     HadamardSigns signs;
     for (int pass = 0; pass < 2; pass++)
-        for (int word = 0; word < TQ_MAX_HEAD_DIM / 32; word++) signs.word[pass][word] = plan.signs[pass][word];
+        for (int word = 0; word < TQ_CUDA_MAX_HEAD_DIM / 32; word++) signs.word[pass][word] = plan.signs[pass][word];
     return signs;
 }
 

@@ -15,7 +15,7 @@ namespace tq
  *  the sphere. */
 template <class T> const T &of_codebooks(const tq_plan &plan, void (*fill)(const tq_codebook *books, T *to))
 {
-    constexpr int SPHERES = TQ_MAX_HEAD_DIM / 8;
+    constexpr int SPHERES = TQ_MAX_SPHERE_DIM / 8;
     static T made[2 + SPHERES];
     static std::once_flag once[2 + SPHERES];
     const int i = plan.codebook == TQ_CODEBOOK_SPHERE ? 1 + plan.head_dim / 8 : plan.codebook == TQ_CODEBOOK_UNIFORM;

@@ -20,10 +20,10 @@ from transformers.generation.configuration_utils import GenerationMode
 from ...calibration import Calibration
 from ...fingerprints import differences
 from ...measured import Profile, used_by
-from ...models.identity import Identity, describe, fingerprint
+from ...models.identity import Identity, describe, fingerprint, layer_sizes
 from ...models.wrappers import refuse_prefix
 from ...moments import Moments
-from ...plan import MAX_HEAD_DIM
+from ...plan import MAX_CUDA_HEAD_DIM, MAX_HEAD_DIM
 from ...spec import CacheSpec
 from .. import notices
 from ..attention import NAME
@@ -96,9 +96,12 @@ def patch(
             f"{type(model).__name__}: `cuda_graphs` needs a model on one device whose `forward` nobody has replaced "
             "(as device_map does)"
         )
-    stateful = any(has_state(kind) for kind, _ in kinds_of(text_config(model)))
-    if cuda_graphs and (stateful or decoder_of(model) is not model):
-        raise NotImplementedError(f"{type(model).__name__}: `cuda_graphs` is for text models without recurrent states")
+    kinds = kinds_of(text_config(model))
+    special = any(has_state(kind) or "is_shared" in arguments for kind, arguments in kinds)
+    if cuda_graphs and (special or decoder_of(model) is not model):
+        raise NotImplementedError(
+            f"{type(model).__name__}: `cuda_graphs` is for text models without recurrent states and shared keys"
+        )
     if state is None:
         _prepare(model, spec)
         state = model._turboquant
@@ -177,11 +180,11 @@ def check(model: Any, spec: CacheSpec, profile: Profile | None) -> tuple[Calibra
     if any(getattr(m, "v_head_dim", None) != getattr(m, "qk_head_dim", None) for m in layers):
         refuse("its keys and values have different sizes")
     head_dims = {m.head_dim for m in layers if isinstance(getattr(m, "head_dim", None), int)}
-    if len(head_dims) > 1:
-        refuse(f"its layers have different head_dims ({', '.join(map(str, sorted(head_dims)))})")
-    head_dims = head_dims or {describe(text)["head_dim"]}
+    head_dims = head_dims or {size for _, size in layer_sizes(describe(text))}
     if max(head_dims) > MAX_HEAD_DIM:
         refuse(f"its head_dim is {max(head_dims)}, at most {MAX_HEAD_DIM} can be packed")
+    if max(head_dims) > MAX_CUDA_HEAD_DIM and any(weight.is_cuda for weight in model.parameters()):
+        refuse(f"its head_dim is {max(head_dims)}, at most {MAX_CUDA_HEAD_DIM} can be packed on a GPU")
     if profile is not None and profile.calibration is not None:
         profile.check(fingerprint(model))
     specs, calibration, moments = used_by(spec, profile, len(kinds_of(text)), packed_indices(text))
