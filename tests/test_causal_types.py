@@ -114,6 +114,13 @@ EXACT: dict[str, dict[str, Any]] = {
         use_mamba_kernels=False,
         eos_token_id=95,
     ),
+    "llama4_text": dict(
+        num_hidden_layers=4,
+        layer_types=["chunked_attention"] * 3 + ["full_attention"],
+        attention_chunk_size=8,
+        intermediate_size_mlp=96,
+        eos_token_id=None,
+    ),
     "nemotron_h": dict(
         layers_block_type=["mamba", "moe", "attention", "mamba", "attention"],
         mamba_num_heads=8,
@@ -161,7 +168,7 @@ EXACT: dict[str, dict[str, Any]] = {
 # A phrase of the refusal, and the types that are refused with it.
 NO_INTERFACE = "its attention does not go through transformers' AttentionInterface"
 NOT_CAUSAL = "not all of its attention is causal"
-SPARSE = "layers must be full, sliding or linear attention, got .*"
+SPARSE = "layers must be full, sliding, chunked or linear attention, got .*"
 REFUSED: dict[str, str] = {
     NO_INTERFACE: """
         big_bird cpmant doge falcon git gpt_neo gpt_neox_japanese mega megatron-bert mvp open-llama openai-gpt
@@ -183,7 +190,6 @@ REFUSED: dict[str, str] = {
     "its attention adds position biases": "inkling2_loop_text inkling2_text inkling_text",
     SPARSE + "indexed_attention": "qwen4_exp qwen4_exp_text",
     SPARSE + "minimax_m3_sparse": "minimax_m3_vl_text",
-    SPARSE + "chunked_attention": "llama4 llama4_text",
     SPARSE + "compressed_sparse_attention": "deepseek_v4",
     "no layer has keys and values": "falcon_mamba gemma4_assistant gemma4_unified_assistant mamba mamba2",
     "its keys and values have different sizes": "mimo_v2_flash",
@@ -200,6 +206,7 @@ WITH_TOWERS = {
     "gemma3n",
     "gemma4",
     "gemma4_unified",
+    "llama4",
     "got_ocr2",
     "moss_transcribe_diarize",
     "qwen3_5",
@@ -265,8 +272,9 @@ BEFORE: dict[tuple[int, int], dict[str, str]] = {
             """
             granitemoehybrid lfm2 lfm2_moe lfm3 nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next zaya
             """.split(),
-            "layers must be full, sliding or linear attention",
+            "layers must be full, sliding, chunked or linear attention",
         ),
+        "llama4_text": SPARSE + "chunked_attention",
     },
     (5, 24): dict.fromkeys(["codegen", "gptj"], NO_INTERFACE),
 }

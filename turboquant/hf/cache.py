@@ -52,11 +52,9 @@ def checked_config(config: Any) -> Any:
     if getattr(text, "num_hidden_layers", None) is None:
         raise NotImplementedError(f"its configuration has no `num_hidden_layers`, got {type(config).__name__}")
     kinds = unknown_kinds(text)
-    if getattr(text, "attention_chunk_size", None) is not None:
-        kinds.add("chunked_attention")
     if kinds:
         raise NotImplementedError(
-            f"layers must be full, sliding or linear attention, got {', '.join(sorted(kinds))} in "
+            f"layers must be full, sliding, chunked or linear attention, got {', '.join(sorted(kinds))} in "
             f"{type(config).__name__}"
         )
     if getattr(text, "num_kv_shared_layers", 0) and not hasattr(text, "kv_sharing_modes"):  # older transformers

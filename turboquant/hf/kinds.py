@@ -9,6 +9,7 @@ from transformers import cache_utils
 __all__ = ["has_keys", "has_state", "is_known", "kinds_of", "packed_indices", "sources_of", "unknown_kinds"]
 
 _PACKED = ("full_attention", "sliding_attention")
+_CHUNKED = "chunked_attention"
 _STATES = ("linear_attention", "conv")
 _BOTH = ("hybrid", "hybrid_sliding")
 
@@ -17,17 +18,24 @@ _read_kinds = getattr(cache_utils, "get_layer_types_and_kwargs", None)  # transf
 
 def kinds_of(text: Any) -> list[tuple[str, dict[str, Any]]]:
     """The kind of each layer of a text configuration ("dummy": a layer without a cache), and what else is to be known,
-    integers: number_of_states; is_shared, 1 if later layers read its keys and values."""
+    integers: number_of_states; is_shared, 1 if later layers read its keys and values; chunk, of chunked attention."""
     if _read_kinds is None:
         kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
         return [(kind, {}) for kind in kinds]
     kinds, arguments = _read_kinds(text)  # up to some release the same arguments for all layers
     each = [arguments] * len(kinds) if isinstance(arguments, dict) else arguments
-    each = [{name: one[name] for name in ("number_of_states",) if name in one} for one in each]
+    each = [_numbers(kind, one) for kind, one in zip(kinds, each, strict=True)]
     for i, source in enumerate(sources_of(text)):
         if source != i:
             each[source]["is_shared"] = 1
     return list(zip(kinds, each, strict=True))
+
+
+def _numbers(kind: str, arguments: dict[str, Any]) -> dict[str, int]:
+    """What `kinds_of` tells of a layer, of the arguments of transformers' class."""
+    if kind == _CHUNKED:
+        return {"chunk": arguments["sliding_window"]}
+    return {name: arguments[name] for name in ("number_of_states",) if name in arguments}
 
 
 def sources_of(text: Any) -> list[int]:
@@ -47,7 +55,7 @@ def sources_of(text: Any) -> list[int]:
 
 def is_known(kind: str) -> bool:
     """Whether layers of a kind can be packed, or kept as a state."""
-    return kind in _PACKED or (_read_kinds is not None and kind in (*_STATES, *_BOTH, "dummy"))
+    return kind in _PACKED or (_read_kinds is not None and kind in (_CHUNKED, *_STATES, *_BOTH, "dummy"))
 
 
 def unknown_kinds(text: Any) -> set[str]:

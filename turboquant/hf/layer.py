@@ -15,7 +15,7 @@ from ..arguments import bounded, integer
 from ..kvcache.again import Seen, attend_again
 from ..kvcache.common import Common
 from ..kvcache.pages import outside_autograd
-from ..kvcache.sliding import attention_under_mask, visible_past
+from ..kvcache.sliding import attention_behind_window, attention_under_mask, chunk_starts, visible_past
 from ..kvcache.storage import LayerStorage
 from ..spec import CacheSpec
 from .attention import FreshKeys, MaskRequest, own_attention, refuse_transforms, without_gradient
@@ -58,6 +58,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     storage     its tokens
     is_shared   later layers of the model read its keys and values too
+    chunk       a text is cut into chunks of so many tokens, and a token sees those of its own up to itself; 0: all
     """
 
     is_compileable = False
@@ -65,7 +66,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __init__(self, index: int, spec: CacheSpec, shared: Common) -> None:
         super().__init__()
-        self.index, self.spec, self._shared, self.is_shared = index, spec, shared, False
+        self.index, self.spec, self._shared, self.is_shared, self.chunk = index, spec, shared, False, 0
         self.storage = LayerStorage(index, spec, shared)
 
     def __repr__(self) -> str:
@@ -238,7 +239,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def fork(self, shared: Common) -> PackedLayer:
         """The same layer for another cache, whose layers have `shared` in common."""
         other = PackedLayer(self.index, self.spec, shared)
-        other.is_shared = self.is_shared
+        other.is_shared, other.chunk = self.is_shared, self.chunk
         other.storage = self.storage.fork(shared)
         return other
 
@@ -366,11 +367,59 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         if how is not None and type(mask) is MaskRequest and not mask.causal:
             out, how = self._attend_under(stored, mask, query, key, value, lengths, padding, how), None
         stored.learn(key, value, padding)
+        if self.chunk and how is not None and new > 1:
+            out, lse = self._attend_in_chunks(query, key, value, padding, how, return_lse)
+            return out.transpose(1, 2).contiguous(), lse, seen
+        if self.chunk and how is not None:
+            how["starts"] = chunk_starts(lengths, self.chunk)
         attended = stored.store(query, key, value, lengths, padding, sliding, how, return_lse, self.is_shared)
         if attended is None:
             return out, None, seen
         out, lse = attended
         return out.transpose(1, 2).contiguous(), lse, seen
+
+    def _attend_in_chunks(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        padding: tuple[int, ...],
+        how: dict[str, Any],
+        return_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`LayerStorage.store` of several tokens of a layer with chunks. With prefill="packed" tokens are stored and
+        read in pieces that end where a chunk of some sequence does."""
+        stored, before, after = self.storage, self.storage.tokens, self.storage.tokens + key.shape[2]
+        if self.spec.prefill == "exact":
+            lengths = self._shared.lengths(after, padding, stored.device)
+            past = visible_past(stored, lengths, key, value, padding, self.chunk)
+            out, lse = attention_behind_window(
+                query,
+                past,
+                key,
+                value,
+                before,
+                lengths,
+                self.chunk,
+                how["softmax_scale"],
+                how["softcap"],
+                return_lse,
+                chunked=True,
+            )
+            stored.store(query, key, value, lengths, padding, self.chunk, None)
+            return out, lse
+        ends = {p for pad in padding for p in range(pad % self.chunk, after, self.chunk) if p > before}
+        parts = []
+        for end in sorted({*ends, after}):
+            some = slice(stored.tokens - before, end - before)
+            lengths = self._shared.lengths(end, padding, stored.device)
+            starts = chunk_starts(lengths, self.chunk)
+            part = stored.store(query[:, :, some], key[:, :, some], value[:, :, some], lengths, padding, self.chunk,
+                                {**how, "starts": starts}, return_lse)  # fmt: skip
+            assert part is not None
+            parts.append(part)
+        outs, lses = zip(*parts)
+        return torch.cat(outs, 2), torch.cat(lses, 2) if return_lse else None
 
     def _attend_under(
         self,

@@ -307,7 +307,8 @@ class _Reader:
         for one in given:
             right = isinstance(one, list) and len(one) == 2 and isinstance(one[0], str) and isinstance(one[1], dict)
             _want(right and is_known(one[0]), "`kinds` has one that this version or transformers does not know")
-            _want(all(type(x) is int and 0 < x <= 2**8 for x in one[1].values()), "`kinds` is out of range")
+            known = all(type(x) is int and 0 < x < 2**31 for x in one[1].values())
+            _want(known and one[1].get("number_of_states", 1) <= 2**8, "`kinds` is out of range")
         return [(kind, options) for kind, options in given]
 
     def fill(self, cache: TurboQuantCache, devices: list[torch.device]) -> None:

@@ -29,7 +29,7 @@ def made_layer(kind: str, arguments: dict[str, Any], index: int, spec: CacheSpec
     if spec is None:
         return StateLayer(number_of_states=states) if has_state(kind) else cache_utils.DummyLayer()
     made = BothLayer(index, spec, shared, states) if has_state(kind) else PackedLayer(index, spec, shared)
-    made.is_shared = bool(arguments.get("is_shared"))
+    made.is_shared, made.chunk = bool(arguments.get("is_shared")), arguments.get("chunk", 0)
     return made
 
 
@@ -148,7 +148,7 @@ class BothLayer(StateLayer, PackedLayer):
     def fork(self, shared: Common) -> BothLayer:
         """The same layer for another cache, whose layers have `shared` in common."""
         other = BothLayer(self.index, self.spec, shared, self.number_of_states)
-        other.is_shared = self.is_shared
+        other.is_shared, other.chunk = self.is_shared, self.chunk
         other.storage = self.storage.fork(shared)
         self.copy_states(other)
         return other

@@ -18,7 +18,7 @@ from ..plan import PAGE_TOKENS
 if TYPE_CHECKING:
     from .tensors import LayerTensors
 
-__all__ = ["attention_behind_window", "attention_under_mask", "visible_past"]
+__all__ = ["attention_behind_window", "attention_under_mask", "chunk_starts", "visible_past"]
 
 _dequantize = torch.ops.turboquant.dequantize.default
 
@@ -80,6 +80,11 @@ def visible_past(
     )
 
 
+def chunk_starts(lengths: torch.Tensor, chunk: int) -> torch.Tensor:
+    """int32 [batch]: where the chunk of the last of so many tokens begins, without waiting for the device."""
+    return lengths.sub(1).clamp_(min=0).div(chunk, rounding_mode="floor").mul_(chunk).to(torch.int32)
+
+
 def attention_behind_window(
     query: torch.Tensor,
     past: _Past,
@@ -91,6 +96,7 @@ def attention_behind_window(
     scale: float,
     softcap: float = 0.0,
     return_lse: bool = False,
+    chunked: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The queries of a chunk over `past` and the chunk's own tokens: each sees those of the last `sliding_window`
     positions up to its own. Returns out, like query but laid out as [batch, tokens, query_heads, head_dim], 0 for a
@@ -99,6 +105,7 @@ def attention_behind_window(
     before    positions in front of the chunk
     lengths   int32 [batch], of the sequences with the chunk
     softcap   logits become softcap * tanh(logit / softcap); 0: as they are
+    chunked   each text is cut into parts of `sliding_window` tokens, from its first one on, and a query sees its part
     """
     batch, heads, tokens, channels = query.shape
     group, device = heads // key.shape[1], query.device
@@ -114,6 +121,10 @@ def attention_behind_window(
             k, v, at = (torch.cat([a, b], 2 if a.dim() == 4 else 1) for a, b in zip(past, (k, v, at), strict=True))
         here = torch.arange(before + start, before + stop, device=device).view(-1, 1)
         seen = ((at[:, None] <= here) & (at[:, None] > here - sliding_window))[:, None]
+        if chunked:
+            part_of_query = (here - pad[:, :, None]).div(sliding_window, rounding_mode="floor")
+            part_of_key = (at - pad)[:, None].div(sliding_window, rounding_mode="floor")
+            seen = seen & (part_of_key == part_of_query)[:, None]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         attended = _attention(
             query[:, :, start:stop], k, v, seen, scale, softcap, lse if lse is None else lse[:, :, start:stop]

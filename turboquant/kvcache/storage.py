@@ -78,7 +78,8 @@ class LayerStorage(LayerTensors):
         query          [batch, query_heads, tokens, head_dim];  key, value [batch, kv_heads, tokens, head_dim]
         lengths        int32 [batch], of the sequences with these tokens
         padding, sliding_window   of the forward
-        how            softmax_scale, sliding_window and softcap of the operator `attend`; None: store only
+        how            softmax_scale, sliding_window and softcap of the operator `attend`, perhaps starts; None: store
+                       only
         return_lse     also return the logarithms of the softmax's denominators
         keep           later layers read these tokens: pages that fall out of a sliding window stay until a later
                        forward
@@ -102,8 +103,8 @@ class LayerStorage(LayerTensors):
             self.past.add(before, window)
             self.past.add_fresh(before, (key, value), window, padding)
         words, arguments = self.plan.words, self.arguments()
-        # Forks may attend in several threads at the same time, but not write.
-        apart = how is not None and table.pool.tables > 1
+        # Forks may attend in several threads at the same time, but not write; `append_attend` has no starts.
+        apart = how is not None and (table.pool.tables > 1 or "starts" in how)
         seen = arguments
         if apart and new > 1 and self.window_k is not None and self.window_v is not None:
             # The first of the new tokens see what the last ones push out of the window.
@@ -114,7 +115,9 @@ class LayerStorage(LayerTensors):
             where = self.pages, self.block_table
             try:
                 if how is not None:
-                    schedule = self.shared.schedule(self, query, lengths, after, padding, sliding_window)
+                    schedule = None
+                    if "starts" not in how:  # with which a schedule must be made
+                        schedule = self.shared.schedule(self, query, lengths, after, padding, sliding_window)
                 if how is None or apart:
                     _append(words, key, value, lengths, *where, flag=self.flag, **arguments)
                 else:
