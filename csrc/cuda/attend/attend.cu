@@ -127,6 +127,7 @@ tq_status prepare(const tq_plan *plan, const tq_attend_params *p, Launch *l, tq_
     TQ_CUDA_TRY(look_at_device(&device, error));
     TQ_CUDA_TRY(fill_args(*plan, *p, l, error));
     if (!l->args.rows) return TQ_OK;
+    TQ_CUDA_TRY(find_absent_record(device, *plan, &l->args.absent_record, error));
     if (device.bulk && !device.line) device.large_clusters = count_large_clusters(device);
     choose_kernel(*plan, device, l);
     fill_factors(*plan, l);

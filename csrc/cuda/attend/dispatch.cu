@@ -129,8 +129,8 @@ void name_kernel(const KernelChoice &kernel, char *name)
     else if (r.width) snprintf(width, sizeof width, "%dbit", r.width);
     else snprintf(width, sizeof width, r.tile_16 ? "tile16" : "any");
     snprintf(name, TQ_CUDA_KERNEL_NAME_BYTES, "attend_%s_%s_d%d_%dx%d%s%s", strategies[(int)r.strategy], width,
-             TQ_TILE * r.last_groups, kernel.rows, TQ_TILE * kernel.tiles * kernel.run, r.wave ? "_wave" : "",
-             r.hopper ? "" : "_portable");
+             TQ_TILE * r.last_groups, kernel.rows, TQ_TILE * kernel.tiles * (is_fused(r.strategy) ? kernel.run : 1),
+             r.wave ? "_wave" : "", r.hopper ? "" : "_portable");
 }
 
 } // namespace tq

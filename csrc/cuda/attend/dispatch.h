@@ -172,8 +172,8 @@ void name_kernel(const KernelChoice &kernel, char *name);
 
 constexpr bool takes_wave(int row) { return KERNELS[row].wave || !is_fused(KERNELS[row].strategy); }
 
-/** Whether a warp takes a page as two units: with a wave at 4 bits, and BY_SIDE. The stage is half as large, and 16 warps fit instead of 12. At
- *  4 bits that takes 8 % less time; at 3 and 2 bits it gained nothing. */
+/** FUSED: whether a warp takes a page as two units: with a wave at 4 bits, and BY_SIDE. The stage is half as large, and 16 warps fit instead of
+ *  12. At 4 bits that takes 8 % less time; at 3 and 2 bits it gained nothing. */
 constexpr bool by_halves(int row, int blocks, int tiles)
 {
     const KernelRow &r = KERNELS[row];
@@ -181,11 +181,19 @@ constexpr bool by_halves(int row, int blocks, int tiles)
            blocks == 1 && tiles == 4;
 }
 
+/** SPLIT: whether a warp computes the wave of both halves of a page at once. */
+constexpr bool wave_by_page(int row, int blocks, int tiles)
+{
+    const KernelRow &r = KERNELS[row];
+    return r.strategy == Strategy::SPLIT && r.hopper && r.width == 4 && r.last_groups == 4 && blocks == 1 && tiles == 2;
+}
+
 template <int ROW, int BLOCKS, int TILES>
 using VariantOf = std::conditional_t<
     has_many_rows(KERNELS[ROW].strategy), ManyRows<KERNELS[ROW].width, 4 * BLOCKS, takes_wave(ROW)>,
     Variant<KERNELS[ROW].width, KERNELS[ROW].last_groups, BLOCKS, by_halves(ROW, BLOCKS, TILES) ? TILES / 2 : TILES,
-            KERNELS[ROW].hopper, KERNELS[ROW].tile_16, takes_wave(ROW), by_halves(ROW, BLOCKS, TILES) ? 2 : 1>>;
+            KERNELS[ROW].hopper, KERNELS[ROW].tile_16, takes_wave(ROW),
+            by_halves(ROW, BLOCKS, TILES) || wave_by_page(ROW, BLOCKS, TILES) ? 2 : 1>>;
 
 template <class MAKE, int ROW, int BLOCKS, int TILES> KernelChoice compiled_kernel()
 {

@@ -22,6 +22,9 @@ struct MergeKernel {
 };
 MergeKernel attend_merge_parts();
 
+/** AttendArgs.absent_record for the current device and plain plans of records of at most its length. */
+tq_status find_absent_record(const DeviceFacts &device, const tq_plan &plan, const uint8_t **at, tq_error *error);
+
 /** Queues the kernel that writes a schedule. args: from cut_split. For other kernels schedule_teams is 0: then the
  *  schedule is written so that no call uses it, not even an earlier step's. */
 tq_status write_schedule(const AttendArgs &args, int32_t *schedule, cudaStream_t stream, tq_error *error);

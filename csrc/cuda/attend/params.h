@@ -56,6 +56,9 @@ struct SideArgs {
     bool row_factor; /* values: sums of 1 and 2 bits have the factor of Reading::ROW_FACTOR */
 };
 
+/** Two value scales, both NaN, which no page has. Tokens of a unit with these are hidden. */
+constexpr uint32_t NO_PAGE = 0xfeedfeed;
+
 /** A copy of a part of a record into a stage. */
 struct CopyArgs {
     int32_t from, to, bytes, unused;
@@ -131,6 +134,7 @@ struct AttendArgs {
     int32_t unit_tokens, page_units; /* units of a page: 1 or 2 */
     bool last_is_short;              /* the last unit of a page has fewer tiles than the others, or than its kernel's */
     bool sees_all;                   /* units have one size, and only causality hides tokens */
+    const uint8_t *absent_record;    /* read where an entry of a block table names no page: NO_PAGE everywhere */
     uint32_t page_limit;             /* pages that an entry of a block table can name */
     uint32_t page_bytes;             /* stride of pages */
     Divisor by_group, by_window;     /* divisions by query heads per KV head, and by slots of a ring */

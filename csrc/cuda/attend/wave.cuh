@@ -407,12 +407,13 @@ template <int BLOCKS, int TILES, int RUN> struct UnitWave {
     float terms[4 * TILES];
     int32_t summed = -1; /* the page whose terms are there */
 
-    /** unit: in its sequence; first: packed index of the first token of it, or of its page. */
+    /** unit: in its sequence; first: packed index of the first token of it or, with RUN 2, of its page. */
     __device__ __forceinline__ void sum(const AttendArgs &a, const RowArgs *args, const float2 *rows, int32_t unit,
                                         int32_t first, int lane)
     {
-        const bool second = RUN > 1 && unit % 2;
-        if (RUN == 1 || summed != unit / 2) {
+        const int32_t page = unit >> (a.page_units - 1);
+        const bool second = RUN > 1 && (unit & (a.page_units - 1));
+        if (RUN == 1 || summed != page) {
             auto put = [&](int n, const float (&found)[4 *TILES *RUN]) {
                 if constexpr (BLOCKS > 1) {
                     put_terms<TILES>(a, n, found, args[4 * n + (lane & 3)].wave, lane);
@@ -423,7 +424,7 @@ template <int BLOCKS, int TILES, int RUN> struct UnitWave {
                 }
             };
             sum_wave<BLOCKS, TILES * RUN>(a, rows, first, 0, 1, lane, put);
-            if constexpr (RUN > 1) summed = unit / 2;
+            if constexpr (RUN > 1) summed = page;
         }
         if (!second) return;
         const WaveSpace space(a, threadIdx.x / 32);

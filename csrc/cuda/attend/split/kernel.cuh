@@ -52,7 +52,7 @@ template <class V> __device__ __forceinline__ void attend_pages(const AttendArgs
     Lookahead ahead(a, cursor, tell, space.between(), lane);
     if (ahead.now.there) top_up(a, ring, ahead, thread);
     if (has_wave<V>(a)) {
-        const WaveConstants<V::TILES> constants(a, lane);
+        const WaveConstants<V::TILES * V::RUN> constants(a, lane);
         const LaneIncrements<(V::GROUPS > 4 ? 4 : 2)> increments(a, lane); /* they are complete, as lengths are */
         fill_wave_table(a, constants, increments);
         __syncthreads();

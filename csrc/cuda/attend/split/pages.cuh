@@ -21,10 +21,6 @@ struct StageView {
         *scales; /* fp16, in column order: scales of tokens g + 8 r, r = 0..3, of a tile are neighbours, from 4 g on */
 };
 
-/** Two value scales, both NaN, which no page has: those of a unit whose page the block table names outside the cache. Nothing of it is
- *  loaded, and its tokens are hidden. */
-constexpr uint32_t NO_PAGE = 0xfeedfeed;
-
 /** The scales of a lane's tokens in TILES tiles: word i has those of 2 i and 2 i + 1. */
 template <int TILES> struct LaneScales {
     uint32_t pair[2 * TILES];
@@ -43,7 +39,7 @@ template <int TILES> struct LaneScales {
         __half2 h = *reinterpret_cast<const __half2 *>(&pair[i / 2]);
         return i % 2 ? __high2float(h) : __low2float(h);
     }
-    /** Of value scales: whether the unit has no page. */
+    /** Of value scales: whether they are of the absent record. */
     __device__ __forceinline__ bool absent() const { return pair[0] == NO_PAGE; }
     __device__ __forceinline__ bool any_zero() const
     {
@@ -86,22 +82,8 @@ template <class V, bool ONE_STAGE_ = false> struct Ring {
      *  otherwise every thread issues its share. */
     __device__ __forceinline__ static bool sends(int thread) { return !V::BULK || thread < 32; }
 
-    /** Completes half a stage of a unit that has no page. By one of so many threads. */
-    __device__ __forceinline__ void fill_absent(const AttendArgs &a, uint32_t to, uint32_t full, int which, int thread,
-                                                int threads) const
-    {
-        if (which == 0) {
-            uint32_t *scales =
-                reinterpret_cast<uint32_t *>(shared_bytes + (to - shared_address(shared_bytes)) + a.value.at_scales);
-#pragma unroll 1
-            for (int i = thread; i < V::TILES * TQ_TILE / 2; i += threads) scales[i] = NO_PAGE;
-            shared_writes_before_copies();
-        }
-        barrier_arrive(full);
-    }
-
-    /** Issues the copies of half a stage: key codes and all scales, or value codes; record: NULL without a page. By whole
-     *  warps, all for which `sends`. */
+    /** Issues the copies of half a stage: key codes and all scales, or value codes. By whole warps, all for which
+     *  `sends`. */
     __device__ __forceinline__ void fill(const AttendArgs &a, int stage_, int which, const uint8_t *record,
                                          int32_t unit, int thread) const
     {
@@ -111,13 +93,11 @@ template <class V, bool ONE_STAGE_ = false> struct Ring {
         const int first = which ? COPY_VALUES : COPY_KEYS, last = which ? COPY_VALUES : COPY_SCALES;
         if constexpr (V::BULK) {
             if (!elect_lane()) return;
-            if (!record) return fill_absent(a, to, full, which, 0, 1);
             barrier_expect(full, a.copy_bytes[second][which]);
 #pragma unroll
             for (int k = 0; k < COPIES; k++)
                 if (k >= first && k <= last) copy_bulk(to + c[k].to, record + c[k].from, c[k].bytes, full, policy);
         } else {
-            if (!record) return fill_absent(a, to, full, which, thread, 32 * a.team_warps);
             for (int k = first; k <= last; k++)
                 for (int i = 16 * thread; i < c[k].bytes; i += 16 * 32 * a.team_warps)
                     copy_16(to + c[k].to + i, record + c[k].from + i);
@@ -515,11 +495,11 @@ struct UnitPlace {
         return table + (uint32_t)(unit >> (a.page_units - 1));
     }
     __device__ __forceinline__ int32_t page(const AttendArgs &a) const { return a.p.layer.block_table[entry(a)]; }
-    /** NULL for a page that is not in the cache. */
+    /** A page that is not in the cache has the absent record: a branch here would cost up to 7 % at batch 1. */
     __device__ __forceinline__ const uint8_t *record(const AttendArgs &a, int32_t page) const
     {
-        if ((uint32_t)page >= a.page_limit) return nullptr;
-        return a.p.layer.pages + ((uint64_t)(uint32_t)page * a.page_bytes + head);
+        const uint8_t *there = a.p.layer.pages + ((uint64_t)(uint32_t)page * a.page_bytes + head);
+        return (uint32_t)page < a.page_limit ? there : a.absent_record;
     }
 };
 
@@ -688,7 +668,10 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, R &ring, Ahead
         int32_t unit = ahead.at_work(a);
         int32_t next_page = more && ring.sends(thread) ? ahead.page(a) : 0; /* long before it is needed */
         float s[B][4 * V::TILES], unit_scale[B];
-        if (has_wave<V>(a)) wave.sum(a, given.args, given.wave, unit, first_token(a, unit & -V::RUN, V::TILES), lane);
+        if (has_wave<V>(a)) {
+            const int32_t run_start = V::RUN > 1 ? unit & -a.page_units : unit;
+            wave.sum(a, given.args, given.wave, unit, first_token(a, run_start, V::TILES), lane);
+        }
         barrier_wait(ring.barrier(ring.stage, 0), ring.parity);
         StageView keys = ring.view(a, a.key);
         with_side_width<V>(a.key, [&](auto width) {
