@@ -8,7 +8,7 @@ namespace
 {
 
 /** Page codes of 8 bits and scales of both sides at head_dim 256: the longest record of a plain plan. */
-constexpr int ABSENT_BYTES = 2 * TQ_PAGE_TOKENS * (TQ_MAX_HEAD_DIM + 2);
+constexpr int ABSENT_BYTES = 2 * TQ_PAGE_TOKENS * (TQ_CUDA_MAX_HEAD_DIM + 2);
 
 struct AbsentRecord {
     uint32_t words[ABSENT_BYTES / 4];
