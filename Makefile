@@ -38,7 +38,7 @@ READY := $(VENV)/.ready
 SHARED_OUT := -n $(WORKERS) --dist worksteal
 endif
 
-.PHONY: wheel test-wheel wheel-aarch64 test-wheel-aarch64 test-python docs notebooks demo test test-slow test-levels test-gpu test-harness sanitize-harness harness test-compat test-newest test-numpy test-placement test-upstream real-models fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
+.PHONY: wheel test-wheel wheel-aarch64 test-wheel-aarch64 test-python docs notebooks demo test test-slow test-levels test-gpu test-harness sanitize-harness harness test-compat test-newest test-numpy test-placement test-lm-eval test-upstream real-models fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
 
 demo: build
 	$(RUN) -m turboquant demo
@@ -183,8 +183,8 @@ test-compat: $(READY)
 
 # Everything that meets transformers, with the newest release on the index; torch and NumPy stay the pinned ones.
 NEWEST := build/newest
-HF_TESTS := $(wildcard $(foreach name,baselines cache calibration demo doctor esm_* evaluate generate graph memory mode_presets ops_graphs \
-    patch persistence placement quality causal_types wrappers,tests/test_$(name).py))
+HF_TESTS := $(wildcard $(foreach name,baselines cache calibration causal_types changed_weights demo doctor esm_* evaluate generate graph hybrids \
+    learned_sinks memory mode_presets multimodal notices ops_graphs patch persistence placement profile quality weights wrappers,tests/test_$(name).py))
 test-newest: build
 	rm -rf $(NEWEST) && mkdir -p $(NEWEST)
 	grep -E '^(numpy|torch)==' $(CONSTRAINTS) >$(NEWEST)/constraints.txt
@@ -206,6 +206,18 @@ test-placement: build
 	$(INTERPRETER) -m pip install -q --upgrade --no-deps --target build/placement -c $(CONSTRAINTS) accelerate psutil torchao bitsandbytes
 	PYTHONPATH=$(abspath build)/placement:. $(INTERPRETER) -m pytest $(PLACED:%=tests/test_%.py) \
 	    $(PLACED_MOMENTS:%=tests/test_moments.py::test_%) $(PYTEST_ARGS)
+
+# docs/lm-eval.md as it stands, offline, on the task that it writes and the model of the demo.
+LM_EVAL := build/lm-eval
+$(LM_EVAL)/.ready: .ci/lm-eval.txt $(READY)
+	rm -rf $(LM_EVAL)
+	$(INTERPRETER) -m pip install -q --no-deps --no-compile --target $(LM_EVAL) -c $(CONSTRAINTS) -r .ci/lm-eval.txt accelerate psutil
+	@touch $@
+
+test-lm-eval: $(LM_EVAL)/.ready build
+	PYTHONPATH=$(abspath $(LM_EVAL)):. $(INTERPRETER) -c 'import lm_eval'  # or the test would be skipped
+	PYTHONPATH=$(abspath $(LM_EVAL)):. HF_DATASETS_OFFLINE=1 HF_EVALUATE_OFFLINE=1 $(INTERPRETER) \
+	    -m pytest tests/test_readme.py -k lm-eval $(PYTEST_ARGS)
 
 # transformers' own tests of caches and generation for Llama on ours; TREE is a checkout of transformers, and the
 # environment has what its tests import.
