@@ -35,7 +35,8 @@ DENSE = ref.plan(40, 3, 2, rotation=ref.DENSE)
 FINE = ref.plan(80, (8, 5, 4, 0, 1), (3, 8, 0, 2, 4), group=16)
 KEYS_ONLY = ref.plan(64, 3, 0)
 MOMENTS = ref.plan(128, 3, 4, wave_pairs=64, metric=5)
-PLANS = {"4 and 3 bits": PLAN, "mixed": MIXED, "dense": DENSE, "groups of 16": FINE}
+TRIES = ref.plan(128, 4, (3, 2, 4, 1), tries=5)
+PLANS = {"4 and 3 bits": PLAN, "mixed": MIXED, "dense": DENSE, "groups of 16": FINE, "tries": TRIES}
 
 
 def tensor(x: np.ndarray, dtype: str = "") -> Tensor:
@@ -239,10 +240,13 @@ def test_append_writes_the_bytes_of_the_reference(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tokens", [1, 17, 150])
 @pytest.mark.parametrize("group", [32, 16])
-def test_codes_of_a_dense_rotation(group: int, tokens: int, device: str, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("tries", [0, 5])
+def test_codes_of_a_dense_rotation(
+    tries: int, group: int, tokens: int, device: str, rng: np.random.Generator
+) -> None:  # fmt: skip
     """Plans with a dense rotation promise a tolerance: each code is checked against float64."""
     for bits, value_bits in ((3, 2), (6, 5), (8, 1), (4, 6)):
-        p = ref.plan(96, bits, value_bits, rotation=ref.DENSE, group=group)
+        p = ref.plan(96, bits, value_bits, rotation=ref.DENSE, group=group, tries=tries)
         key, value = (random_transform(rng, p, 2) for _ in range(2))
         k, v = (rng.standard_normal((2, 2, tokens, 96)).astype(np.float32) for _ in range(2))
         pages = tq.quantize(p.words, *(tensor(x).to(device) for x in (k, v)), **on(device, keywords(key, value)))
@@ -252,12 +256,12 @@ def test_codes_of_a_dense_rotation(group: int, tokens: int, device: str, rng: np
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("group", [32, 16])
-@pytest.mark.parametrize(("bits", "value_bits"), [(4, 4), (3, 2), (2, 3)])
+@pytest.mark.parametrize(("bits", "value_bits", "tries"), [(4, 4, 0), (3, 2, 0), (2, 3, 0), (4, 3, 3), (3, 4, 7)])
 def test_single_tokens_of_one_width_write_the_bytes_of_the_reference(
-    bits: int, value_bits: int, group: int, device: str, rng: np.random.Generator
+    bits: int, value_bits: int, tries: int, group: int, device: str, rng: np.random.Generator
 ) -> None:
     """One token at a time, through a whole page and into the next. CUDA has kernels of their own for these plans."""
-    plan, tokens = ref.plan(128, bits, value_bits, group=group), 140
+    plan, tokens = ref.plan(128, bits, value_bits, group=group, tries=tries), 140
     k, v = (ref.narrow(rng.standard_normal((1, 2, tokens, 128)).astype(np.float32), "bfloat16") for _ in range(2))
     k, v = (tensor(x, "bfloat16").to(device) for x in (k, v))
     want = tq.quantize(plan.words, k.cpu(), v.cpu())

@@ -68,7 +68,8 @@ def check_keys(p: ref.Plan, layout: Layout, lengths: Any, k: np.ndarray, key: re
     scales fit the codes. Codes of settled rows are of numbers rounded to cells of 1/64, and CUDA keeps 11 bits of such
     rows."""
     pages, table = layout
-    near = (1 / 64 + 2**-8 if ref.is_settled(p) else 2**-13) + slack
+    moves = 2**-8 if ref.is_settled(p) else 2**-13
+    near = moves + (1 / 64 if ref.is_settled(p) else 0)
     for b, length in enumerate(lengths):
         positions = np.arange(max(sinks, length - k.shape[2]), length)
         for h in range(k.shape[1]):
@@ -76,17 +77,13 @@ def check_keys(p: ref.Plan, layout: Layout, lengths: Any, k: np.ndarray, key: re
             y = ref.moments.prepared(ref.moments.head_of(p, key.at(h)), rows, positions, np.float64)
             u = y @ ref.rotation_matrix(p, key.at(h).rotation).T
             rms = np.sqrt((u[:, p.coded("key")] ** 2).mean(1, keepdims=True))
-            u /= rms
+            u = np.where(p.coded("key"), u / rms, 0)
             index = positions - sinks
             records = {page: ref.unpack(p, "key", pages[table[b, page], h]) for page in set(index // p.page_tokens)}
             codes = np.array([records[i // p.page_tokens][0][i % p.page_tokens] for i in index])
             scales = np.array([records[i // p.page_tokens][1][i % p.page_tokens] for i in index], np.float64)
-            c = np.zeros_like(u)
-            for channels, book in p.books("key"):
-                ranks, thresholds = tolerance.ranks_and_thresholds(book, codes[:, channels])
-                tolerance.between(u[:, channels], ranks, thresholds, np.full(u[:, channels].shape, near))
-                c[:, channels] = book.levels[codes[:, channels]].astype(np.float64) * float(book.step)
-            u[:, ~p.coded("key")] = 0
+            both = (np.full(u.shape, x + slack) for x in (near, moves))
+            c = tolerance.check_codes(p, "key", u, codes, next(both), np.ones_like(u), next(both))
             want = rms[:, 0] * (u * u).sum(1) / (c * u).sum(1)
             np.testing.assert_allclose(scales, want, rtol=2e-3 + slack)
 
@@ -99,6 +96,7 @@ KINDS = {
     "metric of rank 0": dict(metric=1),
     "metric of rank 3": dict(metric=4),
     "both": dict(wave_pairs=32, metric=5),
+    "both, tries": dict(wave_pairs=32, metric=5, tries=3),
 }
 
 
@@ -107,8 +105,8 @@ KINDS = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim,bits", [(64, 4), (128, 3), (256, 2)])
 def test_codes(dim: int, bits: int, dtype: str, tokens: int, device: str, rng: np.random.Generator) -> None:
-    for kind in ("both",) if dim > 64 else KINDS:
-        p = ref.plan(dim, bits, bits, **(KINDS[kind] | ({"wave_pairs": dim // 2} if kind == "both" else {})))
+    for kind in ("both", "both, tries") if dim > 64 else KINDS:
+        p = ref.plan(dim, bits, bits, **(KINDS[kind] | ({"wave_pairs": dim // 2} if "both" in kind else {})))
         key, sinks, first = moments_of(rng, p, 2, interleaved=bits == 3), 3, 50
         k = around_the_wave(rng, p, key, (2, 2, tokens), first, dtype)
         lengths = [first + tokens, first + tokens - 9]
@@ -129,8 +127,27 @@ def test_codes(dim: int, bits: int, dtype: str, tokens: int, device: str, rng: n
         ref.plan(128, (4, 0, 6, 8), 4, wave_pairs=64, metric=5),
         ref.plan(64, (3, 5, 0, 4), 4, group=16, wave_pairs=32, metric=5),
         ref.plan(128, (4, 2, 1, 3), 4, wave_pairs=40, page_tokens=64),
+        ref.plan(80, 5, 3, wave_pairs=40, metric=3, tries=5),
+        ref.plan(64, 3, 3, rotation=ref.DENSE, wave_pairs=32, metric=5, tries=3),
+        ref.plan(128, (4, 0, 6, 8), 4, wave_pairs=64, metric=5, tries=7),
+        ref.plan(64, (3, 5, 0, 4), 4, group=16, wave_pairs=32, metric=5, tries=3),
+        ref.plan(128, (4, 2, 1, 3), 4, wave_pairs=40, page_tokens=64, tries=7),
     ],
-    ids=["40", "80", "96", "no rotation", "dense", "mixed", "groups of 16", "mixed, prefill"],
+    ids=[
+        "40",
+        "80",
+        "96",
+        "no rotation",
+        "dense",
+        "mixed",
+        "groups of 16",
+        "mixed, prefill",
+        "80, tries",
+        "dense, tries",
+        "mixed, tries",
+        "groups of 16, tries",
+        "mixed, prefill, tries",
+    ],
 )
 def test_codes_of_every_plan(p: ref.Plan, tokens: int, device: str, rng: np.random.Generator) -> None:
     key, lengths = moments_of(rng, p, 3), [70 + tokens]

@@ -1,8 +1,13 @@
 """Checks of plans with a matrix, which promise a tolerance instead of equal bytes (turboquant.h, "ROUNDING").
 
 A code may differ from that of exact arithmetic if its number lies within `TOLERANCE` * rms(x - centre) / step of a
-threshold. Numbers stored for each token fit the codes stored, to an ulp of binary16. Checks are in float64, token by
-token, from the bytes alone.
+threshold. Numbers stored for each token fit the codes stored, to an ulp of binary16.
+
+With tries, each row has such codes at one of the factors tried. Its squared cosine is within `COSINE` of the best that
+such codes are sure to have at any factor: each number near a threshold may have got the code that suits the row less.
+
+Checks are in float64, token by token, from the bytes alone. Plans with a wave or a metric are checked in the same way,
+with tolerances of their own (tests/test_wave_ops.py).
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import reference_modes as modes
 from reference import F32, F64, TILE, Array
 
 TOLERANCE = 2.0**-17  # TQ_CODE_TOLERANCE
+COSINE = 1e-5
 
 
 def close_to_half(stored: Array, want: F64, slack: F64 | float = 0.0) -> None:
@@ -22,13 +28,18 @@ def close_to_half(stored: Array, want: F64, slack: F64 | float = 0.0) -> None:
     assert not wrong.any(), (stored[wrong][:5], want[wrong][:5])
 
 
-def between(z: F64, rank: Array, thresholds: F64, tolerance: F64) -> None:
-    """Asserts that z [n, channels] is between the thresholds [n or 1, ranks - 1] around its rank, to `tolerance`."""
+def outside(z: F64, rank: Array, thresholds: F64, tolerance: F64) -> Array:
+    """Which z [n, channels] are not between the thresholds [n or 1, ranks - 1] around their rank, to `tolerance`."""
     ends = np.full((len(thresholds), 1), np.inf)
     edges = np.broadcast_to(np.concatenate([-ends, thresholds, ends], 1), (len(z), thresholds.shape[1] + 2))
     low, high = (np.take_along_axis(edges, rank.astype(int) + i, 1) for i in range(2))
-    wrong = (z < low - tolerance) | (z > high + tolerance)
-    assert not wrong.any(), (int(wrong.sum()), z[wrong][:5], low[wrong][:5], high[wrong][:5])
+    return (z < low - tolerance) | (z > high + tolerance)
+
+
+def between(z: F64, rank: Array, thresholds: F64, tolerance: F64) -> None:
+    """Asserts that none is outside."""
+    wrong = outside(z, rank, thresholds, tolerance)
+    assert not wrong.any(), (int(wrong.sum()), z[wrong][:5], rank[wrong][:5])
 
 
 def ranks_and_thresholds(book: ref.Codebook, codes: Array) -> tuple[Array, F64]:
@@ -38,6 +49,53 @@ def ranks_and_thresholds(book: ref.Codebook, codes: Array) -> tuple[Array, F64]:
         return codes.astype(int) - 1, (np.arange(-127, 127) + 0.5)[None] * float(ref.WIDE_STEP)
     rank_of_code = np.argsort(book.code_of_rank)
     return rank_of_code[codes], book.thresholds.astype(np.float64)[None]
+
+
+def levels_of(p: ref.Plan, side: str, u: F64) -> F64:
+    """The levels that u gets: up to 5 bits of settled rows, those of the middle of its cell."""
+    c = np.zeros_like(u)
+    for channels, book in p.books(side):
+        x = u[:, channels]
+        if ref.is_settled(p) and book.bits <= 5:
+            x = (np.floor(x * ref.UNITS) + 0.5) / ref.UNITS
+        c[:, channels] = book.ranked[book.rank(x)].astype(np.float64) * float(book.step)
+    return c
+
+
+def squared_cosine(a: F64, b: F64) -> F64:
+    return (a * b).sum(1) ** 2 / ((a * a).sum(1) * (b * b).sum(1))
+
+
+def least_cosine(p: ref.Plan, side: str, u: F64, factor: float, near: F64, steps: F64) -> F64:
+    """The squared cosine of u and its levels at a factor, less what numbers nearer than `near` to where the level
+    changes can make of it, to first order."""
+    x, c = u * steps, levels_of(p, side, u * factor) * steps
+    cu, cc = (c * x).sum(1, keepdims=True), (c * c).sum(1, keepdims=True)
+    changes = [np.zeros_like(c)]
+    for beside in (-near, near):
+        other = levels_of(p, side, (u + beside) * factor) * steps
+        changes.append(2 * x * (other - c) / cu - (other * other - c * c) / cc)
+    return squared_cosine(x, c) * (1 + np.minimum.reduce(changes).sum(1))
+
+
+def check_codes(p: ref.Plan, side: str, u: F64, codes: Array, near: F64, steps: F64, moves: F64 | None = None) -> F64:
+    """Asserts that codes [n, channels] are those of u [n, head_dim], of mean square 1, but for thresholds nearer than
+    `near`; with tries, of u times one factor, and that this is a good one. `moves`: how far numbers may be off for
+    that, if not `near`. Returns their levels."""
+    factors = ref.TRIES[p.tries] if p.tries else np.ones(1)
+    fits, c = np.ones((len(factors), len(u)), bool), np.zeros_like(u)
+    for channels, book in p.books(side):
+        rank, thresholds = ranks_and_thresholds(book, codes[:, channels])
+        for fit, factor in zip(fits, factors.astype(np.float64)):
+            fit &= ~outside(u[:, channels] * factor, rank, thresholds, near[:, channels] * factor).any(1)
+        c[:, channels] = book.levels[codes[:, channels]].astype(np.float64) * float(book.step)
+    assert fits.any(0).all(), (int((~fits.any(0)).sum()), u[~fits.any(0)][:1], c[~fits.any(0)][:1])
+    if p.tries:
+        by = near if moves is None else moves
+        least = np.max([least_cosine(p, side, u, factor, by, steps) for factor in factors.astype(np.float64)], 0)
+        lost = least - squared_cosine(u * steps, c * steps)
+        assert lost.max(initial=0) <= COSINE, lost.max()
+    return c
 
 
 def quotient(scale: int, u: F64, c: F64) -> F64:
@@ -56,16 +114,10 @@ def check_plain(p: ref.Plan, side: str, codes: Array, scales: Array, x: F32, t: 
     square = (z[:, coded] ** 2).sum(1)
     alive = square > 2 * float(ref.FLT_MIN)
     assert not scales[square < float(ref.FLT_MIN) / 2].any()
-    rms = np.sqrt(square / coded.sum())[:, None]
-    c = np.zeros_like(z)
-    for channels, book in p.books(side):
-        rank, thresholds = ranks_and_thresholds(book, codes[:, channels])
-        between(z[alive, channels], rank[alive], thresholds * rms[alive], tolerance[alive, channels])
-        c[:, channels] = book.levels[codes[:, channels]].astype(np.float64) * float(book.step)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        u = np.where(coded, z, 0.0) / rms
-    want = rms[:, 0] * quotient(p.scale, u * steps, c * steps)
-    close_to_half(scales[alive], want[alive])
+    rms = np.sqrt(square / coded.sum())[alive][:, None]
+    u = np.where(coded, z, 0.0)[alive] / rms
+    c = check_codes(p, side, u, codes[alive], tolerance[alive] / rms, np.broadcast_to(steps, z.shape)[alive])
+    close_to_half(scales[alive], rms[:, 0] * quotient(p.scale, u * steps, c * steps))
 
 
 def check_modes(p: modes.Plan, name: str, codes: Array, numbers: Array, x: F32, t: modes.Transform) -> None:

@@ -183,7 +183,7 @@ class Plan:
         head_dim / 2 (rounded up to one).
     metric: rank of the keys' metric, 0 to 4; None: no metric.
     tries: scales that encoding tries for each vector, of which it keeps the best: 0 (none), 3, 5 or 7. Nothing else
-        changes for who reads the codes. Needs the scale EDEN and a plain plan. CUDA cannot append with it.
+        changes for who reads the codes. Needs the scale EDEN and a plain plan.
 
     words: the plan as integers, for `torch.ops.turboquant`, `turboquant._core` and files of codes.
     record_bytes: bytes of one page of one KV head.

@@ -6,6 +6,7 @@
 #ifndef TQ_KERNELS_H
 #define TQ_KERNELS_H
 #include "convert.h"
+#include "plan_kind.h"
 #include "turboquant.h"
 
 /** The level of a code, in steps. */
@@ -45,13 +46,6 @@ enum { TQ_CELL_BITS = 5 };
 
 /** Whether codes of settled rows are searched from the middle of a cell of u (turboquant.h, "z"). */
 static inline int tq_is_searched_by_cells(int32_t bits) { return bits <= 5; }
-
-/** The factors of a plan with so many tries. */
-static inline const float *tq_tries(int32_t tries)
-{
-    static const float three[] = TQ_TRIES_3, five[] = TQ_TRIES_5, seven[] = TQ_TRIES_7;
-    return tries == 3 ? three : tries == 5 ? five : seven;
-}
 
 /** How to encode the vectors of one side. */
 typedef struct {

@@ -18,6 +18,12 @@ static inline int tq_is_settled(const tq_plan *plan)
     return plan->is_plain && plan->rotation == TQ_ROTATION_HADAMARD && plan->head_dim >= 64 &&
            (plan->head_dim & (plan->head_dim - 1)) == 0;
 }
+/** The factors of a plan with so many tries; turboquant.h, "tries". */
+static inline const float *tq_tries(int32_t tries)
+{
+    static const float three[] = TQ_TRIES_3, five[] = TQ_TRIES_5, seven[] = TQ_TRIES_7;
+    return tries == 3 ? three : tries == 5 ? five : seven;
+}
 
 /** Bytes from one page of a layer to the next. */
 static inline int64_t tq_page_stride(const tq_plan *plan, const tq_layer *layer)

@@ -76,7 +76,8 @@
  *            z fl(r t), r = fl(1 / rms(z)); of settled rows up to 5 bits it is the middle of the cell by
  *            fl(fl(r t) TQ_SETTLED_UNITS). The codes kept are those with the largest fl(<c,u> fl(<c,u> / <c,c>)), which is
  *            the squared cosine times <u,u>; of equal ones those of the factor tried first. The scale is for these codes.
- *            CUDA refuses to append with such a plan (TQ_E_UNSUPPORTED).
+ *            Of plans with a tolerance, a row has codes within the tolerance at one of the factors, and its squared cosine
+ *            is within 1e-5 of the best that such codes are sure to have at any factor.
  * Decoding does not depend on any of this.
  *
  * Rules that hold for every function: none prints, aborts, exits or allocates, except tq_set_num_threads and the first

@@ -123,10 +123,10 @@ static std::vector<int> widths(int bits, int group)
 }
 
 /** moments: with a wave of all pairs and a metric of rank 4. */
-static tq_plan timed_plan(int dim, int rotation, int scale, int bits, int group, bool moments)
+static tq_plan timed_plan(int dim, int rotation, int scale, int bits, int group, bool moments, int tries)
 {
     const std::vector<int> each = widths(bits, group);
-    return make_plan(dim, 128, rotation, 0, scale, each, each, group, moments ? dim / 2 : 0, moments ? 5 : 0);
+    return make_plan(dim, 128, rotation, 0, scale, each, each, group, moments ? dim / 2 : 0, moments ? 5 : 0, tries);
 }
 
 static void time_encode(double ceiling, cudaStream_t stream, const std::vector<uint8_t> &rows)
@@ -136,6 +136,7 @@ static void time_encode(double ceiling, cudaStream_t stream, const std::vector<u
         bool tokens_first;
         int group = TQ_TILE;
         bool moments = false;
+        int tries = 0;
     };
     const Row table[] = {{128, 4, 0, 1, TQ_BF16, 32768, false},
                          {128, 4, 0, 1, TQ_BF16, 32768, true},
@@ -161,11 +162,24 @@ static void time_encode(double ceiling, cudaStream_t stream, const std::vector<u
                          {64, 4, 0, 1, TQ_BF16, 65536, false, 32, true},
                          {256, 4, 0, 1, TQ_BF16, 16384, false, 32, true},
                          {80, 4, 0, 1, TQ_BF16, 32768, false, 32, true},
-                         {96, 4, 0, 1, TQ_BF16, 32768, false, 32, true}};
+                         {96, 4, 0, 1, TQ_BF16, 32768, false, 32, true},
+                         {128, 4, 0, 1, TQ_BF16, 32768, false, 32, false, 3},
+                         {128, 3, 0, 1, TQ_BF16, 32768, false, 32, false, 3},
+                         {128, 4, 0, 1, TQ_BF16, 32768, false, 32, false, 5},
+                         {128, 4, 0, 1, TQ_BF16, 32768, false, 32, false, 7},
+                         {64, 4, 0, 1, TQ_BF16, 65536, false, 32, false, 3},
+                         {256, 4, 0, 1, TQ_BF16, 16384, false, 32, false, 3},
+                         {80, 4, 0, 1, TQ_BF16, 32768, false, 32, false, 3},
+                         {128, 5, 0, 1, TQ_BF16, 32768, false, 32, false, 3},
+                         {128, 4, 0, 1, TQ_BF16, 32768, false, 32, true, 3},
+                         {128, 3, 0, 1, TQ_BF16, 32768, false, 32, true, 3},
+                         {128, 4, 0, 1, TQ_BF16, 32768, false, 32, true, 5},
+                         {64, 4, 0, 1, TQ_BF16, 65536, false, 32, true, 3},
+                         {256, 4, 0, 1, TQ_BF16, 16384, false, 32, true, 3}};
     printf("encode, K and V of 8 KV heads            us     TB/s   of a copy\n");
     for (const Row &r : table) {
         if (!wanted(&r - table)) break;
-        const tq_plan plan = timed_plan(r.dim, r.rotation, r.scale, r.bits, r.group, r.moments);
+        const tq_plan plan = timed_plan(r.dim, r.rotation, r.scale, r.bits, r.group, r.moments, r.tries);
         std::unique_ptr<Layer> layers[2];
         float *matrix = nullptr;
         for (auto &layer : layers) {
@@ -180,9 +194,9 @@ static void time_encode(double ceiling, cudaStream_t stream, const std::vector<u
         }
         const double us = median_us(stream, 20, [&](int i) { layers[i % 2]->append(stream); });
         const double rate = layers[0]->packed_bytes() / us * 1e-6;
-        printf("dim %3d, %d bits, scale %d, rotation %d, dtype %d, %5d tokens%s%s%s %8.1f %7.3f %6.1f %%\n", r.dim,
-               r.bits, r.scale, r.rotation, r.dtype, r.tokens, r.tokens_first ? " (tokens first)" : "",
-               r.group == TQ_TILE ? "" : " (groups of 16)", r.moments ? " (moments)" : "", us, rate,
+        printf("dim %3d, %d bits, scale %d, rotation %d, dtype %d, %5d tokens%s%s%s, tries %d %8.1f %7.3f %6.1f %%\n",
+               r.dim, r.bits, r.scale, r.rotation, r.dtype, r.tokens, r.tokens_first ? " (tokens first)" : "",
+               r.group == TQ_TILE ? "" : " (groups of 16)", r.moments ? " (moments)" : "", r.tries, us, rate,
                100 * rate / ceiling);
     }
 }
@@ -193,6 +207,7 @@ static void time_steps(cudaStream_t stream, const std::vector<uint8_t> &rows)
     struct Row {
         int batch, tokens, dim, bits, window, group = TQ_TILE;
         bool moments = false;
+        int tries = 0;
     };
     const Row table[] = {{1, 1, 128, 4, 128},
                          {8, 1, 128, 4, 128},
@@ -219,11 +234,19 @@ static void time_steps(cudaStream_t stream, const std::vector<uint8_t> &rows)
                          {1, 1, 128, 4, 0, 32, true},
                          {64, 1, 128, 4, 0, 32, true},
                          {1, 1, 80, 4, 128, 32, true},
-                         {1, 1, 64, 4, 128, 32, true}};
+                         {1, 1, 64, 4, 128, 32, true},
+                         {1, 1, 128, 4, 128, 32, false, 3},
+                         {64, 1, 128, 4, 128, 32, false, 3},
+                         {1, 1, 128, 4, 128, 32, true, 3},
+                         {64, 1, 128, 4, 128, 32, true, 3},
+                         {1, 1, 128, 4, 128, 32, true, 5},
+                         {1, 1, 128, 5, 128, 32, true},
+                         {1, 1, 128, 5, 128, 32, true, 3},
+                         {16, 8, 128, 4, 128, 32, false, 3}};
     printf("append in a graph of 32 layers, 8 KV heads, 4 sinks     us a layer\n");
     for (const Row &r : table) {
         if (!wanted(&r - table)) break;
-        const tq_plan plan = timed_plan(r.dim, 1, 0, r.bits, r.group, r.moments);
+        const tq_plan plan = timed_plan(r.dim, 1, 0, r.bits, r.group, r.moments, r.tries);
         std::vector<std::unique_ptr<Layer>> layers;
         for (int i = 0; i < 32; i++)
             layers.emplace_back(new Layer(plan, r.batch, 8, 1000, r.tokens, 4, r.window, TQ_BF16, false, rows));
@@ -234,8 +257,9 @@ static void time_steps(cudaStream_t stream, const std::vector<uint8_t> &rows)
         check(cudaStreamEndCapture(stream, &graph), "capture");
         check(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
         const double us = median_us(stream, 20, [&](int) { check(cudaGraphLaunch(exec, stream), "launch"); });
-        printf("batch %2d, %3d tokens, dim %3d, %d bits, window %3d%s%s %12.2f\n", r.batch, r.tokens, r.dim, r.bits,
-               r.window, r.group == TQ_TILE ? "" : " (groups of 16)", r.moments ? " (moments)" : "", us / 32);
+        printf("batch %2d, %3d tokens, dim %3d, %d bits, window %3d%s%s, tries %d %12.2f\n", r.batch, r.tokens, r.dim,
+               r.bits, r.window, r.group == TQ_TILE ? "" : " (groups of 16)", r.moments ? " (moments)" : "", r.tries,
+               us / 32);
         cudaGraphExecDestroy(exec);
         cudaGraphDestroy(graph);
     }

@@ -37,7 +37,6 @@ tq_status launch_copy_exact(const AppendArgs &args, cudaStream_t stream, tq_erro
 tq_status check_limits(const tq_plan &plan, const tq_append_params &p, tq_error *error)
 {
     TQ_CUDA_TRY(check_plan(plan, error));
-    if (plan.tries) return fail(error, TQ_E_UNSUPPORTED, "tries", -1, plan.tries, "0 on CUDA");
     const int64_t items = 2 * (int64_t)p.layer.batch * p.layer.kv_heads;
     if (items > INT32_MAX)
         return fail(error, TQ_E_VALUE, "batch", -1, p.layer.batch, "such that 2 * batch * kv_heads is below 2^31");
@@ -107,6 +106,8 @@ tq_status make_args(const tq_plan &plan, const tq_append_params &p, int64_t *fla
     int power = 8;
     while (2 * power <= plan.head_dim) power *= 2;
     args->factor = (float)(1.0 / sqrt((double)power));
+    args->tries = plan.tries;
+    for (int i = 0; i < plan.tries; i++) args->factors[i] = tq_tries(plan.tries)[i];
     args->heads = divisor_of(p.layer.kv_heads);
     args->batches = divisor_of(p.layer.batch);
     args->window_slots = divisor_of(p.layer.window);
@@ -164,7 +165,7 @@ Kernel choose_kernel(const tq_plan &plan, const tq_append_params &p)
     if (p.tokens == 1 && plan.rotation != TQ_ROTATION_DENSE) return Kernel::ONE_TOKEN;
     if (p.tokens <= FEW_TOKENS || !rows_suit_tiles(p) || !plan_suits_tiles(plan)) return Kernel::GENERAL;
     if (tq_is_settled(&plan)) return Kernel::PREFILL;
-    return (d == 80 || d == 96) && !tq_has_moments(&plan) ? Kernel::PREFILL_80_96 : Kernel::GENERAL;
+    return (d == 80 || d == 96) && !tq_has_moments(&plan) && !plan.tries ? Kernel::PREFILL_80_96 : Kernel::GENERAL;
 }
 
 } // namespace

@@ -86,29 +86,47 @@ __device__ __forceinline__ void rotate_settled(const Args &a, const Flips<PER_LA
     for (int k = 0; k < PER_LANE; k++) x[k] = __fsub_rn(x[k], centre[k]);
 }
 
-/** The sum of x y over the lanes' channels, for every lane. */
-template <class Args, int PER_LANE>
-__device__ __forceinline__ float warp_dot(const float (&x)[PER_LANE], const float (&y)[PER_LANE])
+/** Sums over the lanes' channels of x y, for every lane: N at once, to hide the latency of shuffles. pair(n, k): x and y. */
+template <class Args, int PER_LANE, int N, class Pair>
+__device__ __forceinline__ void warp_dots(float (&sums)[N], const Pair &pair)
 {
     if constexpr (Args::SETTLED) {
-        float sum = __fmul_rn(x[0], y[0]);
 #pragma unroll
-        for (int k = 1; k < PER_LANE; k++) sum = __fmaf_rn(x[k], y[k], sum);
-        return settled_sum(sum);
+        for (int k = 0; k < PER_LANE; k++)
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+                const float2 xy = pair(n, k);
+                sums[n] = k ? __fmaf_rn(xy.x, xy.y, sums[n]) : __fmul_rn(xy.x, xy.y);
+            }
+        settled_sums(sums);
     } else {
-        float products[1][PER_LANE];
+        float products[N][PER_LANE];
 #pragma unroll
-        for (int k = 0; k < PER_LANE; k++) products[0][k] = __fmul_rn(x[k], y[k]);
+        for (int k = 0; k < PER_LANE; k++)
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+                const float2 xy = pair(n, k);
+                products[n][k] = __fmul_rn(xy.x, xy.y);
+            }
         warp_trees(products);
-        return products[0][0];
+#pragma unroll
+        for (int n = 0; n < N; n++) sums[n] = products[n][0];
     }
 }
 
-/** What thresholds of up to 5 bits are compared with. */
-template <class Args> __device__ __forceinline__ float searched(float z, const Norm &norm)
+template <class Args, int PER_LANE>
+__device__ __forceinline__ float warp_dot(const float (&x)[PER_LANE], const float (&y)[PER_LANE])
 {
-    if constexpr (!Args::SETTLED) return __fmul_rn(z, norm.inverse);
-    const float units = __fmul_rn(norm.inverse, TQ_SETTLED_UNITS);
+    float sum[1];
+    warp_dots<Args, PER_LANE>(sum, [&](int, int k) { return make_float2(x[k], y[k]); });
+    return sum[0];
+}
+
+/** What thresholds of up to 5 bits are compared with: of u = z times. */
+template <class Args> __device__ __forceinline__ float searched(float z, float times)
+{
+    if constexpr (!Args::SETTLED) return __fmul_rn(z, times);
+    const float units = __fmul_rn(times, TQ_SETTLED_UNITS);
     const float whole = __fsub_rn(__fmaf_rd(z, units, WHOLE), WHOLE);
     return __fmul_rn(__fadd_rn(whole, 0.5f), 1.0f / TQ_SETTLED_UNITS);
 }
@@ -213,13 +231,71 @@ template <bool FINE> struct SliceBooks {
     }
 };
 
+// ---- the search of a scale: turboquant.h, "tries" ----
+
+/** The best factor until now. */
+template <int PER_LANE> struct Found {
+    float gain, cu;
+    uint32_t codes[PER_LANE]; // or ranks
+};
+
+/** Tries factors first .. first + N - 1: `numbers` is z if rows are settled, else u; c has its levels, both in the units of x. */
+template <int N, class Args, int PER_LANE, class Round>
+__device__ __forceinline__ void try_factors(const Args &a, int first, float inverse, const float (&numbers)[PER_LANE],
+                                            const Round &round, Found<PER_LANE> &found)
+{
+    uint32_t codes[N][PER_LANE];
+    float c[N][PER_LANE], sums[2 * N]; // <c, u> and <c, c>
+#pragma unroll
+    for (int n = 0; n < N; n++) round(__fmul_rn(inverse, a.factors[first + n]), codes[n], c[n]);
+    warp_dots<Args, PER_LANE>(sums,
+                              [&](int i, int k) { return make_float2(c[i / 2][k], i % 2 ? c[i / 2][k] : numbers[k]); });
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        const float cu = Args::SETTLED ? __fmul_rn(sums[2 * n], inverse) : sums[2 * n],
+                    gain = __fmul_rn(cu, __fdiv_rn(cu, sums[2 * n + 1]));
+        const bool better = (first == 0 && n == 0) || gain > found.gain;
+        found.gain = better ? gain : found.gain;
+        found.cu = better ? cu : found.cu;
+#pragma unroll
+        for (int k = 0; k < PER_LANE; k++) found.codes[k] = better ? codes[n][k] : found.codes[k];
+    }
+}
+
+/** The codes of the best factor, and the scale that they need. round(times, codes, c): of z times `times`. steps: whether there are any. */
+template <class Args, int PER_LANE, class Round>
+__device__ __forceinline__ __half search_scale(const Args &a, const AppendSide &side, bool steps, const Norm &norm,
+                                               const float (&numbers)[PER_LANE], const Round &round,
+                                               uint32_t (&codes)[PER_LANE])
+{
+    Found<PER_LANE> found;
+    if constexpr (Args::USUAL) { // latency is all that counts: several at once
+        try_factors<3>(a, 0, norm.inverse, numbers, round, found);
+#pragma unroll 1
+        for (int first = 3; first < a.tries; first += 2) try_factors<2>(a, first, norm.inverse, numbers, round, found);
+    } else {
+#pragma unroll 1
+        for (int first = 0; first < a.tries; first++) try_factors<1>(a, first, norm.inverse, numbers, round, found);
+    }
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++) codes[k] = found.codes[k];
+    float uu = side.coded_channels;
+    if (!Args::SETTLED || steps) uu = warp_dot<Args>(numbers, numbers);
+    if (Args::SETTLED && steps) uu = __fmul_rn(__fmul_rn(uu, norm.inverse), norm.inverse);
+    return scale_of(TQ_SCALE_EDEN, norm.rms, {uu, found.cu, 0.0f}, Args::SETTLED ? a.factor : 1.0f);
+}
+
+// ---- rows ----
+
 /** z, rotated but not divided by the steps yet -> codes of whole slices in shared memory, a byte each; the scale to every lane.
  *  books: of slice 0, as they are wanted early. Any plan: widths by group, padding, steps. */
 template <int PER_LANE, bool FINE, class Args>
 __device__ __forceinline__ __half encode_any(const Args &a, const AppendSide &side, const float *steps,
                                              SliceBooks<FINE> books, float (&z)[PER_LANE], uint8_t *codes, int lane)
 {
-    float kept[PER_LANE], u[PER_LANE], c[PER_LANE]; // u: of settled rows z
+    float kept[PER_LANE], u[PER_LANE],
+        c[PER_LANE]; // u: of settled rows z. With steps the scale is found in the units of x
+    uint32_t found[PER_LANE];
     bool coded[PER_LANE];
 #pragma unroll
     for (int k = 0; k < PER_LANE; k++) {
@@ -228,30 +304,39 @@ __device__ __forceinline__ __half encode_any(const Args &a, const AppendSide &si
         if (steps && group < a.groups) z[k] = __fmul_rn(z[k], __fdiv_rn(1.0f, steps[group]));
         kept[k] = coded[k] ? z[k] : 0.0f;
     }
+    const auto step_of = [&](int k) { return steps && coded[k] ? steps[group_of<FINE>(k, lane)] : 1.0f; };
     const float ss = warp_dot<Args>(kept, kept);
     const Norm norm = norm_of(ss, __fdiv_rn(ss, side.coded_channels));
 #pragma unroll
-    for (int k = 0; k < PER_LANE; k++) {
-        u[k] = c[k] = 0.0f;
-        if (32 * k >= a.head_dim) continue;
-        uint32_t code = 0;
-        if (books.take(a, side, k, lane)) {
-            const float scaled = __fmul_rn(z[k], norm.inverse);
-            const Ranked found = books.look_up(searched<Args>(z[k], norm), scaled, lane);
-            if (coded[k]) { // with steps the scale is found in the units of x
-                const int group = group_of<FINE>(k, lane), bits = side.bits[group];
-                const float step = steps ? steps[group] : 1.0f;
-                const Coded one =
-                    bits == TQ_WIDE_BITS ? wide_coded(scaled) : Coded{code_of_rank(found.rank, bits), found.level};
-                u[k] = __fmul_rn(Args::SETTLED ? z[k] : scaled, step);
-                c[k] = __fmul_rn(one.level, step);
-                code = one.code;
-            }
+    for (int k = 0; k < PER_LANE; k++)
+        u[k] = coded[k] ? __fmul_rn(Args::SETTLED ? z[k] : __fmul_rn(z[k], norm.inverse), step_of(k)) : 0.0f;
+    const auto round = [&](float times, uint32_t (&to)[PER_LANE], float (&levels)[PER_LANE]) {
+#pragma unroll
+        for (int k = 0; k < PER_LANE; k++) {
+            levels[k] = 0.0f, to[k] = 0;
+            if (32 * k >= a.head_dim || !books.take(a, side, k, lane)) continue;
+            const float scaled = __fmul_rn(z[k], times);
+            const Ranked ranked = books.look_up(searched<Args>(z[k], times), scaled, lane);
+            if (!coded[k]) continue;
+            const int bits = side.bits[group_of<FINE>(k, lane)];
+            const Coded one =
+                bits == TQ_WIDE_BITS ? wide_coded(scaled) : Coded{code_of_rank(ranked.rank, bits), ranked.level};
+            levels[k] = __fmul_rn(one.level, step_of(k));
+            to[k] = one.code;
         }
-        codes[lane + 32 * k] = (uint8_t)code;
+    };
+    __half scale;
+    if constexpr (Args::SEARCHES) {
+        scale = search_scale(a, side, steps, norm, u, round, found);
+    } else {
+        round(norm.inverse, found, c);
+        if constexpr (Args::SETTLED) scale = scale_settled(a, side, steps, norm, u, c);
+        else scale = scale_warp(a, norm.rms, u, c);
     }
-    if constexpr (Args::SETTLED) return scale_settled(a, side, steps, norm, u, c);
-    else return scale_warp(a, norm.rms, u, c);
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++)
+        if (32 * k < a.head_dim) codes[lane + 32 * k] = (uint8_t)found[k];
+    return scale;
 }
 
 /** The same where all groups have one width, `bits`, no slice has padding, and there are no steps. */
@@ -260,25 +345,38 @@ __device__ __forceinline__ __half encode_one_width(const Args &a, const AppendSi
                                                    const LaneBook &book, const float (&z)[PER_LANE], uint8_t *codes,
                                                    int lane)
 {
-    float u[PER_LANE], c[PER_LANE];
     const float ss = warp_dot<Args>(z, z); // 0 behind head_dim
     float mean;                            // of a power of two by a product, which is the same
     if constexpr (Args::USUAL) mean = __fmul_rn(ss, 1.0f / Args::head_dim);
     else mean = __fdiv_rn(ss, side.coded_channels);
     const Norm norm = norm_of(ss, mean);
-    int ranks[PER_LANE];
+    const auto round = [&](float times, uint32_t (&ranks)[PER_LANE], float (&c)[PER_LANE]) {
 #pragma unroll
-    for (int k = 0; k < PER_LANE; k++) {
-        u[k] = searched<Args>(z[k], norm);
-        ranks[k] = rank_of<!Args::USUAL>(u[k], book);
-    }
+        for (int k = 0; k < PER_LANE; k++)
+            ranks[k] = (uint32_t)rank_of<!Args::USUAL>(searched<Args>(z[k], times), book);
 #pragma unroll
-    for (int k = 0; k < PER_LANE; k++) {
-        c[k] = __shfl_sync(ALL_LANES, book.level, ranks[k]);
-        if (32 * k < a.head_dim) codes[lane + 32 * k] = (uint8_t)code_of_rank(ranks[k], bits);
-        else c[k] = 0.0f;
+        for (int k = 0; k < PER_LANE; k++) {
+            c[k] = __shfl_sync(ALL_LANES, book.level, (int)ranks[k]);
+            if (32 * k >= a.head_dim) c[k] = 0.0f;
+        }
+    };
+    const auto store = [&](const uint32_t (&ranks)[PER_LANE]) {
+#pragma unroll
+        for (int k = 0; k < PER_LANE; k++)
+            if (32 * k < a.head_dim) codes[lane + 32 * k] = (uint8_t)code_of_rank((int)ranks[k], bits);
+    };
+    float u[PER_LANE], c[PER_LANE]; // u: of settled rows z
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++) u[k] = Args::SETTLED ? z[k] : __fmul_rn(z[k], norm.inverse);
+    uint32_t ranks[PER_LANE];
+    if constexpr (Args::SEARCHES) {
+        const __half scale = search_scale(a, side, false, norm, u, round, ranks);
+        store(ranks);
+        return scale;
     }
-    if constexpr (Args::SETTLED) return scale_settled(a, side, false, norm, z, c);
+    round(norm.inverse, ranks, c);
+    store(ranks);
+    if constexpr (Args::SETTLED) return scale_settled(a, side, false, norm, u, c);
     else return scale_warp(a, norm.rms, u, c);
 }
 
@@ -295,18 +393,18 @@ __device__ __forceinline__ __half encode_warp(const Args &a, const AppendSide &s
  *  as what they are. */
 template <class F> tq_status with_channels_per_lane(const AppendArgs &args, bool settled, const F &f)
 {
-    const auto with = [&](auto fine) {
-        if (settled) {
-            const SettledArgs of_settled = {args};
-            if (args.head_dim == 64) return f(std::integral_constant<int, 2>(), fine, of_settled);
-            if (args.head_dim == 128) return f(std::integral_constant<int, 4>(), fine, of_settled);
-            return f(std::integral_constant<int, 8>(), fine, of_settled);
-        }
-        if (args.head_dim <= 64) return f(std::integral_constant<int, 2>(), fine, args);
-        if (args.head_dim <= 128) return f(std::integral_constant<int, 4>(), fine, args);
-        return f(std::integral_constant<int, 8>(), fine, args);
+    const auto with = [&](auto fine, const auto &as_it_is) {
+        if (args.head_dim <= 64) return f(std::integral_constant<int, 2>(), fine, as_it_is);
+        if (args.head_dim <= 128) return f(std::integral_constant<int, 4>(), fine, as_it_is);
+        return f(std::integral_constant<int, 8>(), fine, as_it_is);
     };
-    return args.tile_tokens == TQ_TILE ? with(std::false_type()) : with(std::true_type());
+    const auto with_groups = [&](const auto &as_it_is) {
+        return args.tile_tokens == TQ_TILE ? with(std::false_type(), as_it_is) : with(std::true_type(), as_it_is);
+    };
+    if (settled && args.tries) return with_groups(SearchArgs<SettledArgs>{{{args}}});
+    if (settled) return with_groups(SettledArgs{args});
+    if (args.tries) return with_groups(SearchArgs<AppendArgs>{{args}});
+    return with_groups(args);
 }
 
 } // namespace tq

@@ -229,9 +229,8 @@ __global__ void __launch_bounds__(32) append_one_token(const __grid_constant__ A
     else append_one<PER_LANE, FINE, false, 0, false>(a, work, row, codes, threadIdx.x % 32);
 }
 
-template <int PER_LANE, bool IS_KEY, bool RESIDUALS>
-__device__ __forceinline__ void append_usual_one(const UsualArgs<PER_LANE> &a, const Work &work, float *row,
-                                                 uint8_t *codes)
+template <int PER_LANE, bool IS_KEY, bool RESIDUALS, class Args>
+__device__ __forceinline__ void append_usual_one(const Args &a, const Work &work, float *row, uint8_t *codes)
 {
     const int lane = threadIdx.x % 32;
     switch (a.side[!IS_KEY].one_width) {
@@ -244,8 +243,8 @@ __device__ __forceinline__ void append_usual_one(const UsualArgs<PER_LANE> &a, c
 /** MOMENTS: keys have a wave or a metric. The kernel without that code has fewer registers (55 instead of 92 at head_dim
  *  128), and attention behind it starts 0.3 us earlier. The kernel with it also branches, although the branch is always
  *  taken: without the branch 64 sequences with a window took 4.8 us instead of 3.7 (H200). */
-template <int PER_LANE, bool MOMENTS>
-__global__ void __launch_bounds__(32) append_one_token_usual(const __grid_constant__ UsualArgs<PER_LANE> a)
+template <int PER_LANE, bool MOMENTS, class Args>
+__global__ void __launch_bounds__(32) append_one_token_usual(const __grid_constant__ Args a)
 {
     __shared__ float row[32 * PER_LANE];
     __shared__ __align__(4) uint8_t codes[32 * PER_LANE];
@@ -267,9 +266,14 @@ bool is_usual(const AppendArgs &args)
 
 template <int PER_LANE> tq_status launch_usual(const AppendArgs &args, cudaStream_t stream, tq_error *error)
 {
-    const auto kernel =
-        args.moments.any() ? append_one_token_usual<PER_LANE, true> : append_one_token_usual<PER_LANE, false>;
-    return launch(kernel, warps_of(args), 32, 0, stream, error, UsualArgs<PER_LANE>{{args}});
+    const auto with = [&](const auto &a) {
+        using Args = std::decay_t<decltype(a)>;
+        const auto kernel = args.moments.any() ? append_one_token_usual<PER_LANE, true, Args>
+                                               : append_one_token_usual<PER_LANE, false, Args>;
+        return launch(kernel, warps_of(args), 32, 0, stream, error, a);
+    };
+    if (args.tries) return with(SearchArgs<UsualArgs<PER_LANE>>{{{{args}}}});
+    return with(UsualArgs<PER_LANE>{{args}});
 }
 
 } // namespace

@@ -5,7 +5,7 @@
 //   baselines/append.cu the same for plans that are not plain
 //   append/prefill.cuh  many tokens, usual shapes with tiles of 32 (prefill): a warp a token tile, rotated by tensor cores; copy_exact
 //                    behind it
-//   append/prefill_80_96.cuh  the same for head_dim 80 and 96: a warp a token tile, two lanes a token
+//   append/prefill_80_96.cuh  the same for head_dim 80 and 96, without tries: a warp a token tile, two lanes a token
 //   append/append.cu        the choice between them, copy_exact, and the launcher
 //
 // A token is encoded from the ring if it was stored before this append, from k or v if not, and the ring slot it leaves is taken
@@ -42,12 +42,14 @@ struct AppendSide {
 
 /** Everything a block knows when it starts; in constant memory. */
 struct AppendArgs {
-    static constexpr bool USUAL = false, SETTLED = false; // or SettledArgs, UsualArgs
+    static constexpr bool USUAL = false, SETTLED = false, SEARCHES = false; // or UsualArgs, SettledArgs, SearchArgs
     int32_t batch, tokens, kv_heads, sinks, window, max_pages, dtype;
     int32_t head_dim, groups, rotation, scale, sides; // sides: 1 without values
     int32_t capacity;                                 // the largest length
     int32_t tile_tokens;                              // 32, or 64 with groups of 16
-    float factor; // of a rotation of one pass; of settled rows (turboquant.h, "z") of the scale
+    float factor;  // of a rotation of one pass; of settled rows (turboquant.h, "z") of the scale
+    int32_t tries; // turboquant.h, "tries"; 0 unless SEARCHES
+    float factors[7];
     Divisor heads, batches, window_slots, page_tokens;
     int64_t n_pages, page_bytes, record_bytes, row_bytes;
     const int32_t *lengths, *block_table;
@@ -71,6 +73,11 @@ template <int PER_LANE> struct UsualArgs : SettledArgs {
     static constexpr int32_t head_dim = 32 * PER_LANE, groups = PER_LANE, rotation = TQ_ROTATION_HADAMARD,
                              scale = TQ_SCALE_EDEN;
     static constexpr int64_t row_bytes = 2 * head_dim;
+};
+
+/** Of a plan with tries. */
+template <class Args> struct SearchArgs : Args {
+    static constexpr bool SEARCHES = true;
 };
 
 tq_status launch_append_one_token(const AppendArgs &args, bool settled, cudaStream_t stream, tq_error *error);

@@ -32,16 +32,23 @@ namespace fragments
 constexpr int PASS = 16;     // tokens at a time
 constexpr int MOST_BITS = 4; // of a group
 
-/** One compiled kernel. Every group has 1 to 4 bits. MOMENTS: of plans with a wave or a metric. */
-template <int DIM_, bool MOMENTS_> struct Shape {
+/** One compiled kernel. Every group has 1 to 4 bits. MOMENTS: of plans with a wave or a metric. SEARCHES: of plans with tries. */
+template <int DIM_, bool MOMENTS_, bool SEARCHES_> struct Shape {
     static constexpr int DIM = DIM_, GROUPS = DIM / 32, CHUNKS = DIM / 16;
-    static constexpr bool MOMENTS = MOMENTS_;
+    static constexpr bool MOMENTS = MOMENTS_, SEARCHES = SEARCHES_;
     static constexpr int PIECES = DIM / 8, ROW_BYTES = 2 * DIM + 32, ROWS_BYTES = PASS * ROW_BYTES,
                          AT_CENTRE = ROWS_BYTES, AT_SUMS = AT_CENTRE + 4 * DIM, AT_RESIDUAL = AT_SUMS + 2 * 4 * TQ_TILE,
                          WARP_BYTES = AT_RESIDUAL + (MOMENTS ? (int)sizeof(HeadResidual<DIM_>) : 0);
-    static constexpr int WARPS = DIM <= 64 ? 24 : DIM <= 128 ? 16 : 8; // of a multiprocessor, by registers
-    /* Units of the largest u, sqrt(DIM) but for rounding; a table has entries for -MOST .. MOST - 1. */
-    static constexpr int MOST = DIM <= 64 ? 528 : DIM <= 128 ? 736 : 1040, TABLE_BYTES = 2 * MOST;
+    static constexpr int WARPS = DIM <= 64 ? (SEARCHES ? 16 : 24) : DIM <= 128 ? (SEARCHES ? 12 : 16) : 8; // of a
+    // multiprocessor, by registers
+    /* Units of the largest u, sqrt(DIM) but for rounding, times the largest factor; a table has entries for -MOST .. MOST - 1. */
+    static constexpr int MOST = SEARCHES ? (DIM <= 64    ? 640
+                                            : DIM <= 128 ? 896
+                                                         : 1264)
+                                         : (DIM <= 64    ? 528
+                                            : DIM <= 128 ? 736
+                                                         : 1040),
+                         TABLE_BYTES = 2 * MOST;
 };
 
 /** How the tiles of a side are shared: warp t of those that take them has `each`, and one more if t < more. Values count the warps from
@@ -99,6 +106,11 @@ template <bool IS_KEY> struct Lane {
 
     /** Of the lane's tokens, the one whose sums it ends up with. */
     __device__ static int own(int lane) { return IS_KEY ? lane / 2 % 2 : lane / 4 % 4; }
+    /** Bits of a word of codes that belong to token k; keys: of word k of a group, values: of both words. */
+    __device__ static constexpr uint32_t mask(int k)
+    {
+        return IS_KEY ? 0xffffffffu : 0x000f000fu << (8 * (k % 2) + 4 * (k / 2));
+    }
     /** A lane that has the sums of this lane's token k. */
     __device__ static int lane_of(int lane, int k) { return IS_KEY ? (lane & ~3) | 2 * k : 4 * k + lane % 4; }
     /** Whether no lane before has the same token of its own. */
@@ -400,12 +412,12 @@ __device__ __forceinline__ uint32_t load_byte(uint32_t address)
     return x;
 }
 
-/** z -> codes of a pass, and sums of <c, z>. times: units of u in z, by token. Codes are looked up a chunk ahead: a level waits for its
- *  code, and a sum for its level. */
+/** z -> codes of a pass, and sums of <c, z> and, for a search, <c, c>. times: units of u in z, by token. Codes are looked up a chunk
+ *  ahead: a level waits for its code, and a sum for its level. */
 template <class S, bool IS_KEY>
 __device__ __forceinline__ void quantise(const FragmentsArgs &a, const Tables<S> &tables, const Numbers<S> &z,
                                          const float (&times)[Lane<IS_KEY>::TOKENS], uint32_t (&codes)[S::GROUPS][2],
-                                         Chains &cz, uint32_t memory, int lane)
+                                         Chains &cz, Chains &cc, uint32_t memory, int lane)
 {
     using L = Lane<IS_KEY>;
     uint32_t next[8];
@@ -433,10 +445,65 @@ __device__ __forceinline__ void quantise(const FragmentsArgs &a, const Tables<S>
         for (int e = 0; e < 8; e++) {
             const int token = L::token(e), n = L::n(e);
             cz.add(c, e, level[e], z.x[c][e]);
+            if constexpr (S::SEARCHES) cc.add(c, e, level[e], level[e]);
             if constexpr (IS_KEY) codes[group][token] += code[e] << 4 * (4 * (c % 2) + n);
             else codes[group][c % 2] += code[e] << (16 * n + 8 * (token % 2) + 4 * (token / 2));
         }
     }
+}
+
+/** Units of u in z, of the lane's tokens, from those of its own. */
+template <bool IS_KEY>
+__device__ __forceinline__ void times_of_tokens(float own, float (&times)[Lane<IS_KEY>::TOKENS], int lane)
+{
+#pragma unroll
+    for (int k = 0; k < Lane<IS_KEY>::TOKENS; k++)
+        times[k] = __shfl_sync(ALL_LANES, own, Lane<IS_KEY>::lane_of(lane, k));
+}
+
+/** z -> codes of a pass, 0 before. Returns <c, u> of the lane's own token. */
+template <class S, bool IS_KEY>
+__device__ __forceinline__ float codes_of_pass(const FragmentsArgs &a, const Tables<S> &tables, const Numbers<S> &z,
+                                               float inverse, uint32_t (&codes)[S::GROUPS][2], uint32_t memory,
+                                               int lane)
+{
+    Chains cz;
+    float times[Lane<IS_KEY>::TOKENS];
+    times_of_tokens<IS_KEY>(__fmul_rn(inverse, TQ_SETTLED_UNITS), times, lane);
+    quantise<S, IS_KEY>(a, tables, z, times, codes, cz, cz, memory, lane);
+    return __fmul_rn(sum_of_own<IS_KEY>(cz, lane), inverse);
+}
+
+/** The same with the codes of the best factor: turboquant.h, "tries". */
+template <class S, bool IS_KEY>
+__device__ __forceinline__ float search_pass(const FragmentsArgs &a, const Tables<S> &tables, const Numbers<S> &z,
+                                             float inverse, uint32_t (&codes)[S::GROUPS][2], uint32_t memory, int lane)
+{
+    using L = Lane<IS_KEY>;
+    float best = 0.0f, best_cu = 0.0f;
+#pragma unroll 1
+    for (int i = 0; i < a.tries; i++) {
+        uint32_t tried[S::GROUPS][2] = {};
+        Chains cz, cc;
+        float times[L::TOKENS];
+        times_of_tokens<IS_KEY>(__fmul_rn(__fmul_rn(inverse, a.factors[i]), TQ_SETTLED_UNITS), times, lane);
+        quantise<S, IS_KEY>(a, tables, z, times, tried, cz, cc, memory, lane);
+        const float cu = __fmul_rn(sum_of_own<IS_KEY>(cz, lane), inverse),
+                    gain = __fmul_rn(cu, __fdiv_rn(cu, sum_of_own<IS_KEY>(cc, lane)));
+        const bool better = i == 0 || gain > best;
+        best = better ? gain : best;
+        best_cu = better ? cu : best_cu;
+        const uint32_t won = __ballot_sync(ALL_LANES, better);
+        uint32_t masks[2] = {};
+#pragma unroll
+        for (int k = 0; k < L::TOKENS; k++)
+            if (won >> L::lane_of(lane, k) & 1) masks[IS_KEY ? k : 0] |= L::mask(k);
+        if (!IS_KEY) masks[1] = masks[0];
+#pragma unroll
+        for (int j = 0; j < 2 * S::GROUPS; j++)
+            codes[j / 2][j % 2] = choose(codes[j / 2][j % 2], tried[j / 2][j % 2], ~masks[j % 2]);
+    }
+    return best_cu;
 }
 
 /** A lane's words of one tile, of tokens begin .. end - 1. */
@@ -563,18 +630,13 @@ __device__ __forceinline__ void encode_pass(const FragmentsArgs &a, const Work &
     for (int i = 0; i < 8 * S::CHUNKS; i++) chains.add(i / 8, i % 8, z.x[i / 8][i % 8], z.x[i / 8][i % 8]);
     const float ss = sum_of_own<IS_KEY>(chains, lane);
     const Norm norm = norm_of(ss, __fmul_rn(ss, 1.0f / S::DIM)); // of a power of two as the quotient
-    const float own_times = __fmul_rn(norm.inverse, TQ_SETTLED_UNITS);
-    float times[L::TOKENS];
-#pragma unroll
-    for (int k = 0; k < L::TOKENS; k++) times[k] = __shfl_sync(ALL_LANES, own_times, L::lane_of(lane, k));
-
-    const int token = first % TQ_TILE;
-    quantise<S, IS_KEY>(a, tables, z, times, codes, chains, block, lane);
-    const float cz = sum_of_own<IS_KEY>(chains, lane);
-    float *sums = reinterpret_cast<float *>(memory + S::AT_SUMS) + token + L::in_pass(lane, L::own(lane));
+    float cu;
+    if constexpr (S::SEARCHES) cu = search_pass<S, IS_KEY>(a, tables, z, norm.inverse, codes, block, lane);
+    else cu = codes_of_pass<S, IS_KEY>(a, tables, z, norm.inverse, codes, block, lane);
+    float *sums = reinterpret_cast<float *>(memory + S::AT_SUMS) + first % TQ_TILE + L::in_pass(lane, L::own(lane));
     if (L::first(lane)) {
         sums[0] = norm.rms;
-        sums[TQ_TILE] = __fmul_rn(cz, norm.inverse);
+        sums[TQ_TILE] = cu;
     }
 }
 
@@ -717,9 +779,12 @@ template <class S> tq_status launch_shape(const AppendArgs &args, cudaStream_t s
 }
 
 /** MOMENTS: the centre of keys is subtracted with their wave, that of values, if any, as without one. */
-template <int DIM, bool MOMENTS> tq_status launch_dim(const AppendArgs &args, cudaStream_t stream, tq_error *error)
+template <bool MOMENTS, bool SEARCHES>
+tq_status launch_dims(const AppendArgs &args, cudaStream_t stream, tq_error *error)
 {
-    return launch_shape<Shape<DIM, MOMENTS>>(args, stream, error);
+    if (args.head_dim == 64) return launch_shape<Shape<64, MOMENTS, SEARCHES>>(args, stream, error);
+    if (args.head_dim == 128) return launch_shape<Shape<128, MOMENTS, SEARCHES>>(args, stream, error);
+    return launch_shape<Shape<256, MOMENTS, SEARCHES>>(args, stream, error);
 }
 
 } // namespace fragments

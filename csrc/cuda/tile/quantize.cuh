@@ -198,13 +198,14 @@ template <int N, int PER_LANE> __device__ __forceinline__ void warp_trees(float 
         for (int n = 0; n < N; n++) v[n][0] = __fadd_rn(v[n][0], __shfl_xor_sync(ALL_LANES, v[n][0], h));
 }
 
-/** x: a lane's sum over its channels l + 32 k of a settled row -> the row's sum, in every lane. */
-__device__ __forceinline__ float settled_sum(float x)
+/** x: a lane's sums over its channels l + 32 k of settled rows -> the rows' sums, in every lane. */
+template <int N> __device__ __forceinline__ void settled_sums(float (&x)[N])
 {
     constexpr int ORDER[] = {16, 8, 2, 1, 4};
 #pragma unroll
-    for (int i = 0; i < 5; i++) x = __fadd_rn(x, __shfl_xor_sync(ALL_LANES, x, ORDER[i]));
-    return x;
+    for (int i = 0; i < 5; i++)
+#pragma unroll
+        for (int n = 0; n < N; n++) x[n] = __fadd_rn(x[n], __shfl_xor_sync(ALL_LANES, x[n], ORDER[i]));
 }
 
 /** 1.5 * 2^23: the bits of x + WHOLE, rounded down, are those of WHOLE plus the whole number below x. */
