@@ -1,12 +1,14 @@
-"""Every integer that a request can set has bounds (turboquant.arguments.BOUNDS). Beyond them there is an error that
+"""Every integer that a request or a file can set has bounds (turboquant.arguments.BOUNDS). Beyond them an error that
 names the argument, before anything is allocated."""
 
 from __future__ import annotations
 
 import re
+import tempfile
 import tracemalloc
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from conftest import ROOT
 import turboquant
 from turboquant.arguments import BOUNDS
 from turboquant.cli import main
+from turboquant.files import read_header
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("transformers")
@@ -83,6 +86,44 @@ def eye() -> Any:
     return np.eye(64, dtype=np.float32)[:1]
 
 
+def _put(meta: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
+    for key in path[:-1]:
+        meta = meta[key]
+    meta[path[-1]] = value
+
+
+@cache
+def files() -> dict[str, Path]:
+    """A file of each kind."""
+    folder = Path(tempfile.mkdtemp())
+    found = {name: folder / name for name in ("cache", "wave", "index", "profile")}
+    filled().save(found["cache"])
+    profile = turboquant.measure(model())
+    profile.save(found["profile"])
+    turboquant.TurboQuantCache(model(), "default", profile=profile).save(found["wave"])
+    index().save(found["index"])
+    return found
+
+
+def forged(kind: str, *path: Any) -> Callable[[Any], Any]:
+    """Loads a file whose header has another number at a place."""
+    loaders = {"index": turboquant.Index.load, "profile": turboquant.Profile.load}
+
+    def load(value: Any) -> Any:
+        def read(file: Any, form: str) -> Any:
+            meta, tensors, start = read_header(file, form)
+            _put(meta, path, value)
+            return meta, tensors, start
+
+        file = files()[kind]
+        with pytest.MonkeyPatch.context() as patch:
+            for module in ("files", "hf.persistence", "index.storage"):
+                patch.setattr(f"turboquant.{module}.read_header", read)
+            return loaders.get(kind, turboquant.TurboQuantCache.load)(file)
+
+    return load
+
+
 CALLS: dict[str, Callable[[Any], Any]] = {
     "crop: `tokens`": lambda n: filled().crop(n),
     "batch_repeat_interleave: `repeats`": lambda n: filled().batch_repeat_interleave(n),
@@ -104,6 +145,17 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "search: `threads`": lambda n: index().search(eye(), 1, threads=n),
     "range_search: `threads`": lambda n: index().range_search(eye(), 0.5, threads=n),
     "Codes: `vectors`": lambda n: turboquant.Codes(turboquant.Plan(64, 4), np.zeros((1, 1, 1), np.uint8), n),
+    "load: `exponent`": forged("index", "exponent"),
+    "load: `next_id`": forged("index", "next_id"),
+    "load: `first_id`": forged("index", "first_id"),
+    "cache file: `positions`": forged("cache", "positions"),
+    "cache file: `kv_heads`": forged("cache", "sizes", 0, 0),
+    "cache file: `head_dim`": forged("cache", "sizes", 0, 1),
+    "cache file: `padding`": forged("cache", "padding", 1),
+    "cache file: `released`": forged("cache", "released", 1),
+    "cache file: `sliding_windows`": forged("cache", "sliding_windows", 0),
+    "cache file: `moments`": forged("wave", "moments", "shapes", 0, 0),
+    "Moments: `tokens`": forged("profile", "moments", "tokens"),
     "evaluate: `chunk`": lambda n: evaluate(chunk=n),
     "evaluate: `batch`": lambda n: evaluate(batch=n),
     "evaluate: `generate`": lambda n: evaluate(generate=n),
@@ -122,6 +174,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "eval: --length": lambda n: main(["eval", DEMO, "--text", "t", "--spec", "default", "--length", str(n)]),
     "esm-scan: --batch": lambda n: main(["esm-scan", "f", "--model", DEMO, "--csv", "-", "--batch", str(n)]),
 }
+FILES = [name for name in BOUNDS if name.startswith(("load", "cache file", "Moments"))]
 OPTIONS = [name for name in BOUNDS if ": --" in name]
 
 
@@ -133,7 +186,8 @@ def test_every_bound_has_a_call() -> None:
 def test_beyond_its_bounds(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     (low, high), call = BOUNDS[name], CALLS[name]
     before = filled().get_seq_length()
-    for value in (low - 1, high + 1, 2**63, -(2**63) - 1, 10**30):
+    assert files()
+    for value in (low - 1, high + 1, 2**64, -(2**63) - 1, 10**30):
         tracemalloc.start()
         text = f"{name.rpartition(': ')[2] if name in OPTIONS else name} must be in {low}..{high}, got {value}"
         if name in OPTIONS:
@@ -152,7 +206,8 @@ def test_beyond_its_bounds(name: str, capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize("name", [name for name in BOUNDS if name not in OPTIONS])
 @pytest.mark.parametrize("value", [True, 1.0, "1", None, [1], float("nan")], ids=repr)
 def test_no_integer(name: str, value: Any) -> None:
-    with pytest.raises(TypeError, match=re.escape(f"{name} must be an integer, got")):
+    kind = ValueError if name in FILES else TypeError  # a file that is none of ours
+    with pytest.raises(kind, match=re.escape(f"{name} must be an integer, got")):
         CALLS[name](value)
 
 

@@ -453,7 +453,10 @@ CHANGED_MOMENTS = {
         "`layers` must be the 2 layers of its fingerprint, got 1",
     ),
     "of another shape": (lambda h: h["moments"]["shapes"][0].__setitem__(0, 1), "`moments.0.amplitudes` is not of"),
-    "too large": (lambda h: h["moments"]["shapes"][0].__setitem__(0, 2**40), "`moments` are out of range"),
+    "too large": (
+        lambda h: h["moments"]["shapes"][0].__setitem__(0, 2**40),
+        "`moments` must be in 0..65536, got 109951162",
+    ),
     "of a number of shapes": (lambda h: h["moments"].update(shapes=7), "`moments` is no mapping"),
     "of another model": (lambda h: h["moments"]["fingerprint"].update(kv_heads=9), "`profile` must be of this model"),
     "of an unknown kind": (lambda h: h["moments"]["kinds"].__setitem__(0, "new"), "`kind` must be one of"),

@@ -9,8 +9,8 @@ __all__ = ["BOUNDS", "bounded", "integer", "integer_in"]
 
 _MOST = 2**31 - 1
 
-#: The least and the greatest value of each integer that a request can set, by what errors call it. `bounded` checks
-#: them before anything is allocated. docs/security.md has the same table.
+#: The least and the greatest value of each integer that a request or a file can set, by what errors call it. `bounded`
+#: checks them before anything is allocated. docs/security.md has the same table.
 BOUNDS = {
     "crop: `tokens`": (-_MOST, _MOST),
     "batch_repeat_interleave: `repeats`": (1, 2**16),
@@ -28,6 +28,17 @@ BOUNDS = {
     "search: `threads`": (0, 256),
     "range_search: `threads`": (0, 256),
     "Codes: `vectors`": (0, 2**40),
+    "load: `exponent`": (0, 128),
+    "load: `next_id`": (0, 2**63),
+    "load: `first_id`": (0, 2**63 - 1),
+    "cache file: `positions`": (0, _MOST),
+    "cache file: `kv_heads`": (1, 2**16),
+    "cache file: `head_dim`": (1, 512),
+    "cache file: `padding`": (0, _MOST),
+    "cache file: `released`": (0, _MOST),
+    "cache file: `sliding_windows`": (0, _MOST),
+    "cache file: `moments`": (0, 2**16),
+    "Moments: `tokens`": (1, 2**63 - 1),
     "evaluate: `chunk`": (1, _MOST),
     "evaluate: `batch`": (1, 2**16),
     "evaluate: `generate`": (0, 2**20),

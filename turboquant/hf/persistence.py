@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..arguments import bounded
 from ..calibration import Calibration, layer_specs
 from ..files import Tensor, array_bytes, crc32, existing_file, layout, numpy_dtype, read_header, tensor, write_tensors
 from ..fingerprints import differences
@@ -33,7 +34,7 @@ from ..models.placement import device_of
 from ..modes import is_split
 from ..moments import Moments
 from ..moments.data import array_shapes
-from ..plan import FORMAT_VERSION, MAX_HEAD_DIM, PAGE_TOKENS
+from ..plan import FORMAT_VERSION, PAGE_TOKENS
 from ..spec import CacheSpec
 from .kinds import has_keys, is_known
 from .routing import decoder_of
@@ -258,17 +259,13 @@ class _Reader:
         self.header, self.tensors, self.start = read_header(file, FORMAT)
         _want(self.header["byte_format"] == FORMAT_VERSION, f"its byte format must be {FORMAT_VERSION}")
 
-    def integers(self, name: str, length: int | None = None, most: int = 2**31 - 1) -> list[int]:
-        """A list of integers in 0..most."""
+    def integers(self, name: str, length: int | None = None) -> list[int]:
         given = self.header[name]
-        right = isinstance(given, list) and all(type(x) is int and 0 <= x <= most for x in given)
-        _want(right and length in (None, len(given)), f"`{name}` is out of range")
-        return given  # type: ignore[no-any-return]
+        _want(isinstance(given, list) and length in (None, len(given)), f"`{name}` is no list of this cache")
+        return [bounded(f"cache file: `{name}`", x) for x in given]
 
-    def integer(self, name: str, most: int = 2**31 - 1) -> int:
-        given = self.header[name]
-        _want(type(given) is int and 0 <= given <= most, f"`{name}` is out of range")
-        return given  # type: ignore[no-any-return]
+    def integer(self, name: str) -> int:
+        return bounded(f"cache file: `{name}`", self.header[name])
 
     def cache(
         self,
@@ -346,8 +343,9 @@ class _Reader:
         shapes = given["shapes"]
         _want(len(shapes) == len(specs), "`moments` are not of its layers")
         for sizes in shapes:
-            right = isinstance(sizes, list) and len(sizes) == 4
-            _want(right and all(type(x) is int and 0 <= x <= 2**16 for x in sizes), "`moments` are out of range")
+            _want(isinstance(sizes, list) and len(sizes) == 4, "`moments` are of another shape")
+            for x in sizes:
+                bounded("cache file: `moments`", x)
         return _moments_tensors(shapes)
 
     def moments(self, cache: TurboQuantCache, places: dict[str, Tensor], held: dict[str, torch.Tensor]) -> Moments:
@@ -363,13 +361,15 @@ class _Reader:
     def layers_tensors(self, layers: list[PackedLayer]) -> dict[str, Tensor]:
         """Tensors of the layers, for a cache that holds tokens."""
         header, positions = self.header, self.integer("positions")
-        padding = self.integers("padding", most=positions)
+        padding = self.integers("padding")
+        _want(max(padding, default=0) <= positions, "`padding` is more than `positions`")
         _want(header["dtype"] in list(_DTYPES)[:3], "`dtype` is none of a model")
         sizes = header["sizes"]
         _want(isinstance(sizes, list) and len(sizes) == len(layers), "`sizes` are not of its layers")
         for one in sizes:
-            right = isinstance(one, list) and len(one) == 2 and all(type(x) is int for x in one)
-            _want(right and 0 < one[0] <= 2**16 and 0 < one[1] <= MAX_HEAD_DIM, "`sizes` are out of range")
+            _want(isinstance(one, list) and len(one) == 2, "`sizes` must be pairs")
+            for name, x in zip(("kv_heads", "head_dim"), one):
+                bounded(f"cache file: `{name}`", x)
         _want(len(padding) > 0, "`padding` is empty")
         released = self.integers("released", len(layers))
         self.integers("sliding_windows", len(layers))

@@ -18,7 +18,7 @@ from ..arguments import bounded
 from ..files import existing_file
 from . import inputs, refining, storage, training, transform
 from .contents import Contents
-from .inputs import Floats, Ids, id_array, integer
+from .inputs import Floats, Ids, id_array
 from .storage import Segment
 from .transform import Transform
 
@@ -463,12 +463,12 @@ class Index:
             if array is not None and not (np.abs(array) <= most).all():  # false for NaN too
                 raise ValueError(f"`{name}` must be finite and at most {most:g} in magnitude")
         sigmas = np.inf if meta["sigmas"] is None else float(meta["sigmas"])
-        exponent, learnt = integer("load", "exponent", meta["exponent"], 0, 128), meta["training"]
+        exponent, learnt = bounded("load: `exponent`", meta["exponent"]), meta["training"]
         if not (learnt is None or (isinstance(learnt, dict) and isinstance(learnt.get("chosen"), str))):
             raise ValueError(f"`training` must be null or an object that says what was chosen, got {learnt!r}")
         t = Transform(self._dim, self._seed, bits, lead, steps, mean, matrix, sigmas, exponent, learnt)
         _core.index_encode(t.space(0), np.zeros((0, self._dim), np.float32))  # checks widths and steps
-        next_id = integer("load", "next_id", meta["next_id"], 0, 2**63)
+        next_id = bounded("load: `next_id`", meta["next_id"])
         self._contents = Contents(t, (), next_id)
         codes = arrays.get("codes")
         if codes is None:
@@ -480,7 +480,7 @@ class Index:
         if signs is None or scales is None or (offsets is None) != (mean is None and self._metric != "l2"):
             raise ValueError("`signs` and `scales` must be there, and `offsets` with a mean or l2")
         ids = get("ids", np.int64, n)
-        first = integer("load", "first_id", meta["first_id"], 0, 2**63 - max(n, 1))
+        first = bounded("load: `first_id`", meta["first_id"])
         low, after = (first, first + n) if ids is None or not n else (int(ids.min()), int(ids.max()) + 1)
         if low < 0 or after > next_id:
             raise ValueError(f"`ids` must be in 0..next_id - 1 = {next_id - 1}, got {low}..{after - 1}")

@@ -10,14 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arguments import integer_in
-
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
-
-
-def integer(op: str, name: str, value: Any, low: int, high: int) -> int:
-    return integer_in(value, f"{op}: `{name}`", low, high)
 
 
 def number(op: str, name: str, value: Any, low: float, high: float) -> float:

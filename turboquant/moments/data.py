@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
+from ..arguments import bounded
 from ..fingerprints import differences
 from ..plan import MAX_RANK, PAIR_MULTIPLE
 
@@ -213,8 +214,7 @@ class Moments:
         if self.fingerprint.get("layers", len(self.layers)) != len(self.layers):
             wanted = f"the {self.fingerprint['layers']} layers of its fingerprint"
             raise ValueError(f"`layers` must be {wanted}, got {len(self.layers)}")
-        if type(self.tokens) is not int or self.tokens < 1:
-            raise ValueError(f"`tokens` must be a positive integer, got {self.tokens!r}")
+        bounded("Moments: `tokens`", self.tokens)
 
     def __repr__(self) -> str:
         shapes = sorted({layer.centre.shape for layer in self.layers})
