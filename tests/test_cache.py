@@ -152,7 +152,7 @@ def test_keys_on_their_way_can_be_described_and_nothing_else():
         with pytest.raises(RuntimeError, match=r"kept in a TurboQuantCache.*Call turboquant\.patch\(model\)"):
             use()
     assert cache.get_seq_length() == 0
-    with pytest.raises(NotImplementedError, match="layer 0: keys and values shared between layers"):
+    with pytest.raises(NotImplementedError, match="layer 0: its keys and values were given to attention twice"):
         for _ in range(2):
             attention(module(), k.repeat(1, 2, 1, 1), fresh, value, None)
 
@@ -163,7 +163,6 @@ def test_keys_on_their_way_can_be_described_and_nothing_else():
         "t5": (dict(is_encoder_decoder=True), "encoder-decoder"),
         "linear alone": (dict(layer_types=["linear_attention"] * 2), "no layer has keys and values"),
         "sparse": (dict(layer_types=["full_attention", "indexed_attention"]), "got indexed_attention"),
-        "chunked": (dict(attention_chunk_size=16), "got chunked_attention"),
         "sharing": (dict(num_kv_shared_layers=2), "shared between layers"),
     }.values(),
 )
@@ -623,7 +622,7 @@ def test_shapes_and_dtypes_that_no_cache_takes():
         (k, k[..., :16], ValueError, "must both be"),
         (k.double(), k.double(), TypeError, "float32, float16 or bfloat16 alike"),
         (k[..., :12], k[..., :12], ValueError, "head_dim"),
-        (torch.zeros(1, 2, 3, 512), torch.zeros(1, 2, 3, 512), ValueError, "head_dim"),
+        (torch.zeros(1, 2, 3, 520), torch.zeros(1, 2, 3, 520), ValueError, "head_dim"),
     ]:
         with pytest.raises(error, match=message):
             new(PACKED).update(cache_k, cache_v, 0)

@@ -76,6 +76,17 @@ GEMMA_4 = dict(
     global_head_dim=32,
     eos_token_id=None,
 )
+LATENTS = dict(
+    num_key_value_heads=4,
+    head_dim=8,
+    q_lora_rank=16,
+    kv_lora_rank=32,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=16,
+    v_head_dim=16,
+    first_k_dense_replace=1,
+    eos_token_id=95,
+)
 MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_ssm=128, mamba_d_state=16, mamba_chunk_size=8, eos_token_id=95)
 TOWER = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2)
 
@@ -141,6 +152,13 @@ EXACT: dict[str, dict[str, Any]] = {
         chunk_size=8,
         eos_token_id=95,
     ),
+    **dict.fromkeys(
+        "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite longcat_flash minicpm3 sarvam_mla youtu".split(), LATENTS
+    ),
+    **{
+        name: {**LATENTS, "n_group": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+        for name in ("bailing_hybrid", "kimi_linear")
+    },
     "gemma3n_text": GEMMA_3N,
     **dict.fromkeys(["gemma4_text", "gemma4_unified_text"], GEMMA_4),
     "zaya": dict(router_hidden_size=16, num_experts_per_tok=1, eos_token_id=95),
@@ -182,15 +200,12 @@ REFUSED: dict[str, str] = {
     "its configuration has no `num_hidden_layers`": "blt",
     "its `generate` is its own": "musicgen_melody",
     "its attention adds ALiBi biases": "bloom mpt",
-    r"latent attention \(`kv_lora_rank`\)": """
-        axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 dots3_note dots3_note_text glm4_moe_lite
-        glm_moe_dsa hy_v4 kimi_linear longcat_flash minicpm3 sarvam_mla youtu
-        """,
+    "sparse attention with an indexer": "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4",
+    r"its latents differ in size \(`kv_lora_rank`\)": "dots3_note dots3_note_text",
     "it demands a cache class of its own": "minimax",
     "its attention adds position biases": "inkling2_loop_text inkling2_text inkling_text",
     SPARSE + "indexed_attention": "qwen4_exp qwen4_exp_text",
     SPARSE + "minimax_m3_sparse": "minimax_m3_vl_text",
-    SPARSE + "compressed_sparse_attention": "deepseek_v4",
     "no layer has keys and values": "falcon_mamba gemma4_assistant gemma4_unified_assistant mamba mamba2",
     "its keys and values have different sizes": "mimo_v2_flash",
     "its attention uses the keys of a layer twice": "diffllama",
@@ -369,4 +384,8 @@ def test_causal_type(name: str) -> None:
         for ids in ([[5, 6, 7, 8]], [[9]], [[10]]):
             packed = model(torch.tensor(ids), use_cache=True, **{model._turboquant.cache_name: cache}).logits
     assert torch.isfinite(packed).all() and cache.get_seq_length() == 6
+    if getattr(model.config, "kv_lora_rank", None):
+        with pytest.raises(NotImplementedError, match="cannot be measured: its cache has latents"):
+            turboquant.measure(model)
+        return
     assert bool(turboquant.measure(model).not_probed) == (name in NOT_PROBED)

@@ -204,6 +204,6 @@ def test_crop_is_refused_and_convolutions_alone_can_be_cropped():
 
 def test_other_models_say_what_they_lack():
     with pytest.raises(
-        NotImplementedError, match="`cuda_graphs` is for text models without recurrent states and shared keys"
+        NotImplementedError, match="`cuda_graphs` is for text models without recurrent states, shared keys and latents"
     ):
         turboquant.patch(tiny("qwen3_5_text"), cuda_graphs=True)

@@ -275,14 +275,6 @@ def other_model(name, **fields):
 
 
 HEADS = {k: v for k, v in SMALL.items() if k != "num_key_value_heads"}
-LATENT = {  # keys and values have the same size
-    **SMALL,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 16,
-}
 GEMMA_4 = {
     **SMALL,
     "sliding_window": 8,
@@ -309,23 +301,6 @@ UNSUPPORTED = {
     ),
     "BLOOM": ("BloomForCausalLM", dict(hidden_size=16, n_layer=1, n_head=2, vocab_size=16), "ALiBi"),
     "Mamba": ("MambaForCausalLM", dict(hidden_size=16, num_hidden_layers=1, vocab_size=16), ""),
-    "DeepSeek-V3": (
-        "DeepseekV3ForCausalLM",
-        {
-            **SMALL,
-            "q_lora_rank": 8,
-            "kv_lora_rank": 8,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 8,
-            "first_k_dense_replace": 2,
-        },
-        "latent attention",
-    ),
-    "DeepSeek-V3, equal sizes": ("DeepseekV3ForCausalLM", LATENT, r"latent attention \(`kv_lora_rank`\)"),
-    "GLM-4.7-Flash": ("Glm4MoeLiteForCausalLM", LATENT, r"latent attention \(`kv_lora_rank`\)"),
-    "Mistral 4": ("Mistral4ForCausalLM", LATENT, r"latent attention \(`kv_lora_rank`\)"),
-    "MiniCPM3": ("MiniCPM3ForCausalLM", LATENT, r"latent attention \(`kv_lora_rank`\)"),
     "head_dim 520": ("LlamaForCausalLM", {**SMALL, "head_dim": 520}, "its head_dim is 520, at most 512"),
     "Llama 3.2 Vision": (
         "MllamaForCausalLM",

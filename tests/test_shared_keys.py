@@ -203,7 +203,7 @@ def test_masks_can_be_cut_to_their_last_queries_and_to_nothing_else() -> None:
 
 def test_what_is_refused() -> None:
     model = made()
-    with pytest.raises(NotImplementedError, match="`cuda_graphs` is for text models .* shared keys"):
+    with pytest.raises(NotImplementedError, match="`cuda_graphs` is for text models .* shared keys and latents"):
         turboquant.patch(model, cuda_graphs=True)
     assert model.config._attn_implementation != NAME
     with pytest.raises(NotImplementedError, match="cannot be calibrated: its layers have different head_dims"):

@@ -27,7 +27,7 @@ import torch
 
 from ..arguments import bounded, integer
 from ..files import file_name, write_whole
-from ..hf.kinds import sources_of
+from ..hf.kinds import latent_size, sources_of
 from ..hf.routing import text_config, uses_interface
 from ..hf.tap import Tap, tapped
 from ..measured.profile import Profile
@@ -542,6 +542,8 @@ def _checked_model(model: Any) -> dict[str, Any]:
         raise NotImplementedError(
             f"{name} cannot be calibrated: its layers have different head_dims or numbers of KV heads"
         )
+    if latent_size(text_config(model)):
+        raise NotImplementedError(f"{name} cannot be calibrated: its cache has latents")
     if any(source != i for i, source in enumerate(sources_of(text_config(model)))):
         raise NotImplementedError(f"{name} cannot be calibrated: its layers share keys and values")
     return fingerprint(model)

@@ -298,7 +298,7 @@ def attention(
     A model compiled by torch.compile calls it, and `TurboQuantCache.update`, between its graphs.
     """
     if type(key) is not FreshKeys:
-        if key.shape[2] > query.shape[2]:
+        if key.shape[2] > query.shape[2] and not hasattr(module, "expand_kv"):  # latents were decoded for it
             foreign_keys(module)
         return own_attention(module, query, key, value, attention_mask, scaling, dropout, options)
     keys, key.keys = key.keys, None

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 from ..arguments import bounded
 from ..calibration import Calibration
 from ..kvcache.common import Common
+from ..kvcache.latent import latent_spec
 from ..kvcache.report import CacheReport, LayerReport, bytes_by_part, layer_report, layer_tensors
 from ..measured import Profile, used_by
 from ..models.identity import describe
@@ -21,7 +22,7 @@ from ..models.wrappers import base_model
 from ..moments import Moments
 from ..named_specs import resolve
 from ..spec import CacheSpec
-from .kinds import has_keys, kinds_of, packed_indices, unknown_kinds
+from .kinds import has_keys, kinds_of, latent_size, packed_indices, unknown_kinds
 from .layer import PackedLayer, indices_of
 from .moments import moments_for, moments_notes, warn_of_changes
 from .notices import Unread
@@ -39,9 +40,14 @@ def checked_config(config: Any) -> Any:
     if getattr(config, "model_type", None) == "esm":
         raise NotImplementedError("ESM-2 is an encoder, which continues no text: use turboquant.esm.ContextCache")
     text = config.get_text_config(decoder=True)
-    varying = set(getattr(text, "per_layer_attributes", None) or ())  # reading these from `text` itself raises
-    if "kv_lora_rank" in varying or getattr(text, "kv_lora_rank", None):
-        raise NotImplementedError(f"latent attention (`kv_lora_rank`) is not supported, got {type(config).__name__}")
+    if "kv_lora_rank" in (getattr(text, "per_layer_attributes", None) or ()):  # reading it from `text` itself raises
+        raise NotImplementedError(f"its latents differ in size (`kv_lora_rank`), got {type(config).__name__}")
+    if getattr(text, "index_topk", None):
+        raise NotImplementedError(f"sparse attention with an indexer is not supported, got {type(config).__name__}")
+    if (rank := getattr(text, "kv_lora_rank", None)) and not latent_size(text):
+        raise NotImplementedError(
+            f"latents of {rank} channels beside {text.qk_rope_head_dim} rotary ones: both must be multiples of 8"
+        )
     if getattr(text, "cross_attention_layers", None):
         raise NotImplementedError(f"cross-attention layers are not supported, got {type(config).__name__}")
     if getattr(text, "n_recurrent_loops", 1) > 1:
@@ -119,6 +125,8 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
             given.check(describe(text))
         kinds = kinds_of(text)
         specs, calibration, moments = used_by(self.spec, given, len(kinds), packed_indices(text))
+        if getattr(text, "kv_lora_rank", None):
+            specs = [latent_spec(one) for one in specs]
         self._set_up(calibration, describe(text), specs, moments_for(model, specs, moments), kinds)
 
     def _set_up(

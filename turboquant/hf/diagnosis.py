@@ -14,13 +14,14 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from ..findings import Finding
+from ..kvcache.latent import latent_spec
 from ..models.identity import describe, layer_sizes
 from ..moments.data import PROTEINS
 from ..moments.measure import cache_folder
 from ..moments.text import found_tokenizer
 from ..named_specs import resolve
 from ..spec import CacheSpec
-from .kinds import kinds_of, packed_indices
+from .kinds import kinds_of, latent_size, packed_indices
 from .patching import check
 
 __all__ = ["diagnose"]
@@ -62,8 +63,10 @@ def diagnose(name: str, spec: str, tokens: int) -> Iterator[Finding]:
     windows, count = [_window(text, i) for i in packed_indices(text)], len(kinds_of(text))
     yield Finding("layers", f"{layers} of {count} packed, {_heads(facts)}; {_kinds(windows)}")
     yield Finding("preset", f"{spec} fits: {_words(chosen)}")
-    yield _savings(chosen, facts, windows, tokens)
-    yield _moments(model, name, spec, chosen)
+    latents = latent_size(text) > 0
+    yield _savings(latent_spec(chosen) if latents else chosen, facts, windows, tokens, latents)
+    if not latents:
+        yield _moments(model, name, spec, chosen)
 
 
 def _heads(facts: dict[str, Any]) -> str:
@@ -132,12 +135,12 @@ def _words(spec: CacheSpec) -> str:
     return f"{bits}; exact are the first {spec.sinks} tokens and the last {spec.window}"
 
 
-def _savings(spec: CacheSpec, facts: dict[str, Any], windows: list[int], tokens: int) -> Finding:
+def _savings(spec: CacheSpec, facts: dict[str, Any], windows: list[int], tokens: int, latents: bool) -> Finding:
     """Bytes of one sequence: in bfloat16, and with all but the exact tokens packed."""
     full = held = 0
     for width, (kv_heads, head_dim) in zip(windows, layer_sizes(facts), strict=True):
-        per_token = 2 * 2 * kv_heads * head_dim
-        packed_per_token = spec.bytes_per_token(head_dim, kv_heads, facts["layers"]) / facts["layers"]
+        per_token = 2 * (2 - latents) * kv_heads * head_dim
+        packed_per_token = spec.bytes_per_token(head_dim, kv_heads, facts["layers"]) / facts["layers"] / (1 + latents)
         stored = min(tokens, width or tokens)
         exact = min(stored, spec.sinks + spec.window)
         full += stored * per_token

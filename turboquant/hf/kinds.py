@@ -6,7 +6,16 @@ from typing import Any
 
 from transformers import cache_utils
 
-__all__ = ["has_keys", "has_state", "is_known", "kinds_of", "packed_indices", "sources_of", "unknown_kinds"]
+__all__ = [
+    "has_keys",
+    "has_state",
+    "is_known",
+    "kinds_of",
+    "latent_size",
+    "packed_indices",
+    "sources_of",
+    "unknown_kinds",
+]
 
 _PACKED = ("full_attention", "sliding_attention")
 _CHUNKED = "chunked_attention"
@@ -18,7 +27,8 @@ _read_kinds = getattr(cache_utils, "get_layer_types_and_kwargs", None)  # transf
 
 def kinds_of(text: Any) -> list[tuple[str, dict[str, Any]]]:
     """The kind of each layer of a text configuration ("dummy": a layer without a cache), and what else is to be known,
-    integers: number_of_states; is_shared, 1 if later layers read its keys and values; chunk, of chunked attention."""
+    integers: number_of_states; is_shared, 1 if later layers read its keys and values; chunk, of chunked attention;
+    latent, `latent_size`."""
     if _read_kinds is None:
         kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
         return [(kind, {}) for kind in kinds]
@@ -28,7 +38,19 @@ def kinds_of(text: Any) -> list[tuple[str, dict[str, Any]]]:
     for i, source in enumerate(sources_of(text)):
         if source != i:
             each[source]["is_shared"] = 1
+    if size := latent_size(text):
+        for kind, one in zip(kinds, each):
+            one |= {"latent": size} if kind == _PACKED[0] else {}
     return list(zip(kinds, each, strict=True))
+
+
+def latent_size(text: Any) -> int:
+    """Channels of the heads that latents and rotary parts are cut into: the largest multiple of 8 up to 256 that
+    divides both numbers; 0 without latents, or if there is none."""
+    rank, rotary = getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None)
+    if not rank or not rotary:
+        return 0
+    return next((size for size in range(256, 0, -8) if rank % size == 0 and rotary % size == 0), 0)
 
 
 def _numbers(kind: str, arguments: dict[str, Any]) -> dict[str, int]:

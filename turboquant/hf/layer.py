@@ -21,16 +21,16 @@ from ..spec import CacheSpec
 from .attention import FreshKeys, MaskRequest, own_attention, refuse_transforms, without_gradient
 from .names import CACHE
 
-__all__ = ["PackedLayer", "indices_of", "integer"]
+__all__ = ["NO_GRADIENT", "PackedLayer", "autocast", "indices_of", "integer"]
 
-_NO_GRADIENT = "attention through a TurboQuantCache has no gradient: train with use_cache=False"
+NO_GRADIENT = "attention through a TurboQuantCache has no gradient: train with use_cache=False"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # Keywords of attention functions that change the weights in ways that `attend` does not know.
 _UNKNOWN_OPTIONS = ("position_bias", "head_mask", "output_attentions")
 
 
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Tensors of one device as SDPA would read them: under torch.autocast a rotary embedding may have made queries and
     keys float32 again."""
     kind = tensors[0].device.type
@@ -113,7 +113,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         already stored; what earlier layers have stored of the forward is forgotten then. Under torch.autocast keys and
         values are stored in its dtype, as SDPA would read them.
         """
-        key_states, value_states = _autocast(key_states, value_states)
+        key_states, value_states = autocast(key_states, value_states)
         try:
             self._prepare(key_states, value_states)
         except Exception:
@@ -123,10 +123,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _prepare(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """All that `update` checks and allocates."""
-        refuse_transforms(_NO_GRADIENT, key_states, value_states)
+        refuse_transforms(NO_GRADIENT, key_states, value_states)
         stored, shape = self.storage, key_states.shape
         signature = (shape[0], shape[1], shape[-1], key_states.dtype, key_states.device)
-        if signature != stored.shape or value_states.shape != shape:
+        if signature != stored.shape or value_states.shape != (shape if stored.has_values else (*shape[:3], 0)):
             if stored.tokens:
                 repeats, rest = divmod(shape[0], self.max_batch_size)
                 repeated = repeats > 1 and not rest and signature[1:] == (stored.shape or ())[1:]
@@ -271,14 +271,14 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         with self._undone_on_failure(before):
             if self.storage.rank == 0:
                 self._check_model(module)
-            refuse_transforms(_NO_GRADIENT, query)
+            refuse_transforms(NO_GRADIENT, query)
             if query.dtype != key.dtype:  # `update` has seen to the keys
-                (query,) = _autocast(query)
+                (query,) = autocast(query)
             if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
                 with torch.no_grad():
                     q, k, v = query.detach(), key.detach(), value.detach()
                     out, lse, seen = self._attend(module, q, k, v, mask, scaling, dropout, options, return_lse)
-                return without_gradient(out, _NO_GRADIENT, query, key, value), lse, seen
+                return without_gradient(out, NO_GRADIENT, query, key, value), lse, seen
             return self._attend(module, query, key, value, mask, scaling, dropout, options, return_lse)
 
     def attend_again(
@@ -297,10 +297,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         Arguments and result are those of `attend`."""
         where, seen_by_autograd = query.device, query
         with self._undone_on_failure(seen.before.tokens), torch.no_grad():
-            refuse_transforms(_NO_GRADIENT, query)
+            refuse_transforms(NO_GRADIENT, query)
             query = query.detach().to(self.storage.device)
             if query.dtype != seen.key.dtype:
-                (query,) = _autocast(query)
+                (query,) = autocast(query)
             how, lse = {**seen.how, "softmax_scale": self._scale(scaling)}, None
             if seen.before.tokens == 0 and self.spec.prefill == "exact" and not return_lse:
                 out, _ = own_attention(module, query, seen.key, seen.value, mask, scaling, dropout, options)
@@ -313,7 +313,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
                 out = out.transpose(1, 2).contiguous()
         out, lse = out.to(where), None if lse is None else lse.to(where)
         if torch.is_grad_enabled() and seen_by_autograd.requires_grad:
-            out = without_gradient(out, _NO_GRADIENT, seen_by_autograd)
+            out = without_gradient(out, NO_GRADIENT, seen_by_autograd)
         return out, lse
 
     @contextmanager

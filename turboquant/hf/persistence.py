@@ -150,6 +150,8 @@ def _differences(was: dict[str, Any], mark: dict[str, Any]) -> list[str]:
 def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None) -> None:
     """See `TurboQuantCache.save`."""
     layers: list[LayerStorage] = [layer.storage for layer in cache.packed_layers]
+    if not all(layer.has_values for layer in layers):
+        raise NotImplementedError("save: a cache of latents cannot be written to a file")
     if cache.at_work or any(layer.damaged or layer.tokens != layers[0].tokens for layer in layers):
         raise RuntimeError("save: an earlier call failed after it had changed the cache: call cache.reset()")
     moments = cache._shared.moments

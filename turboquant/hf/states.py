@@ -16,6 +16,7 @@ from transformers import cache_utils
 from ..kvcache.common import Common
 from ..spec import CacheSpec
 from .kinds import has_state
+from .latent import LatentLayer
 from .layer import PackedLayer, indices_of, integer
 
 __all__ = ["BothLayer", "StateLayer", "made_layer"]
@@ -28,6 +29,8 @@ def made_layer(kind: str, arguments: dict[str, Any], index: int, spec: CacheSpec
     states = arguments.get("number_of_states", 1)
     if spec is None:
         return StateLayer(number_of_states=states) if has_state(kind) else cache_utils.DummyLayer()
+    if "latent" in arguments:
+        return LatentLayer(index, spec, shared, arguments["latent"])
     made = BothLayer(index, spec, shared, states) if has_state(kind) else PackedLayer(index, spec, shared)
     made.is_shared, made.chunk = bool(arguments.get("is_shared")), arguments.get("chunk", 0)
     return made

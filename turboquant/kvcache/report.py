@@ -133,7 +133,7 @@ def layer_tensors(stored: LayerStorage) -> Iterator[tuple[str, torch.Tensor]]:
 def layer_report(stored: LayerStorage) -> LayerReport:
     released = sum(row.count(RELEASED) for row in stored.table.rows) if stored.table is not None else 0
     tokens = sum(stored.tokens - pad for pad in stored.padding) - PAGE_TOKENS * released
-    numbers = 2 * tokens * stored.kv_heads * stored.head_dim if tokens else 0
+    numbers = (1 + stored.has_values) * tokens * stored.kv_heads * stored.head_dim if tokens else 0
     return LayerReport(stored.index, tokens, numbers, bytes_by_part(layer_tensors(stored)))
 
 

@@ -119,7 +119,9 @@ class LayerStorage(LayerTensors):
                     if "starts" not in how:  # with which a schedule must be made
                         schedule = self.shared.schedule(self, query, lengths, after, padding, sliding_window)
                 if how is None or apart:
-                    _append(words, key, value, lengths, *where, flag=self.flag, **arguments)
+                    _append(
+                        words, key, value if self.has_values else None, lengths, *where, flag=self.flag, **arguments
+                    )
                 else:
                     step, lse = {"flag": self.flag, "schedule": schedule, **how, **arguments}, None
                     if return_lse:
@@ -194,7 +196,7 @@ class LayerStorage(LayerTensors):
     @outside_autograd
     def fork(self, shared: Common) -> LayerStorage:
         """The same tokens for another cache, whose layers have `shared` in common, without the copies of the window."""
-        other = LayerStorage(self.index, self.spec, shared)
+        other = type(self)(self.index, self.spec, shared)
         other.record_past = self.record_past
         if self.table is not None:
             self.share(other)

@@ -53,6 +53,8 @@ class LayerTensors(PackedKV):
     shape           (batch, kv_heads, head_dim, dtype, device), None while there is nothing
     """
 
+    has_values = True
+
     def __init__(self, index: int, spec: CacheSpec, shared: Common) -> None:
         self.index, self.spec, self.shared = index, spec, shared
         self.rank = index
@@ -88,7 +90,7 @@ class LayerTensors(PackedKV):
         self.plan, self.dtype, self.device = plan, dtype, device
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.padding = (0,) * batch
-        self.table = PageTable.empty(batch, kv_heads, PAGE_TOKENS * self.spec.bytes_per_token(head_dim), device)
+        self.table = PageTable.empty(batch, kv_heads, plan.record_bytes, device)
         if device.type == "cuda":
             self.flag = torch.zeros(1, dtype=torch.int64, device=device)
         self.hold_split({})
@@ -197,8 +199,9 @@ class LayerTensors(PackedKV):
         nothing = torch.empty(
             (len(self.padding), self.kv_heads, 0, self.head_dim), dtype=self.dtype, device=self.device
         )
+        sides = "kv" if self.has_values else "k"
         for side, need, most in (("sink", sinks, self.spec.sinks), ("window", window, self.spec.window)):
-            for name in (f"{side}_k", f"{side}_v"):
+            for name in (f"{side}_{part}" for part in sides):
                 held = nothing if (found := getattr(self, name)) is None else found
                 if (rows := with_room(held.shape[2], need, most)) > held.shape[2]:
                     if side == "sink":  # zeros behind the rows there are

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..hf.kinds import packed_indices
+from ..hf.kinds import latent_size, packed_indices
 from ..hf.routing import decoder_of, text_config
 from .placement import held, loaded
 from .wrappers import base_model
@@ -67,6 +67,9 @@ def describe(config: Any) -> dict[str, Any]:
 
 def _sizes(text: Any) -> dict[str, Any]:
     """kv_heads and head_dim: numbers, or lists with one for each layer that has keys where they differ."""
+    if rank := getattr(text, "kv_lora_rank", None):  # latents, cut into heads
+        size = latent_size(text) or 8
+        return {"kv_heads": (rank + text.qk_rope_head_dim) // size, "head_dim": size}
     varying = {*(getattr(text, "per_layer_attributes", None) or ())} & {"head_dim", "num_key_value_heads"}
     layers = [text.per_layer_config[i] for i in packed_indices(text)] if varying else [text]
     kv_heads = [getattr(one, "num_key_value_heads", None) or one.num_attention_heads for one in layers]

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from .. import __version__
-from ..hf.kinds import packed_indices, sources_of
+from ..hf.kinds import latent_size, packed_indices, sources_of
 from ..hf.routing import text_config, uses_interface
 from ..hf.tap import tapped
 from ..measured.profile import FORMAT, Profile
@@ -76,6 +76,8 @@ def measure_model(
     name, proteins = type(base).__name__, base.config.model_type == "esm"
     if not proteins and not uses_interface(base):
         raise NotImplementedError(f"{name} cannot be measured: its attention bypasses AttentionInterface")
+    if not proteins and latent_size(text_config(base)):
+        raise NotImplementedError(f"{name} cannot be measured: its cache has latents, which have no wave and no metric")
     limit = _positions(base)
     if limit < LEAST:
         raise NotImplementedError(f"{name} cannot be measured: it has {limit} positions, {LEAST} are needed")

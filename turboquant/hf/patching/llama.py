@@ -19,6 +19,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from ...calibration import Calibration
 from ...fingerprints import differences
+from ...kvcache.latent import latent_spec
 from ...measured import Profile, used_by
 from ...models.identity import Identity, describe, fingerprint, layer_sizes
 from ...models.wrappers import refuse_prefix
@@ -97,10 +98,11 @@ def patch(
             "(as device_map does)"
         )
     kinds = kinds_of(text_config(model))
-    special = any(has_state(kind) or "is_shared" in arguments for kind, arguments in kinds)
+    special = any(has_state(kind) or {"is_shared", "latent"} & {*arguments} for kind, arguments in kinds)
     if cuda_graphs and (special or decoder_of(model) is not model):
         raise NotImplementedError(
-            f"{type(model).__name__}: `cuda_graphs` is for text models without recurrent states and shared keys"
+            f"{type(model).__name__}: `cuda_graphs` is for text models without recurrent states, shared keys and "
+            "latents"
         )
     if state is None:
         _prepare(model, spec)
@@ -175,11 +177,14 @@ def check(model: Any, spec: CacheSpec, profile: Profile | None) -> tuple[Calibra
     layers = attention_modules(model)
     if not all(m.is_causal for m in layers):
         refuse("not all of its attention is causal")
-    if any(getattr(m, "kv_lora_rank", None) for m in layers):
-        refuse("latent attention (`kv_lora_rank`) is not supported")
-    if any(getattr(m, "v_head_dim", None) != getattr(m, "qk_head_dim", None) for m in layers):
+    if any("Indexer" in type(m).__name__ for m in decoder_of(model).modules()):
+        refuse("sparse attention with an indexer is not supported")
+    latent = bool(getattr(text, "kv_lora_rank", None))
+    if latent and not all(hasattr(m, "expand_kv") for m in layers):
+        refuse("its cache gets keys and values of latent attention (`kv_lora_rank`) that are expanded already")
+    if not latent and any(getattr(m, "v_head_dim", None) != getattr(m, "qk_head_dim", None) for m in layers):
         refuse("its keys and values have different sizes")
-    head_dims = {m.head_dim for m in layers if isinstance(getattr(m, "head_dim", None), int)}
+    head_dims = set() if latent else {m.head_dim for m in layers if isinstance(getattr(m, "head_dim", None), int)}
     head_dims = head_dims or {size for _, size in layer_sizes(describe(text))}
     if max(head_dims) > MAX_HEAD_DIM:
         refuse(f"its head_dim is {max(head_dims)}, at most {MAX_HEAD_DIM} can be packed")
@@ -188,6 +193,8 @@ def check(model: Any, spec: CacheSpec, profile: Profile | None) -> tuple[Calibra
     if profile is not None and profile.calibration is not None:
         profile.check(fingerprint(model))
     specs, calibration, moments = used_by(spec, profile, len(kinds_of(text)), packed_indices(text))
+    if latent:
+        specs = [latent_spec(one) for one in specs]
     if moments is not None:
         moments_for(model, specs, moments)  # the configuration first: its differences are told in words
     if profile is not None and profile.calibration is None:

@@ -1,0 +1,97 @@
+"""A cache layer of latent attention (MLA: DeepSeek, Kimi, GLM 4 MoE Lite, Mistral 4, MiniCPM3, ..).
+
+These models give their cache a latent and a rotary part of each token, and expand what the cache returns to keys and
+values of all heads in every step. So `update` returns all tokens, decoded for the time of the step, and the model goes
+on as it would: packing saves memory, not time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..kvcache.common import Common
+from ..kvcache.latent import LatentStorage
+from ..kvcache.pages import outside_autograd
+from ..spec import CacheSpec
+from .attention import refuse_transforms, without_gradient
+from .layer import NO_GRADIENT, PackedLayer, autocast
+
+__all__ = ["LatentLayer"]
+
+
+class LatentLayer(PackedLayer):
+    """One layer with latents. head_dim: channels of the heads that they are cut into."""
+
+    storage: LatentStorage
+
+    def __init__(self, index: int, spec: CacheSpec, shared: Common, head_dim: int) -> None:
+        super().__init__(index, spec, shared)
+        self.head_dim = head_dim
+        self.storage = LatentStorage(index, spec, shared)
+
+    @outside_autograd
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
+        """Fixes batch, heads, head_dim, dtype and device to those of key_states [batch, heads, any, head_dim]."""
+        batch, heads, _, head_dim = key_states.shape
+        self.storage.start(batch, heads, head_dim, key_states.dtype, key_states.device)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores the latents [batch, 1, tokens, rank] and rotary parts [batch, 1, tokens, channels] of a forward, and
+        returns those of all tokens: the new ones as they are, unless prefill="packed", and the others decoded.
+
+        Raises what `PackedLayer.update` raises. A failure leaves the cache as it was.
+        """
+        latent, rotary = autocast(key_states, value_states)
+        before = self.storage.tokens
+        try:
+            self._check(latent, rotary)
+            refuse_transforms(NO_GRADIENT, latent, rotary)
+            with torch.no_grad():
+                joined = self._stored(torch.cat((latent.detach(), rotary.detach()), -1))
+        except Exception as error:
+            self._shared.undo(before)
+            if error.args and isinstance(error.args[0], str) and not error.args[0].startswith("layer "):
+                error.args = (f"layer {self.index}: {error.args[0]}", *error.args[1:])
+            raise
+        latents, rotaries = joined[..., : latent.shape[-1]], joined[..., latent.shape[-1] :]
+        if torch.is_grad_enabled() and (latent.requires_grad or rotary.requires_grad):
+            latents, rotaries = (without_gradient(part, NO_GRADIENT, latent, rotary) for part in (latents, rotaries))
+        return latents, rotaries
+
+    def _check(self, latent: torch.Tensor, rotary: torch.Tensor) -> None:
+        right = latent.dim() == rotary.dim() == 4 and latent.shape[1] == rotary.shape[1] == 1
+        if not right or latent.shape[:3] != rotary.shape[:3] or latent.dtype != rotary.dtype:
+            found = f"{tuple(latent.shape)} {latent.dtype} and {tuple(rotary.shape)} {rotary.dtype}"
+            raise ValueError(f"latents and rotary parts must be [batch, 1, tokens, channels] in one dtype, got {found}")
+        first = self._shared.layers[0]
+        after = self.storage.tokens + latent.shape[2]
+        others = {layer.tokens for layer in self._shared.layers} if first is self.storage else {self.storage.tokens}
+        if len(others) > 1 or (first is not self.storage and first.tokens != after):
+            self._shared.undo(min(layer.tokens for layer in self._shared.layers))
+            raise RuntimeError("an earlier forward was cut off: all layers are back where it began; try again, or call "
+                               "cache.reset()")  # fmt: skip
+
+    def _stored(self, joined: torch.Tensor) -> torch.Tensor:
+        """Stores [batch, 1, tokens, channels], and returns it for all tokens."""
+        batch, _, new, channels = joined.shape
+        heads = joined.view(batch, new, -1, self.head_dim).transpose(1, 2)
+        nothing = heads[..., :0]
+        self._prepare(heads, nothing)
+        stored, exact = self.storage, self.spec.prefill == "exact"
+        stored.begin()
+        parts = [stored.history(), heads] if exact and stored.tokens else [heads]
+        padding = (0,) * batch
+        lengths = self._shared.lengths(stored.tokens + new, padding, stored.device)
+        stored.store(heads, heads, nothing, lengths, padding, 0, None)
+        whole = torch.cat(parts, 2) if exact else stored.history()
+        return whole.transpose(1, 2).reshape(batch, 1, -1, channels)
+
+    def fork(self, shared: Common) -> LatentLayer:
+        """The same layer for another cache, whose layers have `shared` in common."""
+        other = LatentLayer(self.index, self.spec, shared, self.head_dim)
+        other.storage = self.storage.fork(shared)  # type: ignore[assignment]
+        return other
