@@ -38,7 +38,7 @@ READY := $(VENV)/.ready
 SHARED_OUT := -n $(WORKERS) --dist worksteal
 endif
 
-.PHONY: wheel test-wheel wheel-aarch64 test-wheel-aarch64 test-python docs notebooks demo test test-slow test-levels test-gpu test-harness sanitize-harness harness test-compat test-newest test-numpy test-placement test-lm-eval test-upstream real-models fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
+.PHONY: wheel test-wheel wheel-aarch64 test-wheel-aarch64 test-python docs notebooks demo test test-slow test-levels test-gpu test-harness sanitize-harness harness test-compat test-newest test-numpy test-adapters test-placement test-lm-eval test-upstream real-models fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
 
 demo: build
 	$(RUN) -m turboquant demo
@@ -197,6 +197,19 @@ OLDEST_NUMPY := 2.0.0
 test-numpy: build
 	$(INTERPRETER) -m pip install -q --upgrade --no-deps --target build/numpy-$(OLDEST_NUMPY) numpy==$(OLDEST_NUMPY)
 	PYTHONPATH=$(abspath build)/numpy-$(OLDEST_NUMPY):. $(INTERPRETER) -m pytest $(wildcard tests/test_index*.py) $(PYTEST_ARGS)
+
+# Adapters to LangChain, Haystack and LlamaIndex, in an environment of their own: these bring a hundred packages.
+ADAPTERS := build/adapters
+ADAPTER_TESTS := $(wildcard $(foreach name,documents langchain haystack llama_index,tests/test_$(name).py))
+$(ADAPTERS)/.ready: .ci/adapters.txt
+	$(PYTHON) -m venv $(ADAPTERS)
+	$(ADAPTERS)/bin/python -m pip install -q --no-deps --no-compile -r .ci/adapters.txt
+	@touch $@
+
+test-adapters: build $(ADAPTERS)/.ready
+	PYTHONPATH=. HAYSTACK_TELEMETRY_ENABLED=False $(ADAPTERS)/bin/python -m pytest -o asyncio_mode=auto \
+	    -o asyncio_default_fixture_loop_scope=function $(ADAPTER_TESTS) $(PYTEST_ARGS)
+	PYTHONPATH=. HAYSTACK_TELEMETRY_ENABLED=False $(ADAPTERS)/bin/python -m pytest tests/test_readme.py -k turboquant $(PYTEST_ARGS)
 
 # Models that accelerate has placed, tp_plan has sharded, torchao or bitsandbytes has quantised. These packages lie in a folder of their
 # own: transformers takes other ways where it finds accelerate.

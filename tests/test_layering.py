@@ -83,6 +83,8 @@ MAY_NOT_IMPORT = {
     "turboquant.hf": _COMMANDS,
 }
 
+ADAPTERS = {"langchain": "langchain_core", "haystack": "haystack", "llama_index": "llama_index"}
+
 TOP_LEVEL = set(
     "csrc turboquant turboquant_attention.py demo tests benchmarks examples docs pyproject.toml setup.py Makefile "
     "README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md LICENSE SECURITY.md".split()
@@ -222,6 +224,17 @@ def layer_faults(root: Path) -> Iterator[str]:
                     yield f"{path.relative_to(root)}:{line}: {part} may not import {name}"
 
 
+def adapter_faults(root: Path) -> Iterator[str]:
+    """Adapters to other packages: nothing imports them, and nothing else imports those packages."""
+    modules = [f"turboquant.{name}" for name in ADAPTERS]
+    for path in sorted((root / "turboquant").rglob("*.py")):
+        if (module := module_name(path, root)) in modules:
+            continue
+        for line, name in all_imports(path, module):
+            if name.partition(".")[0] in ADAPTERS.values() or any(f"{name}.".startswith(f"{m}.") for m in modules):
+                yield f"{path.relative_to(root)}:{line}: {module} may not import {name}"
+
+
 def tree(root: Path) -> list[str]:
     """Files that git tracks or would add."""
     if (root / ".git").exists():
@@ -264,7 +277,16 @@ def path_faults(root: Path) -> Iterator[str]:
                 yield f"{name}:{number}: {line[match.start() :].split()[0]} is a path of one machine"
 
 
-CHECKS = [include_faults, library_faults, import_faults, layer_faults, top_level_faults, length_faults, path_faults]
+CHECKS = [
+    include_faults,
+    library_faults,
+    import_faults,
+    layer_faults,
+    adapter_faults,
+    top_level_faults,
+    length_faults,
+    path_faults,
+]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removesuffix("_faults"))
@@ -310,6 +332,7 @@ SOUND = {
     "turboquant/plan.py": "from typing import TYPE_CHECKING\nimport numpy\nif TYPE_CHECKING:\n    import torch\n",
     "turboquant/ops.py": "import torch\nfrom .plan import x\n",
     "turboquant/hf/patching/llama.py": "import transformers\n",
+    "turboquant/langchain.py": "from langchain_core.documents import x\nfrom .index import y\n",
     "turboquant/kvcache/pages.py": "import torch\nfrom ..plan import x\n",
     ".ci/run": "echo https://example.org/home/page ./work/x {dir}/opt/y\n",
 }
@@ -359,6 +382,8 @@ PLANTED = {  # file, its content, the check that must find it
     ),
     "quantiser with the cache": ("turboquant/plan.py", "def f():\n    from .kvcache import pages\n", layer_faults),
     "index with torch": ("turboquant/index/bad.py", "def f():\n    import torch\n", layer_faults),
+    "index with an adapter": ("turboquant/index/bad.py", "def f():\n    from ..langchain import x\n", adapter_faults),
+    "package with another's package": ("turboquant/bad.py", "import llama_index.core\n", adapter_faults),
     "stray file": ("notes.txt", "x\n", top_level_faults),
     "stray folder": ("scripts/x.py", "x\n", top_level_faults),
     "long file": ("tests/test_long.py", "x = 1\n" * (MAX_LINES + 1), length_faults),

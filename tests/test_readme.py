@@ -16,8 +16,18 @@ def blocks(page: Path) -> list[str]:
 
 
 README = {f"README.md {i + 1}": code for i, code in enumerate(blocks(ROOT / "README.md"))}
-PAGES = {path.name: "\n".join(codes) for path in sorted((ROOT / "docs").glob("**/*.md")) if (codes := blocks(path))}
-EXAMPLES = README | PAGES
+ALL = {path.name: blocks(path) for path in sorted((ROOT / "docs").glob("**/*.md"))}
+ADAPTERS = {"langchain": "langchain_core", "haystack": "haystack", "llama_index": "llama_index.core"}
+
+
+def adapter(code: str) -> str | None:
+    return next((name for name in ADAPTERS if f"turboquant.{name}" in code), None)
+
+
+# Those of adapters stand alone, because not everybody has what they need.
+ALONE = {f"{page} turboquant.{name}": code for page, codes in ALL.items() for code in codes if (name := adapter(code))}
+PAGES = {page: "\n".join(rest) for page, codes in ALL.items() if (rest := [c for c in codes if not adapter(c)])}
+EXAMPLES = README | PAGES | ALONE
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -25,6 +35,9 @@ def test_example(name: str, tmp_path: Path) -> None:
     code = EXAMPLES[name]
     if "torch" in code or "transformers" in code:
         pytest.importorskip("torch")
+    if name in ALONE:
+        needed = ADAPTERS[str(adapter(code))]
+        pytest.importorskip(needed, reason=f"{needed} is not installed: make test-adapters")
     if "lm_eval" in code:
         pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'lm-eval[hf]'")
     if "from_pretrained" in code:

@@ -184,10 +184,10 @@ class Index:
     def _space(self, contents: Contents, sigmas: float | None = None) -> Any:
         return contents.transform.space(METRICS.index(self._metric), sigmas)
 
-    def add(self, x: Any, ids: Any = None) -> None:
+    def add(self, x: Any, ids: Any = None) -> Ids:
         """Add vectors [n, dim] or [dim]: an array of numbers, a torch tensor or lists. float32 is read where it is;
         others become float32, 16,384 rows at a time. ids: n integers in 0..2^63 - 1 that are not in the index; by
-        default those that follow the largest id ever used."""
+        default those that follow the largest id ever used. Returns the ids, int64 [n]."""
         self._writable("add")
         x = inputs.vectors("add", "x", x, self._dim)
         x = x.reshape(-1, self._dim)
@@ -209,6 +209,7 @@ class Index:
             if n:
                 after = now.next_id + n if given is None else max(now.next_id, int(given.max()) + 1)
                 self._contents = now.with_rows(new, after)
+            return np.arange(n) + (now.next_id if n else 0) if given is None else given.copy()
 
     def _encoded(self, now: Contents, x: Any, given: Ids | None) -> list[Segment]:
         new, at = [], 0
@@ -389,9 +390,13 @@ class Index:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the index to a safetensors file, whole or not at all. Removed vectors are left out."""
+        self._save(path, {})
+
+    def _save(self, path: str | os.PathLike[str], more: dict[str, list[NDArray[Any]]]) -> None:
+        """`save`, with other arrays in the same file; `load` takes no notice of them."""
         now = self._contents.apart().compact()  # apart: rows may be added to a segment meanwhile
         t, segments = now.transform, now.segments
-        arrays: dict[str, list[NDArray[Any]]] = {"bits": [t.bits], "lead": [t.lead], "steps": [t.steps]}
+        arrays = {**more, "bits": [t.bits], "lead": [t.lead], "steps": [t.steps]}
         for name, array in (("mean", t.mean), ("matrix", t.matrix)):
             if array is not None:
                 arrays[name] = [array]
