@@ -38,7 +38,7 @@ READY := $(VENV)/.ready
 SHARED_OUT := -n $(WORKERS) --dist worksteal
 endif
 
-.PHONY: wheel test-wheel wheel-aarch64 test-wheel-aarch64 test-python docs notebooks demo test test-slow test-levels test-gpu test-harness sanitize-harness harness test-compat test-newest test-numpy test-adapters test-placement test-lm-eval test-upstream real-models fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
+.PHONY: wheel test-wheel wheel-aarch64 test-wheel-aarch64 test-python docs notebooks demo test test-slow test-levels test-gpu test-harness sanitize-harness harness test-compat test-newest test-numpy test-adapters test-placement test-lm-eval test-vllm test-upstream real-models fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
 
 demo: build
 	$(RUN) -m turboquant demo
@@ -231,6 +231,17 @@ test-lm-eval: $(LM_EVAL)/.ready build
 	PYTHONPATH=$(abspath $(LM_EVAL)):. $(INTERPRETER) -c 'import lm_eval'  # or the test would be skipped
 	PYTHONPATH=$(abspath $(LM_EVAL)):. HF_DATASETS_OFFLINE=1 HF_EVALUATE_OFFLINE=1 $(INTERPRETER) \
 	    -m pytest tests/test_readme.py -k lm-eval $(PYTEST_ARGS)
+
+# The plug-in in vLLM on a CPU, in an environment of its own: vLLM pins what it needs. `make real-models` gives the model.
+VLLM_VENV := build/vllm-venv
+test-vllm: build $(VLLM_VENV)/.ready
+	$(VLLM_VENV)/bin/python setup.py -q egg_info
+	PYTHONPATH=. $(VLLM_VENV)/bin/python -m pytest -p no:cacheprovider tests/vllm $(PYTEST_ARGS)
+
+$(VLLM_VENV)/.ready: .ci/vllm.txt
+	$(PYTHON) -m venv --clear $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install -q --no-compile --no-deps -r .ci/vllm.txt
+	@touch $@
 
 # transformers' own tests of caches and generation for Llama on ours; TREE is a checkout of transformers, and the
 # environment has what its tests import.

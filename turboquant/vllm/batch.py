@@ -1,0 +1,110 @@
+"""One step's requests as operators take them, and the exact rows that each of them writes and reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .rows import NULL_BLOCK, PAGE, Sinks, Tails
+
+__all__ = ["Batch", "ExactRows"]
+
+Rows = NDArray[np.int32] | None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A ragged batch. Requests without new tokens are padding.
+
+    query_start_loc  int32 [requests + 1]: request r has the new tokens query_start_loc[r] .. query_start_loc[r + 1] - 1
+    lengths          int32 [requests], tokens of each, new ones included
+    block_table      int32 [requests, pages]
+    sink_rows        int32 [requests], the row of the first tokens, -1: read the page. None: no request has any
+    tail_rows        int32 [requests, 2], the rows that new tokens of the last two pages are copied to, of even and of
+                     odd pages; -1: none
+    tail_reads       the same, those that have all tokens of the window in their page. Both None without a window
+    sinks, window    exact tokens at the beginning, and at the end
+    starts, lens     `query_start_loc` and `lengths` on the host
+    """
+
+    query_start_loc: torch.Tensor
+    lengths: torch.Tensor
+    block_table: torch.Tensor
+    sink_rows: torch.Tensor | None
+    tail_rows: torch.Tensor | None
+    tail_reads: torch.Tensor | None
+    sinks: int
+    window: int
+    starts: Sequence[int]
+    lens: Sequence[int]
+    max_query_len: int
+    tokens: int
+
+
+@dataclass
+class ExactRows:
+    """The rows of one group of layers, which see the same blocks.
+
+    found, lost   how many look-ups of a sequence's first tokens found a row, and how many did not
+    """
+
+    sinks: Sinks | None
+    tails: Tails | None
+    window: int = 0
+    found: int = 0
+    lost: int = 0
+
+    def rows_of(self, starts: Sequence[int], lens: Sequence[int], table: NDArray[np.integer]) -> list[Rows]:
+        """[sink_rows, tail_rows, tail_reads] of a `Batch`, after all that it writes has been noted.
+
+        table  [requests, pages]: the block of each page
+        """
+        n = len(lens)
+        sinks = None if self.sinks is None else np.full(n, -1, np.int32)
+        tails, reads = (None if self.tails is None else np.full((n, 2), -1, np.int32) for _ in range(2))
+        for r, length in enumerate(lens):
+            past = length - (starts[r + 1] - starts[r])
+            if past == length:
+                continue
+            if sinks is not None:
+                sinks[r] = self._sinks(table[r], past, length)
+            if tails is not None and reads is not None:
+                self._tails(table[r], past, length, tails[r], reads[r])
+        return [sinks, tails, reads]
+
+    def _sinks(self, blocks: NDArray[np.integer], past: int, length: int) -> int:
+        assert self.sinks is not None
+        for page in range(max(1, past // PAGE), (length - 1) // PAGE + 1):
+            self.sinks.drop(int(blocks[page]))
+        first = int(blocks[0])
+        if first == NULL_BLOCK:  # a sliding window has left it
+            return -1
+        row = self.sinks.written(first, past, length) if past < PAGE else self.sinks.find(first)
+        self.found, self.lost = self.found + (row >= 0), self.lost + (row < 0)
+        return row
+
+    def _tails(
+        self, blocks: NDArray[np.integer], past: int, length: int, rows: NDArray[np.int32], reads: NDArray[np.int32]
+    ) -> None:
+        assert self.tails is not None
+        last = (length - 1) // PAGE
+        for page in range(past // PAGE, last - 1):
+            self.tails.drop(int(blocks[page]))
+        for page in (last - 1, last):
+            if page < 0 or (block := int(blocks[page])) == NULL_BLOCK:
+                continue
+            begin, end = page * PAGE, min(length, (page + 1) * PAGE)
+            if past < end:
+                held = self.tails.written(block, max(past, begin) - begin, end - begin)
+                rows[page % 2] = held.row
+            else:
+                found = self.tails.find(block)
+                if found is None or found.stop < PAGE:
+                    continue
+                held = found
+            if held.first <= max(0, length - self.window - begin):
+                reads[page % 2] = held.row

@@ -1,0 +1,51 @@
+"""The classes that vLLM resolves by name.
+
+vLLM keeps a resolved class for all engines of a process. So the class for CPUs is vLLM's own but for one method, which
+is called for each layer, when the configuration of the engine is known.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import get_current_vllm_config
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionBackend
+
+from .refusals import check_engine
+
+__all__ = ["CpuAttention", "Custom", "configured"]
+
+
+def configured() -> bool:
+    """Whether the engine that is being built is to have packed caches."""
+    return "turboquant" in (get_current_vllm_config().additional_config or {})
+
+
+if not hasattr(AttentionBackend, "customize_spec"):
+    raise ImportError("turboquant.vllm needs vLLM 0.29 or newer")
+
+from .by_spec import PackedBackend as Custom  # noqa: E402
+
+if current_platform.is_cpu():
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    class CpuAttention(CPUAttentionBackend):
+        """vLLM's attention on CPUs, or ours."""
+
+        @staticmethod
+        def get_impl_cls() -> Any:
+            """The implementation of the layer that is being built."""
+            return Custom.get_impl_cls() if configured() else CPUAttentionBackend.get_impl_cls()
+
+
+def __getattr__(name: str) -> Any:
+    """vLLM's own class of a kind of attention that cannot be packed."""
+    if name not in ("CPU_MLA", "AMX_MLA"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if configured():
+        check_engine(get_current_vllm_config())
+    return resolve_obj_by_qualname(AttentionBackendEnum[name].value)

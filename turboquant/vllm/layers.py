@@ -1,0 +1,232 @@
+"""What an engine's layers are packed with: the specs, a profile, the part of this rank, and rows of exact tokens."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..kvcache.transforms import layer_transforms, random_rotation
+from ..measured.profile import Profile, used_by
+from ..models.checkpoint import checkpoint_digest, checkpoint_folder, profile_file
+from ..models.identity import describe
+from ..plan import Plan
+from ..spec import CacheSpec
+from .ragged import Exact
+from .refusals import check_engine
+from .rows import PAGE, ROWS_PER_REQUEST
+from .settings import FIND, RING, Settings
+
+__all__ = ["Engine", "Layer", "engine_of", "find_profile", "log"]
+
+log = logging.getLogger("vllm.turboquant")  # below vLLM's own logger, which has the handlers
+
+
+def find_profile(settings: Settings, model: str, revision: str | None, dummy: bool) -> Profile | None:
+    """The profile of a checkpoint: from the file that the settings name, or the one that `turboquant measure` keeps.
+    None if the settings say so. ValueError, which names the command, if there is none, or one of another checkpoint.
+
+    model, revision   a folder, or a name on the hub whose files are in its cache
+    dummy             whether the weights are random and no checkpoint's (load_format="dummy")
+    """
+    if settings.profile is None:
+        return None
+    make = f"`turboquant measure {model}` makes it"
+    if settings.profile != FIND:
+        profile = Profile.of(settings.profile)
+        if profile.checkpoint and not dummy and (own := _digest(model, revision)) and own != profile.checkpoint:
+            raise ValueError(f'"profile" of turboquant must be of the model {model!r}, got one of another checkpoint: '
+                             f"{settings.profile!r}; {make}")  # fmt: skip
+        return profile
+    if dummy:
+        raise ValueError('"profile" of turboquant must name a file for load_format="dummy", which has no checkpoint')
+    digest = _digest(model, revision)
+    if not digest:
+        raise ValueError(f'"profile" of turboquant must name a file: {model!r} has no safetensors files to find one '
+                         f"by; `turboquant measure {model} -o FILE` makes it")  # fmt: skip
+    file = profile_file(digest)
+    if file is None or not file.is_file():
+        where = "TURBOQUANT_CACHE is empty" if file is None else f"there is no {str(file)!r}"
+        raise ValueError(f"turboquant has no profile of the model {model!r}: {where}; {make}, or \"profile\": null "
+                         "packs without wave and metric, which costs quality")  # fmt: skip
+    return Profile.load(file)
+
+
+def _digest(model: str, revision: str | None) -> str:
+    try:
+        return checkpoint_digest(checkpoint_folder(model, revision))
+    except FileNotFoundError:
+        return ""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer on this rank. sinks, tails: rows of exact tokens, if there are any."""
+
+    plan: Plan
+    transforms: dict[str, torch.Tensor]
+    kv_heads: int
+    sinks: Exact | None
+    tails: Exact | None
+
+    @property
+    def exact_bytes(self) -> int:
+        """Bytes of all rows."""
+        return sum(one.k.nbytes + one.v.nbytes for one in (self.sinks, self.tails) if one is not None)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a packed token."""
+        return self.kv_heads * self.plan.record_bytes // PAGE
+
+
+@dataclass(eq=False)
+class Engine:
+    """One engine's share of this process.
+
+    rows     of exact tokens, of each layer
+    numbers  of the layers that have keys: index in the model -> place in the profile
+    """
+
+    settings: Settings
+    config: Any
+    rows: int
+    rank: int
+    ranks: int
+    numbers: dict[int, int]
+    layers: dict[str, Layer] = field(default_factory=dict)
+    _profile: Profile | None = None
+    _specs: list[CacheSpec] | None = None
+    _of_profile: tuple[Any, Any] = (None, None)
+    said: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, config: Any) -> Engine:
+        """For a `VllmConfig`. ValueError for what it may not have."""
+        settings = Settings.of(config.additional_config["turboquant"])
+        check_engine(config)
+        parallel = config.parallel_config
+        text = config.model_config.hf_text_config
+        from ..hf.kinds import packed_indices
+
+        numbers = {layer: i for i, layer in enumerate(packed_indices(text))}
+        engine = cls(settings, config, ROWS_PER_REQUEST * config.scheduler_config.max_num_seqs,
+                     parallel.rank % parallel.tensor_parallel_size, parallel.tensor_parallel_size, numbers)  # fmt: skip
+        if os.path.isdir(config.model_config.model):
+            engine.find()  # before weights are read
+        return engine
+
+    def find(self) -> None:
+        """Finds the profile, once."""
+        if self._specs is not None:
+            return
+        model, load = self.config.model_config, self.config.load_config
+        dummy = str(getattr(load.load_format, "value", load.load_format)) == "dummy"
+        profile = find_profile(self.settings, model.model, model.revision, dummy)
+        if profile is not None:
+            try:
+                profile.check(describe(model.hf_text_config))
+            except ValueError as error:
+                raise ValueError(f"{error}; `turboquant measure {model.model}` makes one of this model") from None
+        elif not self.said:
+            self.say('"profile" of turboquant is null: keys are packed without wave and metric, which costs quality; '
+                     f"`turboquant measure {model.model}` makes a profile")  # fmt: skip
+        needed = any(self.settings.spec.for_layer(i, len(self.numbers)).measured for i in range(len(self.numbers)))
+        given = profile if needed or self.settings.spec.calibrated else None
+        n_layers = max(self.numbers) + 1
+        self._specs, *rest = used_by(self.settings.spec, given, n_layers, list(self.numbers))
+        self._of_profile, self._profile = (rest[0], rest[1]), profile
+        if getattr(self.config, "lora_config", None) is not None:
+            self.say("adapters run with the profile of the base model")
+
+    def say(self, what: str) -> None:
+        """Logs a sentence once."""
+        if what not in self.said and self.rank == 0:
+            log.warning("turboquant: %s", what)
+        self.said.add(what)
+
+    def prepare(self, name: str, index: int, head_dim: int, kv_heads: int, dtype: torch.dtype, device: Any) -> Layer:
+        """The layer called `name`, the index-th of the model, with this rank's heads."""
+        self.find()
+        assert self._specs is not None
+        if index not in self.numbers:
+            raise ValueError(f"turboquant: the layer {name!r} must be one of the {len(self.numbers)} layers with keys "
+                             "that the model's configuration has")  # fmt: skip
+        place = self.numbers[index]
+        spec, (calibration, moments) = self._specs[place], self._of_profile
+        if moments is not None and moments.layers[place].centre.shape[1] != head_dim:
+            raise ValueError(f"\"profile\" of turboquant must have heads of {head_dim} channels in layer {index}, got "
+                             f"{moments.layers[place].centre.shape[1]}")  # fmt: skip
+        sizes = moments.layers[place].sizes if moments is not None and spec.measured else ()
+        transforms = dict(layer_transforms(spec, place, head_dim, device, calibration, moments))
+        if (matrix := random_rotation(spec, head_dim, device)) is not None:
+            transforms["rotation"] = matrix
+        transforms = self._own(transforms, kv_heads)
+        sinks, window = self.settings.exact
+        made = Layer(spec.plan(head_dim, *sizes), transforms, kv_heads,
+                     self._rows(kv_heads, sinks, head_dim, dtype, device),
+                     self._rows(kv_heads, RING if window else 0, head_dim, dtype, device))  # fmt: skip
+        self._take(made.exact_bytes)
+        self.layers[name] = made
+        return made
+
+    def _own(self, transforms: dict[str, torch.Tensor], kv_heads: int) -> dict[str, torch.Tensor]:
+        """The part of this rank's heads. With more ranks than heads, ranks share one."""
+        own = {}
+        for key, x in transforms.items():
+            if key == "key_turns" or len(x) in (1, kv_heads):
+                own[key] = x
+                continue
+            first = self.rank * len(x) // self.ranks
+            own[key] = x[first : first + kv_heads].contiguous()
+        return own
+
+    def _rows(self, kv_heads: int, tokens: int, head_dim: int, dtype: torch.dtype, device: Any) -> Exact | None:
+        if not tokens:
+            return None
+        # Written, so that an engine which measures its memory counts them.
+        k, v = (torch.zeros(self.rows, kv_heads, tokens, head_dim, dtype=dtype, device=device) for _ in range(2))
+        return Exact(k.fill_(0), v.fill_(0))
+
+    def _take(self, nbytes: int) -> None:
+        """Rows are part of the memory that was given to the cache, where that is a number of bytes. Otherwise the
+        engine measures what is left, after this."""
+        cache = self.config.cache_config
+        given = getattr(cache, "kv_cache_memory_bytes", None)
+        if given is None or not nbytes:
+            return
+        if given <= nbytes:
+            raise ValueError(f"turboquant: the memory of the cache must be larger than its rows of exact tokens, "
+                             f"{self.rows} rows: lower --max-num-seqs, or \"sinks\" and \"window\"")  # fmt: skip
+        cache.kv_cache_memory_bytes = given - nbytes
+
+    def summary(self, blocks: int, block_size: int) -> str:
+        """The line of the log that says what was built."""
+        layers = [*self.layers.values()]
+        packed = sum(layer.token_bytes for layer in layers)
+        plain = sum(2 * layer.kv_heads * layer.plan.head_dim * 2 for layer in layers)
+        sinks, window = self.settings.exact
+        source = "none" if self._profile is None else f"{self._profile.tokens:,} tokens"
+        exact = sum(layer.exact_bytes for layer in layers)
+        fit = f"{blocks:,} blocks of {block_size} tokens = {blocks * block_size:,} tokens"
+        return (f"turboquant: spec {self.settings.name}, {16 * packed / plain:.2f} bits a number, {len(layers)} "
+                f"layers; {fit}, {plain / packed:.2f} times those of bfloat16; {sinks} exact sinks, window {window}: "
+                f"{exact:,} bytes of exact rows; profile: {source}")  # fmt: skip
+
+
+_engines: dict[int, tuple[weakref.ref[Any], Engine]] = {}
+
+
+def engine_of(config: Any) -> Engine:
+    """The engine of a `VllmConfig`; copies of it share their compilation_config."""
+    shared = config.compilation_config
+    held = _engines.get(id(shared))
+    if held is None or held[0]() is not shared:
+        for key in [key for key, (of, _) in _engines.items() if of() is None]:
+            del _engines[key]
+        held = _engines[id(shared)] = weakref.ref(shared), Engine.of(config)
+    return held[1]

@@ -1,0 +1,84 @@
+"""What an engine may not have beside packed caches, found before anything is loaded: one clear line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .rows import PAGE
+
+__all__ = ["check_engine", "check_layer"]
+
+_PACKS = "turboquant packs"
+_OFF = 'or remove "turboquant" from --additional-config'
+_PLAIN_DTYPES = ("auto", "float16", "bfloat16", "float32")
+
+
+def check_engine(config: Any) -> None:
+    """ValueError for a `VllmConfig` that packed caches do not serve, naming each reason and what to do."""
+    if found := list(_of_engine(config)):
+        raise ValueError("; ".join(found))
+
+
+def _of_engine(config: Any) -> Iterator[str]:
+    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    device = _get(_get(config, "device_config"), "device_type", "cpu")
+    if device != "cpu":
+        yield f"turboquant serves vLLM on CPUs so far, got a device of type {device!r}: {_OFF.removeprefix('or ')}"
+    if _get(model, "use_mla"):
+        yield f"{_PACKS} no MLA models, whose keys are one latent vector: serve another model, {_OFF}"
+    if _get(model, "is_hybrid"):
+        yield f"{_PACKS} no hybrids with linear attention or Mamba layers in vLLM yet: {_OFF.removeprefix('or ')}"
+    if _get(model, "attention_chunk_size"):
+        yield f"{_PACKS} no chunked attention in vLLM yet: {_OFF.removeprefix('or ')}"
+    if _get(model, "is_encoder_decoder"):
+        yield f"{_PACKS} no cross attention: serve a decoder, {_OFF}"
+    if _get(model, "is_mm_prefix_lm"):
+        yield f"{_PACKS} no images whose tokens see each other (use_mm_prefix): {_OFF.removeprefix('or ')}"
+    if _get(model, "uses_mrope") and _takes_images(model):
+        yield (f"{_PACKS} no images with M-RoPE, whose positions run apart from the token's index: pass "
+               "--language-model-only for text alone")  # fmt: skip
+    if (dtype := str(cache.cache_dtype)) not in _PLAIN_DTYPES:
+        yield f'--kv-cache-dtype must be auto, got {dtype}: the preset under "turboquant" sets the bits'
+    block = cache.block_size
+    if block is not None and block % PAGE and _get(cache, "user_specified_block_size", True):
+        yield f"--block-size must be a multiple of {PAGE}, got {block}"
+    if _get(parallel, "decode_context_parallel_size", 1) > 1 or _get(parallel, "prefill_context_parallel_size", 1) > 1:
+        yield f"{_PACKS} no caches that context parallelism splits: pass --decode-context-parallel-size 1"
+    if _get(parallel, "pipeline_parallel_size", 1) > 1:
+        yield "pipeline parallelism is not tested with turboquant: pass --pipeline-parallel-size 1"
+    if _get(parallel, "tensor_parallel_size", 1) > 1:
+        yield "tensor parallelism is not tested with turboquant yet: pass --tensor-parallel-size 1"
+    if _get(config, "kv_transfer_config") is not None:
+        yield "KV connectors do not know turboquant's pages yet: remove --kv-transfer-config"
+    if _get(config, "speculative_config") is not None:
+        yield "speculation is not tested with turboquant in vLLM yet: remove --speculative-config"
+
+
+def _takes_images(model: Any) -> bool:
+    multimodal = _get(model, "multimodal_config")
+    return multimodal is not None and not _get(multimodal, "language_model_only")
+
+
+def check_layer(
+    head_dim: int, value_dim: int, attn_type: str, alibi: object, shares: str | None, sinks: object, name: str = "layer"
+) -> None:
+    """ValueError for an attention layer that cannot be packed."""
+    if attn_type != "decoder":
+        raise ValueError(f"{_PACKS} no {attn_type} attention: serve a decoder, {_OFF}")
+    if alibi is not None:
+        raise ValueError(f"{_PACKS} no ALiBi attention: serve another model, {_OFF}")
+    if shares is not None:
+        raise ValueError(f"{_PACKS} no layers that read the cache of another one ({shares}) yet: {_OFF}")
+    if sinks is not None:
+        raise ValueError(f"{_PACKS} no attention with learned sinks in vLLM yet: {_OFF.removeprefix('or ')}")
+    if value_dim != head_dim:
+        raise ValueError(f"{_PACKS} heads whose keys and values have equally many channels, got {head_dim} and "
+                         f"{value_dim}: {_OFF.removeprefix('or ')}")  # fmt: skip
+    if head_dim % 8 or not 8 <= head_dim <= 256:
+        raise ValueError(f"{_PACKS} heads of 8 to 256 channels, a multiple of 8, got {head_dim}: "
+                         f"{_OFF.removeprefix('or ')}")  # fmt: skip
+
+
+def _get(of: Any, name: str, default: Any = None) -> Any:
+    return getattr(of, name, default)

@@ -1,0 +1,107 @@
+"""Which exact tokens lie beside which block, on the host.
+
+Every token is packed on arrival. Beside the pages an engine has some rows of exact keys and values, and a row belongs
+to a block. The block manager knows nothing of them: a row that is gone costs quality alone, its tokens are read from
+the page. A row of another content would be wrong. So whoever writes a page says so here, and the row of its block then
+holds the new tokens, or is dropped.
+
+    Sinks   a row has the first tokens of a sequence, and belongs to the sequence's first block
+    Tails   a row is a ring of the last 32 tokens that were written to a page, and belongs to that page's block
+
+Rows that no request has used for longest are taken for others. Three rows a request keep those of the running ones: a
+step uses at most two for each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["NULL_BLOCK", "PAGE", "ROWS_PER_REQUEST", "Held", "Sinks", "Tails"]
+
+PAGE = 128
+NULL_BLOCK = 0  # vLLM's: it stands for pages that a sliding window has left, and for those of dummy runs
+ROWS_PER_REQUEST = 3
+
+
+@dataclass
+class Held:
+    """The row of a block, and which tokens it has: from `first` up to `stop`, counted from the page's start."""
+
+    row: int
+    first: int
+    stop: int
+
+
+class _Table:
+    """Rows by block, the one that was used last at the end."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.of: dict[int, Held] = {}
+        self._free = list(range(rows))
+
+    def _used(self, block: int) -> Held | None:
+        held = self.of.pop(block, None)
+        if held is not None:
+            self.of[block] = held
+        return held
+
+    def _new(self, block: int, first: int, stop: int) -> Held:
+        self.drop(block)
+        row = self._free.pop() if self._free else self.of.pop(next(iter(self.of))).row
+        held = self.of[block] = Held(row, first, stop)
+        return held
+
+    def drop(self, block: int) -> None:
+        """The block's page is written without its row."""
+        held = self.of.pop(block, None)
+        if held is not None:
+            self._free.append(held.row)
+
+
+class Sinks(_Table):
+    """Rows of the first `size` tokens of sequences."""
+
+    def __init__(self, rows: int, size: int) -> None:
+        super().__init__(rows)
+        self.size = size
+
+    def written(self, block: int, start: int, stop: int) -> int:
+        """Tokens start..stop - 1 of a sequence are written to its first block. The row that takes those below `size`,
+        or -1 if the block has none with the tokens before them."""
+        held = self._used(block)
+        if start == 0:
+            held = held or self._new(block, 0, 0)
+        elif held is None or held.stop < min(start, self.size):
+            self.drop(block)
+            return -1
+        if start < self.size:
+            held.stop = min(stop, self.size)
+        return held.row
+
+    def find(self, block: int) -> int:
+        """The row of a first block that is full, or -1."""
+        held = self._used(block)
+        return held.row if held is not None and held.stop >= self.size else -1
+
+
+class Tails(_Table):
+    """Rows of the last `size` tokens that were written to a page."""
+
+    def __init__(self, rows: int, size: int) -> None:
+        super().__init__(rows)
+        self.size = size
+
+    def written(self, block: int, start: int, stop: int) -> Held:
+        """Tokens start..stop - 1 of a page are written: its row takes them. A start before what was written last
+        replaces that: drafts that were rejected."""
+        held = self._used(block)
+        follows = held is not None and 0 < start <= held.stop
+        held = held or self._new(block, start, stop)
+        first = min(held.first, start) if follows else start
+        held.first, held.stop = max(first, stop - self.size), stop
+        return held
+
+    def find(self, block: int) -> Held | None:
+        """The row of a block and what it has."""
+        return self._used(block)
