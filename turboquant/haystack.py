@@ -1,0 +1,150 @@
+"""`TurboQuantDocumentStore` and `TurboQuantEmbeddingRetriever`: a document store for Haystack. Needs haystack-ai."""
+
+from __future__ import annotations
+
+import os
+from asyncio import to_thread
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any
+
+from haystack import Document, component, default_from_dict, default_to_dict
+from haystack.document_stores.errors import DuplicateDocumentError
+from haystack.document_stores.types import DuplicatePolicy, FilterPolicy, apply_filter_policy
+from haystack.errors import FilterError
+
+from .index import Index, documents
+from .index.filters import matching
+
+__all__ = ["TurboQuantDocumentStore", "TurboQuantEmbeddingRetriever"]
+
+_EXISTING: dict[Any, Any] = {DuplicatePolicy.SKIP: "skip", DuplicatePolicy.OVERWRITE: "replace"}
+Filters = dict[str, Any] | None
+Vector = list[float]
+Results = dict[str, list[Document]]
+
+
+class TurboQuantDocumentStore:
+    """Documents, and a `turboquant.Index`, `.documents.index`, which keeps and searches their embeddings.
+
+    dim, bits, metric: of the index. path: a file that `save` writes; if it is there, its documents are read.
+    return_embedding: whether documents come with what the codes of their embeddings stand for; with cosine of length 1.
+    """
+
+    def __init__(
+        self, dim: int, bits: int = 4, metric: str = "cosine", path: str | None = None, return_embedding: bool = False
+    ) -> None:
+        self._path, self._return_embedding = path, return_embedding
+        self._init = dict(dim=dim, bits=bits, metric=metric, path=path, return_embedding=return_embedding)
+        self.documents = documents.Documents(Index(dim, bits, metric))
+        if path is not None and os.path.exists(path):
+            self.documents = documents.Documents.load(path)
+            if ((got := self.documents.index).d, got.bits, got.metric) != (dim, bits, metric):
+                raise ValueError(f"`path` must be of dim {dim}, {bits} bits and {metric}, got {got!r} in {path!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        return default_to_dict(self, **self._init)  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> TurboQuantDocumentStore:
+        return default_from_dict(cls, data)  # type: ignore[no-any-return]
+
+    def save(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Write documents and index to one file, by default the store's `path`, whole or not at all."""
+        if (target := path or self._path) is None:
+            raise ValueError("save: `path` must be given, because the store has none")
+        self.documents.save(target)
+
+    def count_documents(self) -> int:
+        return len(self.documents)
+
+    def filter_documents(self, filters: Filters = None) -> list[Document]:
+        return [_document(found) for found in self.documents.matching(_filter(filters), self._return_embedding)]
+
+    def write_documents(self, documents: list[Document], policy: DuplicatePolicy = DuplicatePolicy.NONE) -> int:
+        """Write documents, also without embeddings; returns how many. NONE: as FAIL, an error if an id is there."""
+        if not isinstance(documents, list) or not all(isinstance(each, Document) for each in documents):
+            raise ValueError(f"write_documents: `documents` must be a list of Document, got {documents!r:.80}")
+        try:
+            return self.documents.add(
+                list(map(_stored, documents)), [each.embedding for each in documents], _EXISTING.get(policy, "fail")
+            )
+        except KeyError as error:
+            raise DuplicateDocumentError(f"document {error} is there already") from None
+
+    def delete_documents(self, document_ids: list[str]) -> None:
+        self.documents.remove(document_ids)
+
+    def delete_all_documents(self) -> None:
+        self.documents.remove_matching(None)
+
+    def delete_by_filter(self, filters: dict[str, Any]) -> int:
+        return self.documents.remove_matching(_filter(filters))
+
+    def update_by_filter(self, filters: dict[str, Any], meta: dict[str, Any]) -> int:
+        return self.documents.update(_filter(filters), meta)
+
+    def embedding_retrieval(
+        self, query_embedding: Vector, filters: Filters = None, top_k: int = 10, scale_score: bool = False
+    ) -> list[Document]:
+        """The documents whose embeddings are best. Their score is cosine, the product, or with l2 1 / (1 + distance);
+        with scale_score in 0..1."""
+        scaled = self.documents.relevance if scale_score else self.documents.similarity
+        found = self.documents.search(query_embedding, top_k, _filter(filters), self._return_embedding)
+        return [_document(each, scaled(score)) for each, score in found]
+
+
+def _in_thread(method: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any, Any]]:
+    @wraps(method)
+    async def run(*args: Any, **kwargs: Any) -> Any:
+        return await to_thread(method, *args, **kwargs)
+
+    return run
+
+
+for _name in ("count_documents filter_documents write_documents delete_documents delete_all_documents delete_by_filter "
+              "update_by_filter embedding_retrieval").split():  # fmt: skip
+    setattr(TurboQuantDocumentStore, f"{_name}_async", _in_thread(getattr(TurboQuantDocumentStore, _name)))
+
+
+@component
+class TurboQuantEmbeddingRetriever:
+    """The documents of a `TurboQuantDocumentStore` whose embeddings are nearest to that of a query. filters and top_k
+    are for calls that give none; FilterPolicy.MERGE joins filters by Haystack's rules."""
+
+    def __init__(
+        self, document_store: TurboQuantDocumentStore, filters: Filters = None, top_k: int = 10,
+        scale_score: bool = False, filter_policy: str | FilterPolicy = FilterPolicy.REPLACE
+    ) -> None:  # fmt: skip
+        if not isinstance(document_store, TurboQuantDocumentStore):
+            raise TypeError(f"`document_store` must be a TurboQuantDocumentStore, got {document_store!r:.80}")
+        self.document_store, self.filters, self.top_k, self.scale_score = document_store, filters, top_k, scale_score
+        self.filter_policy = FilterPolicy.from_str(str(filter_policy)).value
+
+    @component.output_types(documents=list[Document])
+    def run(self, query_embedding: Vector, filters: Filters = None, top_k: int | None = None) -> Results:
+        both = apply_filter_policy(FilterPolicy(self.filter_policy), self.filters, filters)
+        k = self.top_k if top_k is None else top_k
+        return {"documents": self.document_store.embedding_retrieval(query_embedding, both, k, self.scale_score)}
+
+    @component.output_types(documents=list[Document])
+    async def run_async(self, query_embedding: Vector, filters: Filters = None, top_k: int | None = None) -> Results:
+        return await to_thread(self.run, query_embedding, filters, top_k)
+
+
+def _stored(document: Document) -> documents.Document:
+    more = {key: value.to_dict() for key in ("blob", "sparse_embedding") if (value := getattr(document, key))}
+    return documents.Document(document.id, document.content, document.meta, more or None)
+
+
+def _document(found: documents.Document, score: float | None = None) -> Document:
+    vector = None if found.vector is None else found.vector.tolist()
+    own = dict(id=found.id, content=found.text, meta=found.metadata, score=score, embedding=vector)
+    return Document.from_dict({**(found.more or {}), **own})
+
+
+def _filter(filters: Filters) -> Any:
+    try:
+        return matching(filters) if filters else None
+    except (TypeError, ValueError) as error:
+        raise FilterError(str(error)) from None
