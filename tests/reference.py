@@ -1,5 +1,4 @@
 """A slow reference of csrc/include/turboquant.h in NumPy, written from the header's text. It shares no code with C.
-
 Every backend must make the bytes that this makes. Encoding is float32 throughout, one IEEE operation at a time (NumPy
 does not fuse a product and a sum); attention is float64. Operations are vectorised over tokens.
 
@@ -612,7 +611,7 @@ def decode_packed(p: Plan, side: str, cache_: Cache, b: int, head: int, count: i
     parts = [np.zeros((0, p.head_dim))]
     for i, page in enumerate(cache_.block_table[b, : -(-count // p.page_tokens)]):
         codes, scales = unpack(p, side, cache_.pages[page, head])
-        at = cache_.sinks + p.page_tokens * i + np.arange(p.page_tokens)
+        at = cache_.phase(b, cache_.sinks + p.page_tokens * i + np.arange(p.page_tokens))
         parts.append(decode(p, side, codes, scales, transform.at(head), at))
     return np.concatenate(parts)[:count]
 
@@ -645,6 +644,10 @@ class Cache:
     sink_v: Array | None = None
     window_k: Array | None = None  # [batch, kv_heads, window, head_dim]
     window_v: Array | None = None
+    position_offset: Array | None = None  # [batch]; `phase`: where in its wave a token is
+
+    def phase(self, b: int, positions: Array) -> Array:
+        return positions if self.position_offset is None else positions + int(self.position_offset[b])
 
     @property
     def sinks(self) -> int:
@@ -661,7 +664,7 @@ class Cache:
 
     def copy(self) -> Cache:
         exact = {name: array.copy() for name, array in self.arrays().items()}
-        return Cache(self.pages.copy(), self.block_table.copy(), **exact)
+        return Cache(self.pages.copy(), self.block_table.copy(), **exact, position_offset=self.position_offset)
 
 
 def append(p: Plan, c: Cache, k: Array, v: Array | None, lengths: Array, key: Transform, value: Transform) -> None:
@@ -684,7 +687,7 @@ def append_side(
     leaving = range(max(c.sinks, old - c.window), min(first_kept, length))
     rows = [ring[b, head, j % c.window] if j < old else new[j - first_new] for j in leaving]
     if rows:
-        codes, scales = encode(p, side, widen(np.stack(rows)), transform.at(head), np.array(leaving))
+        codes, scales = encode(p, side, widen(np.stack(rows)), transform.at(head), c.phase(b, np.array(leaving)))
         packed = np.arange(leaving.start, leaving.start + len(rows)) - c.sinks
         for page in np.unique(packed // p.page_tokens):
             here = packed // p.page_tokens == page

@@ -630,10 +630,12 @@ def test_inference_mode(device: str, rng: np.random.Generator) -> None:
 def test_documented() -> None:
     """Every operator says what it does and explains each of its arguments."""
     found = [name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if "turboquant::" in name]
-    assert len(found) == 10
-    for name in found:
+    assert len(found) == 12 and "attend.out" in found
+    for overloaded in found:
+        name, _, overload = overloaded.partition(".")
         text = getattr(tq, name).__doc__
-        assert text.startswith(f"{name}(") and len(text.split("\n\n")[1]) > 40
-        arguments = [a.name for a in getattr(tq, name).default._schema.arguments]
+        signatures, head = text.split("\n\n")[:2]
+        assert f"\n{overloaded}(" in f"\n{signatures}" and len(head) > 40
+        arguments = [a.name for a in getattr(getattr(tq, name), overload or "default")._schema.arguments]
         unexplained = [a for a in arguments if not re.search(rf"^(\w+, )*{a}(, \w+)*: \S", text, re.MULTILINE)]
         assert not unexplained, (name, unexplained)

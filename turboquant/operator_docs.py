@@ -14,6 +14,10 @@ __all__ = ["describe"]
 
 # Operators of which turboquant.ops has no function, or one that does more.
 _TEXTS = {
+    "attend_workspace": """Bytes of `workspace` that `attend.out` needs for these arguments, and for any that differ
+by a smaller batch or fewer tokens, queries, max_query_len or pages a sequence: for memory that is set aside before the
+first batch is known. Nothing runs, and only sizes are read. q may be a view such as
+``torch.empty(head_dim).expand(tokens, heads, head_dim)``. It cannot be traced.""",
     "dequantize": """The first ``lengths[b]`` packed tokens of each sequence as floats [batch, kv_heads,
 max_tokens, head_dim], zeros behind them; v is [batch, kv_heads, 0, head_dim] for a plan without values.""",
     **{
@@ -44,14 +48,44 @@ sinks, window: how many there are.
 dtype: of the result, float32 (None), float16 or bfloat16; see `turboquant.ops.dequantize`.
 dequantize.sinks: the position of the first packed token, for a wave.
 key_numbers, value_numbers, key_turns, rotation: the transforms that the plan takes; see `turboquant.operators`.
-lse: float32 [batch, query_heads, tokens], written if given: the second result of `attend`.
+lse: float32 [batch, query_heads, tokens], written if given: the second result of `attend`. Of `attend.out` with any
+    strides, and [tokens, query_heads] in a ragged batch.
+query_start_loc: int32 [batch + 1]: the batch is ragged. q, k, v and out are [tokens, heads, head_dim], lse is
+    [tokens, query_heads], and those of sequence b are rows ``query_start_loc[b]`` up to ``query_start_loc[b + 1]``,
+    ascending. They are its last tokens. A sequence without any, or of length 0, is padding: block table and rows of
+    the first are not read. Rows that no sequence has are not read; `attend.out` does not write them, `attend` returns
+    0 (lse -inf). Not with fresh_k; with a ring in window_k at most one query a sequence. CUDA refuses it, and
+    sink_rows, tail_rows, ends and position_offset, so far.
+max_query_len: the most tokens of a sequence in a ragged batch, on the host.
+sink_rows: int32 [batch]: exact tokens are by index ("Exact tokens by index" in turboquant.h). Every token has a place
+    in the pages, and packed index is position. sink_k and sink_v are [rows, kv_heads, sinks, head_dim]; the first
+    `sinks` tokens of sequence b are read from row ``sink_rows[b]`` instead of the page, and `append` writes them to
+    both. -1: no row.
+tail_rows: int32 [batch, 2], the same for the last tokens. window_k and window_v are [rows, kv_heads, slots,
+    head_dim], slots at most page_tokens. Rows belong to pages: a token of page j of sequence b is in row
+    ``tail_rows[b, j % 2]``, slot ``position % slots``. `append` writes the newest `slots` tokens of the last two
+    pages. A page that is written without its row makes an old row of it stale.
+window: with tail_rows, how many of a sequence's last tokens all its queries read from rows, at most slots; ``slots -
+    window`` tokens may be taken back and appended again. 0 without tail_rows.
+schedule.window: how many there are, or with tail_rows the window of `attend`.
+ends: int32 [batch], in 0..lengths: queries see positions below alone. ``lengths`` less the sequence's queries: the
+    past without the new tokens.
+position_offset: int32 [batch], added to the positions of a wave alone, modulo 2^32; None: 0. Calls that read a token
+    give the same as the one that stored it.
+attend.out: [batch, query_heads, query_tokens, head_dim], or in a ragged batch [tokens, query_heads, head_dim], like
+    q, dense in the last dimension, written; lse and workspace may be given too.
+workspace: uint8 of at least the bytes that `attend_workspace` returns, aligned to 256 bytes (64 on a CPU), whose
+    contents are lost. None: memory of torch's allocator. On CUDA `attend_workspace` is refused so far, and so are an
+    out and an lse that are not contiguous.
 """
 
 _ENTRY = re.compile(r"((?:[\w.]+, )*[\w.]+): ")
 
 
-def _schema(name: str) -> Any:
-    return getattr(torch.ops.turboquant, name).default._schema
+def _schemas(name: str) -> list[Any]:
+    """Of the operator and of its overloads."""
+    packet = getattr(torch.ops.turboquant, name)
+    return [getattr(packet, overload)._schema for overload in sorted(packet.overloads(), key=lambda x: x != "default")]
 
 
 def _parts(text: str | None) -> tuple[str, dict[str, list[str]], str]:
@@ -72,15 +106,16 @@ def _parts(text: str | None) -> tuple[str, dict[str, list[str]], str]:
     return "\n".join(head).strip(), arguments, "\n".join(returned).strip()
 
 
-def _signature(name: str) -> str:
+def _signature(schema: Any) -> str:
     """name(a, b, *, c=None) -> (out, lse)"""
+    name = schema.name.partition("::")[2] + (f".{schema.overload_name}" if schema.overload_name else "")
     shown, starred = [], False
-    for argument in _schema(name).arguments:
+    for argument in schema.arguments:
         if argument.kwarg_only and not starred:
             shown.append("*")
             starred = True
         shown.append(argument.name + (f"={argument.default_value!r}" if argument.has_default_value() else ""))
-    results = [result.name or str(result.type) for result in _schema(name).returns]
+    results = [result.name or str(result.type) for result in schema.returns]
     result = results[0] if len(results) == 1 else f"({', '.join(results)})" if results else "None"
     return "\n".join(textwrap.wrap(f"{name}({', '.join(shown)}) -> {result}", 120, subsequent_indent="    "))
 
@@ -95,9 +130,11 @@ def describe(functions: Iterable[Any], packed: type) -> None:
     for operator, (head, own, returned) in parts.items():
         texts = somewhere | own | everywhere
         entries: dict[str, list[str]] = {}  # names by text
-        for argument in _schema(operator).arguments:
+        schemas = _schemas(operator)
+        for argument in {argument.name: argument for schema in schemas for argument in schema.arguments}.values():
             entry = texts.get(f"{operator}.{argument.name}", texts.get(argument.name, []))  # none with python -OO
             entries.setdefault("\n".join(entry), []).append(argument.name)
         listed = "\n".join(f"{', '.join(names)}: {text}" for text, names in entries.items())
-        text = "\n\n".join(part for part in (_signature(operator), head, listed, returned) if part)
+        signatures = "\n".join(_signature(schema) for schema in schemas)
+        text = "\n\n".join(part for part in (signatures, head, listed, returned) if part)
         getattr(torch.ops.turboquant, operator).__doc__ = text

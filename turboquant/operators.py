@@ -115,6 +115,7 @@ _RESULTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "rotate": lambda a: _empty(a["x"]),
     "append": lambda a: None,
     "attend": lambda a: (_empty(a["q"]), _empty(a["q"], a["q"].shape[:-1], torch.float32)),
+    "attend.out": lambda a: None,
     "schedule": lambda a: None,
     "append_attend": lambda a: _empty(a["q"]),
     "quantize": _pages,
@@ -123,12 +124,18 @@ _RESULTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
+def _operator(name: str) -> Any:
+    """The operator of a name, "attend", or of a name and an overload, "attend.out"."""
+    name, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.turboquant, name), overload or "default")
+
+
 def _register(name: str, result: Callable[[dict[str, Any]], Any]) -> None:
-    names = [argument.name for argument in getattr(torch.ops.turboquant, name).default._schema.arguments]
+    names = [argument.name for argument in _operator(name)._schema.arguments]
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         arguments = dict(zip(names, args)) | kwargs
-        _check(name, arguments)
+        _check(name.partition(".")[0], arguments)
         return result(arguments)
 
     torch.library.register_fake(f"turboquant::{name}", fake)
@@ -171,8 +178,8 @@ class _CheckedPacket(OpOverloadPacket):
 
 
 def _check_derivatives(name: str) -> None:
-    operator = getattr(torch.ops.turboquant, name)
-    operator.__class__, operator.default.__class__ = _CheckedPacket, _Checked
+    packet = getattr(torch.ops.turboquant, name.partition(".")[0])
+    packet.__class__, _operator(name).__class__ = _CheckedPacket, _Checked
 
 
 # ---- torch.func: transforms wrap tensors, so that the kernels could not see what is differentiated ----
@@ -188,7 +195,7 @@ def _has_tangent(x: Tensor) -> bool:
 def _refuse_transforms(name: str) -> None:
     """Registers what runs between a transform of torch.func and the one below it, or the kernel. Outside transforms
     operators do not meet it."""
-    operator = getattr(torch.ops.turboquant, name).default
+    operator, called = _operator(name), name.partition(".")[0]
     parameters = [argument.name for argument in operator._schema.arguments]
 
     def below(*args: Any, **rest: Any) -> Any:
@@ -205,9 +212,9 @@ def _refuse_transforms(name: str) -> None:
             if maybe_get_level(x) != level:
                 return x
             if kind == TransformType.Grad and x.requires_grad and torch.is_grad_enabled():
-                raise ValueError(f"{name}: `{argument}` must be {BACKWARD}")
+                raise ValueError(f"{called}: `{argument}` must be {BACKWARD}")
             if kind == TransformType.Jvp and _has_tangent(x):
-                raise ValueError(f"{name}: `{argument}` must be {FORWARD}")
+                raise ValueError(f"{called}: `{argument}` must be {FORWARD}")
             return _unwrap_for_grad(x, level)
 
         args = tuple(taken(*pair) for pair in zip(parameters, args))
@@ -225,6 +232,6 @@ def _refuse_transforms(name: str) -> None:
 _load()
 for _name, _result in _RESULTS.items():
     _register(_name, _result)
-for _name in (*_RESULTS, "append_kernel", "attend_kernel"):
+for _name in (*_RESULTS, "append_kernel", "attend_kernel", "attend_workspace"):
     _refuse_transforms(_name)
     _check_derivatives(_name)

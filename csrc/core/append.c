@@ -55,6 +55,30 @@ static worker carve(const tq_plan *plan, uint8_t *at)
     return w;
 }
 
+static tq_new_tokens tokens_of(const tq_append_params *p, int32_t b)
+{
+    return tq_new_tokens_of(p->query_start_loc, p->tokens, b);
+}
+
+/** The length before the append; negative where the new tokens begin with padding. */
+static int64_t length_before(const tq_append_params *p, int32_t b)
+{
+    return (int64_t)p->layer.lengths[b] - tokens_of(p, b).tokens;
+}
+
+/** Elements from the start of k or v to new token i of a sequence. */
+static int64_t place_of(const tq_append_params *p, int32_t b, int32_t h, int64_t i, tq_row_strides s)
+{
+    const int64_t first = tokens_of(p, b).first;
+    return (p->query_start_loc ? 0 : b * s.batch) + h * s.head + (first + i) * s.token;
+}
+
+static tq_row_strides strides_of(const tq_append_params *p, int is_key)
+{
+    if (is_key) return (tq_row_strides){p->k_stride_batch, p->k_stride_head, p->k_stride_token};
+    return (tq_row_strides){p->v_stride_batch, p->v_stride_head, p->v_stride_token};
+}
+
 /* ---- checks ---- */
 
 static int is_bad(float x) { return !(fabsf(x) <= TQ_MAX_INPUT); }
@@ -75,23 +99,30 @@ static int has_bad(int32_t dtype, const void *x, int32_t n)
     return bad;
 }
 
-static tq_status check_numbers(const append_job *job, const void *x, int64_t stride_batch, int64_t stride_head,
-                               int64_t stride_token, const char *name, tq_error *error)
+/** The flat index of a token's row in k or v, as if they were dense. */
+static int64_t flat_row(const tq_append_params *p, int32_t b, int32_t h, int32_t i)
+{
+    if (p->query_start_loc) return (int64_t)(tokens_of(p, b).first + i) * p->layer.kv_heads + h;
+    return ((int64_t)b * p->layer.kv_heads + h) * p->tokens + i;
+}
+
+static tq_status check_numbers(const append_job *job, int is_key, tq_error *error)
 {
     const tq_append_params *p = job->p;
+    const char *x = is_key ? p->k : p->v;
     int32_t d = job->plan->head_dim, bytes = tq_dtype_bytes(p->layer.dtype);
     float row[TQ_MAX_DIM];
     for (int32_t b = 0; b < p->layer.batch; b++)
         for (int32_t h = 0; h < p->layer.kv_heads; h++) {
-            int32_t padding = p->tokens - p->layer.lengths[b];
-            for (int32_t i = padding > 0 ? padding : 0; i < p->tokens; i++) {
-                const char *from = (const char *)x + bytes * (b * stride_batch + h * stride_head + i * stride_token);
+            int32_t tokens = tokens_of(p, b).tokens, padding = tokens - p->layer.lengths[b];
+            for (int32_t i = padding > 0 ? padding : 0; i < tokens; i++) {
+                const char *from = x + bytes * place_of(p, b, h, i, strides_of(p, is_key));
                 if (!has_bad(p->layer.dtype, from, d)) continue;
                 job->kernels->load(p->layer.dtype, from, row, d);
                 int32_t c = 0;
                 while (c < d - 1 && !is_bad(row[c])) c++; /* bounded: the caller may be writing to it meanwhile */
-                return tq_fail(error, TQ_E_VALUE, name, (((int64_t)b * p->layer.kv_heads + h) * p->tokens + i) * d + c,
-                               row[c], "finite and at most 16384 in magnitude");
+                return tq_fail(error, TQ_E_VALUE, is_key ? "k" : "v", flat_row(p, b, h, i) * d + c, row[c],
+                               "finite and at most 16384 in magnitude");
             }
         }
     return TQ_OK;
@@ -100,10 +131,10 @@ static tq_status check_numbers(const append_job *job, const void *x, int64_t str
 /** Positions that this append packs: [*first, *last) of sequence b. */
 static void packed_range(const tq_append_params *p, int32_t b, int64_t *first, int64_t *last)
 {
-    int64_t length = p->layer.lengths[b], before = length - p->tokens;
-    int64_t from = before - p->layer.window; /* the oldest position that was still in the window */
-    *first = from > p->layer.sinks ? from : p->layer.sinks;
-    *last = length - p->layer.window;
+    int64_t window = tq_unpacked_window(&p->layer), sinks = tq_unpacked_sinks(&p->layer);
+    int64_t from = length_before(p, b) - window; /* the oldest position that was still in the window */
+    *first = from > sinks ? from : sinks;
+    *last = tokens_of(p, b).tokens ? p->layer.lengths[b] - window : *first;
 }
 
 static tq_status check_centre(const tq_plan *plan, const tq_layer *l, int is_key, tq_error *error)
@@ -120,16 +151,20 @@ static tq_status check_centre(const tq_plan *plan, const tq_layer *l, int is_key
 
 static tq_status check_tables(const tq_plan *plan, const tq_append_params *p, tq_error *error)
 {
-    int64_t capacity = (int64_t)p->layer.sinks + p->layer.window + (int64_t)p->layer.max_pages * plan->page_tokens;
+    const int64_t capacity = tq_capacity(plan, &p->layer), sinks = tq_unpacked_sinks(&p->layer);
+    TQ_TRY(tq_check_query_start_loc(p->query_start_loc, p->layer.batch, p->tokens, p->total_tokens, error));
     for (int32_t b = 0; b < p->layer.batch; b++) {
+        if (p->query_start_loc && !tokens_of(p, b).tokens) continue; /* padding */
         if (p->layer.lengths[b] < 0 || p->layer.lengths[b] > capacity)
             return tq_fail(error, TQ_E_VALUE, "lengths", b, p->layer.lengths[b],
-                           "in 0..sinks + window + max_pages * page_tokens");
+                           tq_is_indexed(&p->layer) ? "in 0..max_pages * page_tokens"
+                                                    : "in 0..sinks + window + max_pages * page_tokens");
+        if (p->layer.lengths[b]) TQ_TRY(tq_check_rows(&p->layer, b, error));
         int64_t first, last;
         packed_range(p, b, &first, &last);
         if (first >= last) continue;
-        for (int64_t page = (first - p->layer.sinks) / plan->page_tokens;
-             page <= (last - 1 - p->layer.sinks) / plan->page_tokens; page++) {
+        for (int64_t page = (first - sinks) / plan->page_tokens; page <= (last - 1 - sinks) / plan->page_tokens;
+             page++) {
             int64_t i = (int64_t)b * p->layer.max_pages + page;
             if (p->layer.block_table[i] < 0 || p->layer.block_table[i] >= p->layer.n_pages)
                 return tq_fail(error, TQ_E_VALUE, "block_table", i, p->layer.block_table[i], "in 0..n_pages - 1");
@@ -158,17 +193,15 @@ tq_status tq_append_workspace_bytes(const tq_plan *plan, const tq_append_params 
 static const char *token_source(const append_job *job, int is_key, int32_t b, int32_t h, int64_t position)
 {
     const tq_append_params *p = job->p;
-    int64_t before = p->layer.lengths[b] - p->tokens;
+    int64_t before = length_before(p, b);
     int32_t bytes = tq_dtype_bytes(p->layer.dtype), d = job->plan->head_dim;
     if (position < before) {
         const char *ring = (const char *)(is_key ? p->layer.window_k : p->layer.window_v);
         return ring +
                bytes * ((((int64_t)b * p->layer.kv_heads + h) * p->layer.window + position % p->layer.window) * d);
     }
-    int64_t i = position - before;
-    if (is_key)
-        return (const char *)p->k + bytes * (b * p->k_stride_batch + h * p->k_stride_head + i * p->k_stride_token);
-    return (const char *)p->v + bytes * (b * p->v_stride_batch + h * p->v_stride_head + i * p->v_stride_token);
+    const char *x = is_key ? p->k : p->v;
+    return x + bytes * place_of(p, b, h, position - before, strides_of(p, is_key));
 }
 
 /** x [head_dim] -> z before its steps, in w->x or w->y. */
@@ -195,7 +228,7 @@ static void encode_token(const append_job *job, worker *w, int is_key, int32_t b
     const float *centre = tq_transform_centre(t, h), *steps = tq_transform_steps(t, h);
     job->kernels->load(job->p->layer.dtype, token_source(job, is_key, b, h, position), w->x, plan->head_dim);
     if (is_key && tq_has_moments(plan)) {
-        tq_key_to_residual(&w->head, position, w->x);
+        tq_key_to_residual(&w->head, tq_wave_position(&job->p->layer, b, position), w->x);
         centre = NULL;
     }
     if (!tq_is_plain(plan)) {
@@ -297,7 +330,7 @@ static void pack_side(const append_job *job, worker *w, int is_key, int32_t b, i
     }
     if (is_key && tq_has_moments(plan)) tq_head_keys_begin(&job->keys, h, centre, w->head_memory, &w->head);
     while (position < last) {
-        int64_t index = position - p->layer.sinks;
+        int64_t index = position - tq_unpacked_sinks(&p->layer);
         int32_t begin = (int32_t)(index % plan->tile_tokens), end = plan->tile_tokens;
         if (last - position < end - begin) end = begin + (int32_t)(last - position);
         for (int32_t i = begin; i < end; i++)
@@ -313,7 +346,7 @@ static void pack_side(const append_job *job, worker *w, int is_key, int32_t b, i
 static void copy_exact(const append_job *job, int is_key, int32_t b, int32_t h)
 {
     const tq_append_params *p = job->p;
-    int64_t length = p->layer.lengths[b], first = length - p->tokens;
+    int64_t length = p->layer.lengths[b], first = length_before(p, b);
     int64_t bytes = (int64_t)tq_dtype_bytes(p->layer.dtype) * job->plan->head_dim,
             head = (int64_t)b * p->layer.kv_heads + h;
     char *sinks = (char *)(is_key ? p->layer.sink_k : p->layer.sink_v),
@@ -326,6 +359,25 @@ static void copy_exact(const append_job *job, int is_key, int32_t b, int32_t h)
     }
 }
 
+/** Exact tokens by index: new sinks, and of the last two pages the newest tail_slots each. */
+static void copy_to_rows(const append_job *job, int is_key, int32_t b, int32_t h)
+{
+    const tq_layer *l = &job->p->layer;
+    int64_t length = l->lengths[b], first = length_before(job->p, b), tokens = job->plan->page_tokens;
+    int64_t bytes = (int64_t)tq_dtype_bytes(l->dtype) * job->plan->head_dim, last_page = (length - 1) / tokens;
+    char *sinks = is_key ? l->sink_k : l->sink_v, *tails = is_key ? l->window_k : l->window_v;
+    for (int64_t i = first > 0 ? first : 0; i < length; i++) {
+        const char *from = token_source(job, is_key, b, h, i);
+        int64_t page = i / tokens, end = (page + 1) * tokens < length ? (page + 1) * tokens : length;
+        if (i < l->sinks && l->sink_rows[b] >= 0)
+            memcpy(sinks + bytes * (((int64_t)l->sink_rows[b] * l->kv_heads + h) * l->sinks + i), from, (size_t)bytes);
+        int32_t row = page >= last_page - 1 && i >= end - l->tail_slots ? tq_tail_row(l, b, page) : -1;
+        if (row >= 0)
+            memcpy(tails + bytes * (((int64_t)row * l->kv_heads + h) * l->tail_slots + i % l->tail_slots), from,
+                   (size_t)bytes);
+    }
+}
+
 static void append_head(void *context, int64_t i, int32_t worker_index)
 {
     const append_job *job = context;
@@ -334,7 +386,8 @@ static void append_head(void *context, int64_t i, int32_t worker_index)
     for (int is_key = 1; is_key >= 0; is_key--) {
         if (!is_key && !job->plan->value.tile_bytes) continue;
         pack_side(job, &w, is_key, b, h); /* before copy_exact: it reads what the ring is about to lose */
-        copy_exact(job, is_key, b, h);
+        if (tq_is_indexed(&job->p->layer)) copy_to_rows(job, is_key, b, h);
+        else copy_exact(job, is_key, b, h);
     }
 }
 
@@ -346,7 +399,8 @@ static void begin_keys(append_job *job, int32_t threads)
     for (int32_t b = 0; b < p->layer.batch; b++) {
         int64_t first, last;
         packed_range(p, b, &first, &last);
-        tq_keys_turn(&job->keys, first, last);
+        int64_t from = tq_wave_position(&p->layer, b, first);
+        tq_keys_turn(&job->keys, from, from + last - first);
     }
 }
 
@@ -374,11 +428,8 @@ tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *w
                        "at least tq_append_workspace_bytes");
     if ((uintptr_t)workspace % 64)
         return tq_fail(error, TQ_E_VALUE, "workspace", -1, (double)((uintptr_t)workspace % 64), "64-byte aligned");
-    TQ_TRY(check_numbers(&job, params->k, params->k_stride_batch, params->k_stride_head, params->k_stride_token, "k",
-                         error));
-    if (plan->value.tile_bytes)
-        TQ_TRY(check_numbers(&job, params->v, params->v_stride_batch, params->v_stride_head, params->v_stride_token,
-                             "v", error));
+    TQ_TRY(check_numbers(&job, 1, error));
+    if (plan->value.tile_bytes) TQ_TRY(check_numbers(&job, 0, error));
     job.tables = tq_plan_tables_of(plan);
     if (tq_has_moments(plan)) begin_keys(&job, threads);
     tq_parallel((int64_t)params->layer.batch * params->layer.kv_heads, threads, append_head, &job);

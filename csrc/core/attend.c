@@ -25,23 +25,33 @@ static range seen(const tq_attend_params *a, int32_t b, int64_t p)
     range r = {a->starts ? a->starts[b] : 0, a->causal ? p + 1 : a->layer.lengths[b]};
     if (a->sliding_window && p - a->sliding_window + 1 > r.lo) r.lo = p - a->sliding_window + 1;
     if (r.lo < 0) r.lo = 0;
+    if (a->ends && a->ends[b] < r.hi) r.hi = a->ends[b];
     return r;
 }
 
 static range clip(range r, int64_t lo, int64_t hi) { return (range){r.lo > lo ? r.lo : lo, r.hi < hi ? r.hi : hi}; }
 
 /** The packed tokens among them, as packed indices. */
-static range seen_packed(const tq_attend_params *a, int32_t b, int64_t p)
+static range seen_packed(const tq_plan *plan, const tq_attend_params *a, int32_t b, int64_t p)
 {
+    if (tq_is_indexed(&a->layer)) {
+        tq_in_pages in = tq_positions_in_pages(plan, &a->layer, b);
+        return clip(seen(a, b, p), in.first, in.last);
+    }
     int64_t length = a->layer.lengths[b], newest = (a->causal ? p + 1 : length) - a->layer.window;
     range r =
         clip(seen(a, b, p), a->layer.sinks, newest < length - a->layer.window ? newest : length - a->layer.window);
     return (range){r.lo - a->layer.sinks, r.hi - a->layer.sinks};
 }
 
+static tq_new_tokens queries_of(const tq_attend_params *a, int32_t b)
+{
+    return tq_new_tokens_of(a->query_start_loc, a->query_tokens, b);
+}
+
 static int64_t row_position(const attend_job *job, int32_t b, int64_t row)
 {
-    return (int64_t)job->a->layer.lengths[b] - job->a->query_tokens + row / job->group;
+    return (int64_t)job->a->layer.lengths[b] - queries_of(job->a, b).tokens + row / job->group;
 }
 
 static int is_empty(range r) { return r.lo >= r.hi; }
@@ -61,11 +71,18 @@ static int mark_visible(range r, int64_t first, int32_t n, int columns, uint8_t 
 
 /* ---- query rows ---- */
 
-static const char *query_row(const attend_job *job, int32_t b, int32_t h, int64_t row)
+/** The place of a row in q, out or lse. */
+static int64_t place_of(const attend_job *job, const attend_task *t, int64_t row, tq_row_strides s)
+{
+    int64_t head = (int64_t)t->h * job->group + row % job->group, token = row / job->group;
+    if (!job->a->query_start_loc) return t->b * s.batch + head * s.head + token * s.token;
+    return head * s.head + (queries_of(job->a, t->b).first + token) * s.token;
+}
+
+static const char *query_row(const attend_job *job, const attend_task *t, int64_t row)
 {
     const tq_attend_params *a = job->a;
-    int64_t head = (int64_t)h * job->group + row % job->group, token = row / job->group;
-    int64_t at = b * a->q_stride_batch + head * a->q_stride_head + token * a->q_stride_token;
+    int64_t at = place_of(job, t, row, (tq_row_strides){a->q_stride_batch, a->q_stride_head, a->q_stride_token});
     return (const char *)a->q + at * tq_dtype_bytes(a->layer.dtype);
 }
 
@@ -100,9 +117,10 @@ static void prepare_rows(const attend_job *job, const attend_task *t, attend_wor
     float metric_q[TQ_MAX_HEAD_DIM];
     for (int32_t r = 0; r < t->rows; r++) {
         float *q = w->q + (int64_t)r * plan->head_dim, *coded_q = q;
-        job->kernels->load(job->a->layer.dtype, query_row(job, t->b, t->h, t->first_row + r), q, plan->head_dim);
+        job->kernels->load(job->a->layer.dtype, query_row(job, t, t->first_row + r), q, plan->head_dim);
         if (plan->wave_pairs)
-            tq_wave_row(plan, key, t->h, &job->wave, q, w->wave_rows + (int64_t)r * tq_wave_turn_floats(plan));
+            tq_wave_row(plan, key, t->h, &job->wave, q, tq_wave_position(&job->a->layer, t->b, 0),
+                        w->wave_rows + (int64_t)r * tq_wave_turn_floats(plan));
         if (plan->metric) {
             coded_q = memcpy(metric_q, q, sizeof(float) * (size_t)plan->head_dim);
             tq_metric_query(plan, key, t->h, coded_q);
@@ -151,8 +169,8 @@ static int mark_page(const attend_job *job, const attend_task *t, attend_work *w
 {
     int32_t tokens = job->plan->page_tokens;
     if (common.lo <= page * tokens && common.hi >= (page + 1) * tokens) return 2;
-    return mark_visible(seen_packed(job->a, t->b, row_position(job, t->b, t->first_row + r)), page * tokens, tokens, 1,
-                        w->visible);
+    return mark_visible(seen_packed(job->plan, job->a, t->b, row_position(job, t->b, t->first_row + r)), page * tokens,
+                        tokens, 1, w->visible);
 }
 
 /** attend_page for plans that are not plain: each token tile is decoded to rows, keys first. Decoded rows include their
@@ -257,7 +275,7 @@ static void attend_packed(const attend_job *job, const attend_task *t, attend_wo
 {
     range all = {INT64_MAX, 0}, common = {0, INT64_MAX}; /* of any row, of every row */
     for (int32_t r = 0; r < t->rows; r++) {
-        range in = seen_packed(job->a, t->b, row_position(job, t->b, t->first_row + r));
+        range in = seen_packed(job->plan, job->a, t->b, row_position(job, t->b, t->first_row + r));
         common = clip(common, in.lo, in.hi);
         if (is_empty(in)) continue;
         all = (range){in.lo < all.lo ? in.lo : all.lo, in.hi > all.hi ? in.hi : all.hi};
@@ -278,6 +296,7 @@ typedef struct {
     const void *k, *v;
     int64_t k_stride, v_stride, first, ring;
     range positions;
+    int all; /* 0: a query sees the last `window` tokens alone */
 } exact_part;
 
 static const char *exact_token(const attend_job *job, const exact_part *part, int is_key, int64_t position)
@@ -287,12 +306,11 @@ static const char *exact_token(const attend_job *job, const exact_part *part, in
            tq_dtype_bytes(job->a->layer.dtype) * i * (is_key ? part->k_stride : part->v_stride);
 }
 
-/** Positions that row position p sees in a part: of sinks all that it may see, of the rest its last `window`. */
+/** Positions that row position p sees in a part. */
 static range seen_exact(const attend_job *job, const attend_task *t, const exact_part *part, int64_t p)
 {
     range r = clip(seen(job->a, t->b, p), part->positions.lo, part->positions.hi);
-    int is_sinks = part->positions.lo < job->a->layer.sinks;
-    if (!is_sinks && job->a->causal && p - job->a->layer.window + 1 > r.lo) r.lo = p - job->a->layer.window + 1;
+    if (!part->all && job->a->causal && p - job->a->layer.window + 1 > r.lo) r.lo = p - job->a->layer.window + 1;
     return r;
 }
 
@@ -331,44 +349,79 @@ static void attend_part(const attend_job *job, const attend_task *t, attend_work
         attend_exact_tile(job, t, w, part, i, all.hi - i < TQ_TILE ? (int32_t)(all.hi - i) : TQ_TILE);
 }
 
+/** The sinks of row `row` of sink_k. */
+static exact_part sinks_at(const attend_job *job, const attend_task *t, int64_t row, int64_t hi)
+{
+    const tq_layer *l = &job->a->layer;
+    int64_t d = job->plan->head_dim, at = tq_dtype_bytes(l->dtype) * (row * l->kv_heads + t->h) * l->sinks * d;
+    return (exact_part){.k = (const char *)l->sink_k + at,
+                        .v = (const char *)l->sink_v + at,
+                        .k_stride = d,
+                        .v_stride = d,
+                        .positions = {0, l->sinks < hi ? l->sinks : hi},
+                        .all = 1};
+}
+
+/** Positions lo .. hi - 1 in row `row` of window_k. */
+static exact_part ring_at(const attend_job *job, const attend_task *t, int64_t row, int64_t lo, int64_t hi)
+{
+    const tq_layer *l = &job->a->layer;
+    int64_t d = job->plan->head_dim, slots = tq_window_slots(l),
+            at = tq_dtype_bytes(l->dtype) * (row * l->kv_heads + t->h) * slots * d;
+    return (exact_part){.k = (const char *)l->window_k + at,
+                        .v = (const char *)l->window_v + at,
+                        .k_stride = d,
+                        .v_stride = d,
+                        .ring = slots,
+                        .positions = {lo, hi},
+                        .all = l->tail_rows != NULL};
+}
+
+/** Exact tokens by index: sinks, then what of the tail is in each of two pages. */
+static void attend_rows(const attend_job *job, const attend_task *t, attend_work *w)
+{
+    const tq_layer *l = &job->a->layer;
+    tq_in_pages in = tq_positions_in_pages(job->plan, l, t->b);
+    if (in.first) {
+        exact_part sinks = sinks_at(job, t, l->sink_rows[t->b], l->lengths[t->b]);
+        attend_part(job, t, w, &sinks);
+    }
+    int64_t from = in.last > in.first ? in.last : in.first, tokens = job->plan->page_tokens;
+    for (int64_t page = from / tokens; from < l->lengths[t->b]; from = ++page * tokens) {
+        int64_t end = (page + 1) * tokens < l->lengths[t->b] ? (page + 1) * tokens : l->lengths[t->b];
+        exact_part tail = ring_at(job, t, tq_tail_row(l, t->b, page), from, end);
+        attend_part(job, t, w, &tail);
+    }
+}
+
 static void attend_exact(const attend_job *job, const attend_task *t, attend_work *w)
 {
     const tq_attend_params *a = job->a;
-    int64_t d = job->plan->head_dim, head = ((int64_t)t->b * a->layer.kv_heads + t->h) * d,
-            length = a->layer.lengths[t->b];
+    int64_t length = a->layer.lengths[t->b];
     int64_t before = a->fresh_k ? length - a->query_tokens : length; /* the length that the ring belongs to */
     int32_t bytes = tq_dtype_bytes(a->layer.dtype);
+    if (tq_is_indexed(&a->layer)) {
+        attend_rows(job, t, w);
+        return;
+    }
     if (before < 0) before = 0;
     if (a->layer.sinks) {
-        exact_part sinks = {(const char *)a->layer.sink_k + bytes * head * a->layer.sinks,
-                            (const char *)a->layer.sink_v + bytes * head * a->layer.sinks,
-                            d,
-                            d,
-                            0,
-                            0,
-                            {0, a->layer.sinks < length ? a->layer.sinks : length}};
+        exact_part sinks = sinks_at(job, t, t->b, length);
         attend_part(job, t, w, &sinks);
     }
     if (!a->layer.window) return;
     int64_t oldest = before - a->layer.window > a->layer.sinks ? before - a->layer.window : a->layer.sinks;
-    exact_part ring = {(const char *)a->layer.window_k + bytes * head * a->layer.window,
-                       (const char *)a->layer.window_v + bytes * head * a->layer.window,
-                       d,
-                       d,
-                       0,
-                       a->layer.window,
-                       {oldest, before}};
+    exact_part ring = ring_at(job, t, t->b, oldest, before);
     attend_part(job, t, w, &ring);
     if (!a->fresh_k) return;
     const char *k = (const char *)a->fresh_k + bytes * (t->b * a->fresh_k_stride_batch + t->h * a->fresh_k_stride_head);
     const char *v = (const char *)a->fresh_v + bytes * (t->b * a->fresh_v_stride_batch + t->h * a->fresh_v_stride_head);
-    exact_part fresh = {k,
-                        v,
-                        a->fresh_k_stride_token,
-                        a->fresh_v_stride_token,
-                        length - a->query_tokens,
-                        0,
-                        {before > a->layer.sinks ? before : a->layer.sinks, length}};
+    exact_part fresh = {.k = k,
+                        .v = v,
+                        .k_stride = a->fresh_k_stride_token,
+                        .v_stride = a->fresh_v_stride_token,
+                        .first = length - a->query_tokens,
+                        .positions = {before > a->layer.sinks ? before : a->layer.sinks, length}};
     attend_part(job, t, w, &fresh);
 }
 
@@ -413,29 +466,30 @@ static void finish_row(const attend_job *job, const attend_task *t, attend_work 
     const tq_plan *plan = job->plan;
     const tq_attend_params *a = job->a;
     const float *centre = tq_transform_centre(&a->layer.value, t->h);
-    int64_t row = t->first_row + r, head = (int64_t)t->h * job->group + row % job->group;
-    int64_t at = ((int64_t)t->b * a->query_heads + head) * a->query_tokens + row / job->group;
+    int64_t row = t->first_row + r;
     float *out = w->coded;
     restore_values(job, t, w, packed, out);
     float inverse = state->max == -INFINITY ? 0.0f : 1.0f / state->sum;
     for (int32_t i = 0; i < plan->head_dim; i++)
         out[i] = (out[i] + exact[i] + (centre ? centre[i] * state->packed_sum : 0.0f)) * inverse;
-    store_row(a->layer.dtype, out, a->out, at * plan->head_dim, plan->head_dim);
-    if (a->lse) a->lse[at] = state->max == -INFINITY ? -INFINITY : state->max + logf(state->sum);
+    store_row(a->layer.dtype, out, a->out, place_of(job, t, row, job->out_strides), plan->head_dim);
+    float lse = state->max == -INFINITY ? -INFINITY : state->max + logf(state->sum);
+    if (a->lse) a->lse[place_of(job, t, row, job->lse_strides)] = lse;
 }
 
 /* ---- tasks ---- */
 
+/** Without rows, if a sequence of a ragged batch has fewer than others. */
 static attend_task task_at(const attend_job *job, int64_t i)
 {
     attend_task t;
-    int64_t rows = (int64_t)job->group * job->a->query_tokens;
     t.split = (int32_t)(i % job->splits);
     i /= job->splits;
     t.first_row = i % job->chunks * CHUNK_ROWS;
-    t.rows = (int32_t)(rows - t.first_row < CHUNK_ROWS ? rows - t.first_row : CHUNK_ROWS);
     t.h = (int32_t)(i / job->chunks % job->a->layer.kv_heads);
     t.b = (int32_t)(i / job->chunks / job->a->layer.kv_heads);
+    int64_t rows = (int64_t)job->group * queries_of(job->a, t.b).tokens - t.first_row;
+    t.rows = rows < 0 ? 0 : rows < CHUNK_ROWS ? (int32_t)rows : CHUNK_ROWS;
     return t;
 }
 
@@ -443,6 +497,7 @@ static void run_task(void *context, int64_t i, int32_t worker)
 {
     const attend_job *job = context;
     attend_task t = task_at(job, i);
+    if (!t.rows) return;
     attend_work w = tq_attend_carve(job, worker);
     prepare_rows(job, &t, &w);
     attend_packed(job, &t, &w);
@@ -499,8 +554,7 @@ void tq_attend_lay_out(attend_job *job)
     job->group = a->layer.kv_heads ? a->query_heads / a->layer.kv_heads : 1;
     job->chunks = ceil_div((int64_t)job->group * a->query_tokens, CHUNK_ROWS);
     int64_t tasks = (int64_t)a->layer.batch * a->layer.kv_heads * job->chunks;
-    int64_t tokens = (int64_t)a->layer.max_pages * job->plan->page_tokens + a->layer.sinks +
-                     a->layer.window; /* of a sequence, at most */
+    int64_t tokens = tq_capacity(job->plan, &a->layer); /* of a sequence, at most */
     double work = (double)tokens * a->layer.batch * a->query_heads * a->query_tokens * job->plan->head_dim;
     job->threads = tq_threads_for(a->threads, work < 1e15 ? (int64_t)work : (int64_t)1e15, LEAST_WORK);
     int32_t wanted = tasks ? ceil_div(job->threads, tasks) : 1,
@@ -529,8 +583,9 @@ static void turn_pages(attend_job *job)
     const tq_attend_params *a = job->a;
     range all = {INT64_MAX, 0};
     for (int32_t b = 0; b < a->layer.batch; b++) { /* the first row sees the earliest token, the last row the latest */
-        range first = seen_packed(a, b, row_position(job, b, 0));
-        range last = seen_packed(a, b, (int64_t)a->layer.lengths[b] - 1);
+        if (!queries_of(a, b).tokens) continue;
+        range first = seen_packed(job->plan, a, b, row_position(job, b, 0));
+        range last = seen_packed(job->plan, a, b, (int64_t)a->layer.lengths[b] - 1);
         if (first.lo < 0) first.lo = 0;
         if (last.hi <= first.lo) continue;
         all = (range){first.lo < all.lo ? first.lo : all.lo, last.hi > all.hi ? last.hi : all.hi};
@@ -541,14 +596,19 @@ static void turn_pages(attend_job *job)
     job->wave.table = tq_attend_wave(job);
     job->wave.nodes = job->wave.table + tq_wave_table_floats(job->plan);
     job->wave.turns = job->wave.nodes + tq_wave_node_floats(job->plan);
-    tq_wave_fill(job->plan, &a->layer.key, a->layer.sinks, (all.hi - 1) / tokens + 1, &job->wave);
+    tq_wave_fill(job->plan, &a->layer.key, tq_unpacked_sinks(&a->layer), (all.hi - 1) / tokens + 1, &job->wave);
 }
 
 tq_status tq_attend(const tq_plan *plan, const tq_attend_params *params, void *workspace, size_t workspace_bytes,
                     tq_error *error)
 {
     TQ_TRY(tq_attend_check(plan, params, error));
-    attend_job job = {.plan = plan, .a = params, .kernels = tq_get_kernels(error), .workspace = workspace};
+    attend_job job = {.plan = plan,
+                      .a = params,
+                      .kernels = tq_get_kernels(error),
+                      .workspace = workspace,
+                      .out_strides = tq_strides_of_out(plan, params),
+                      .lse_strides = tq_strides_of_lse(params)};
     if (!job.kernels) return TQ_E_UNSUPPORTED;
     tq_attend_lay_out(&job);
     TQ_NEED(error, {"workspace", workspace, 0});
@@ -573,5 +633,14 @@ tq_status tq_attend_workspace_bytes(const tq_plan *plan, const tq_attend_params 
     if (!job.kernels) return TQ_E_UNSUPPORTED;
     tq_attend_lay_out(&job);
     *bytes = (size_t)tq_attend_bytes(&job);
+    return TQ_OK;
+}
+
+tq_status tq_attend_workspace_bound(const tq_plan *plan, const tq_attend_params *params, size_t *bytes, tq_error *error)
+{
+    TQ_TRY(tq_attend_workspace_bytes(plan, params, bytes, error));
+    attend_job job = {.plan = plan, .a = params, .kernels = tq_get_kernels(error)};
+    tq_attend_lay_out(&job);
+    *bytes = (size_t)tq_attend_bytes_bound(&job);
     return TQ_OK;
 }

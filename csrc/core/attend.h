@@ -15,6 +15,7 @@ typedef struct {
     int64_t query_operand_bytes, weight_operand_bytes; /* of one row */
     int precise;                                       /* 22-bit operands: for float32 queries and tiles of 16 */
     int32_t group, chunks, chunk_rows, splits, threads;
+    tq_row_strides out_strides, lse_strides;
     tq_wave wave;
     uint8_t *workspace;
 } attend_job;
@@ -52,6 +53,8 @@ typedef struct {
 tq_status tq_attend_check(const tq_plan *plan, const tq_attend_params *params, tq_error *error);
 void tq_attend_lay_out(attend_job *job);
 int64_t tq_attend_bytes(const attend_job *job);
+/** At least tq_attend_bytes of any smaller job. */
+int64_t tq_attend_bytes_bound(const attend_job *job);
 attend_work tq_attend_carve(const attend_job *job, int32_t worker);
 float *tq_attend_partial(const attend_job *job, int64_t task, int32_t row);
 /** The memory of the wave's table, nodes and turns behind it. */

@@ -74,6 +74,17 @@ int64_t tq_attend_bytes(const attend_job *job)
     return bytes_of_rows(job) + floats * (int64_t)sizeof(float) + 64;
 }
 
+int64_t tq_attend_bytes_bound(const attend_job *job)
+{
+    attend_job most = *job;
+    int64_t floats = tq_wave_table_floats(job->plan) + tq_wave_node_floats(job->plan) +
+                     job->a->layer.max_pages * tq_wave_turn_floats(job->plan);
+    most.threads = tq_effective_threads(job->a->threads);
+    /* Where tasks are split there are fewer tasks than threads, and at most as many splits as give each thread two. */
+    int64_t partials = 2 * (int64_t)most.threads * job->chunk_rows * partial_floats(job) * (int64_t)sizeof(float);
+    return most.threads * cut(&most, NULL, NULL) + tq_round_up(partials, 64) + floats * (int64_t)sizeof(float) + 64;
+}
+
 float *tq_attend_wave(const attend_job *job) { return (float *)(job->workspace + bytes_of_rows(job)); }
 
 attend_work tq_attend_carve(const attend_job *job, int32_t worker)
@@ -94,23 +105,34 @@ float *tq_attend_partial(const attend_job *job, int64_t task, int32_t row)
 /** Lengths, starts and the table entries that a sequence's packed tokens need. */
 static tq_status check_sequence(const tq_plan *plan, const tq_attend_params *a, int32_t b, tq_error *error)
 {
-    int64_t length = a->layer.lengths[b],
-            capacity = (int64_t)a->layer.sinks + a->layer.window + (int64_t)a->layer.max_pages * plan->page_tokens;
-    if (length < 0 || length > capacity)
+    const tq_layer *l = &a->layer;
+    const int32_t queries = tq_new_tokens_of(a->query_start_loc, a->query_tokens, b).tokens;
+    int64_t length = l->lengths[b];
+    if (a->query_start_loc && !queries) return TQ_OK; /* padding */
+    if (length < 0 || length > tq_capacity(plan, l))
         return tq_fail(error, TQ_E_VALUE, "lengths", b, (double)length,
-                       "in 0..sinks + window + max_pages * page_tokens");
-    if (a->causal && a->query_tokens > 1 && a->layer.window && !a->fresh_k &&
+                       tq_is_indexed(l) ? "in 0..max_pages * page_tokens"
+                                        : "in 0..sinks + window + max_pages * page_tokens");
+    if (length) TQ_TRY(tq_check_rows(l, b, error));
+    if (a->causal && a->query_tokens > 1 && tq_unpacked_window(l) && !a->fresh_k &&
         length > (int64_t)a->layer.sinks + a->layer.window)
         return tq_fail(error, TQ_E_VALUE, "fresh_k", -1, 0,
                        "given: early queries need what the new tokens pushed out of the window");
     if (a->starts && (a->starts[b] < 0 || a->starts[b] > length))
         return tq_fail(error, TQ_E_VALUE, "starts", b, a->starts[b], "in 0..lengths");
-    int64_t packed = length - a->layer.sinks - a->layer.window;
-    for (int64_t page = 0; page * plan->page_tokens < packed; page++) {
-        int64_t i = (int64_t)b * a->layer.max_pages + page;
+    if (a->ends && (a->ends[b] < 0 || a->ends[b] > length))
+        return tq_fail(error, TQ_E_VALUE, "ends", b, a->ends[b], "in 0..lengths");
+    int64_t sinks = tq_unpacked_sinks(l), first = 0, packed = length - sinks - tq_unpacked_window(l);
+    if (tq_is_indexed(l)) {
+        tq_in_pages in = tq_positions_in_pages(plan, l, b);
+        first = in.first / plan->page_tokens, packed = in.last > in.first ? in.last : 0;
+    }
+    if (a->ends && a->ends[b] - sinks < packed) packed = a->ends[b] - sinks;
+    for (int64_t page = first; page * plan->page_tokens < packed; page++) {
+        int64_t i = (int64_t)b * l->max_pages + page;
         /* pages before `starts` or outside a sliding window may have been freed: only entries that are read are
          * checked */
-        int64_t newest = (page + 1) * plan->page_tokens - 1 + a->layer.sinks, first_query = length - a->query_tokens;
+        int64_t newest = (page + 1) * plan->page_tokens - 1 + sinks, first_query = length - queries;
         if (a->starts && newest < a->starts[b]) continue;
         if (a->sliding_window && newest < (first_query > 0 ? first_query : 0) - a->sliding_window + 1) continue;
         if (a->layer.block_table[i] < 0 || a->layer.block_table[i] >= a->layer.n_pages)
@@ -125,6 +147,7 @@ tq_status tq_attend_check(const tq_plan *plan, const tq_attend_params *a, tq_err
     TQ_TRY(tq_wave_check_channels(plan, &a->layer.key, error));
     TQ_TRY(tq_check_steps(plan, &a->layer.key, a->layer.kv_heads, 1, error));
     TQ_TRY(tq_check_steps(plan, &a->layer.value, a->layer.kv_heads, 0, error));
+    TQ_TRY(tq_check_query_start_loc(a->query_start_loc, a->layer.batch, a->query_tokens, a->total_tokens, error));
     for (int32_t b = 0; b < a->layer.batch; b++) TQ_TRY(check_sequence(plan, a, b, error));
     return TQ_OK;
 }

@@ -86,11 +86,33 @@ tq_status tq_check_transform(const tq_plan *plan, const tq_transform *t, int is_
 
 /* ---- layer ---- */
 
+/** The sizes of exact tokens by index. */
+static tq_status check_rows(const tq_plan *plan, const tq_layer *l, tq_error *error)
+{
+    if (!tq_is_indexed(l)) return TQ_OK;
+    if (l->sinks && !l->sink_rows) return tq_fail(error, TQ_E_VALUE, "sink_rows", -1, 0, "given, because tail_rows is");
+    if (!l->tail_rows)
+        return l->window ? tq_fail(error, TQ_E_VALUE, "tail_rows", -1, 0, "given, because sink_rows is") : TQ_OK;
+    if (l->tail_slots > plan->page_tokens)
+        return tq_fail(error, TQ_E_VALUE, "window_k", -1, l->tail_slots, "of at most page_tokens tokens a row");
+    if (l->window > l->tail_slots)
+        return tq_fail(error, TQ_E_VALUE, "window", -1, l->window, "at most the tokens of a row of window_k");
+    return TQ_OK;
+}
+
 static tq_status check_layer_sizes(const tq_plan *plan, const tq_layer *l, tq_error *error)
 {
-    const size sizes[] = {{"batch", l->batch},   {"kv_heads", l->kv_heads},   {"sinks", l->sinks},
-                          {"window", l->window}, {"max_pages", l->max_pages}, {"n_pages", l->n_pages}};
+    const size sizes[] = {{"batch", l->batch},
+                          {"kv_heads", l->kv_heads},
+                          {"sinks", l->sinks},
+                          {"window", l->window},
+                          {"max_pages", l->max_pages},
+                          {"n_pages", l->n_pages},
+                          {"n_sink_rows", l->n_sink_rows},
+                          {"n_tail_rows", l->n_tail_rows},
+                          {"tail_slots", l->tail_slots}};
     TQ_TRY(check_sizes(sizes, LENGTH(sizes), error));
+    TQ_TRY(check_rows(plan, l, error));
     int64_t bytes;
     TQ_TRY(tq_product(l->kv_heads, plan->record_bytes, &bytes, "kv_heads", error));
     if (l->page_stride && (l->page_stride < bytes || l->page_stride % 64))
@@ -115,8 +137,33 @@ static tq_status check_layer(const tq_plan *plan, const tq_layer *l, tq_error *e
 {
     int has_values = plan->value.tile_bytes != 0;
     TQ_TRY(check_packed(plan, l, error));
-    TQ_TRY(check_pair("sink_k", "sink_v", l->sink_k, l->sink_v, l->sinks, has_values, error));
-    return check_pair("window_k", "window_v", l->window_k, l->window_v, l->window, has_values, error);
+    TQ_TRY(check_pair("sink_k", "sink_v", l->sink_k, l->sink_v, l->sinks && tq_sink_rows(l), has_values, error));
+    return check_pair("window_k", "window_v", l->window_k, l->window_v, tq_window_slots(l) && tq_window_rows(l),
+                      has_values, error);
+}
+
+tq_status tq_check_rows(const tq_layer *l, int32_t b, tq_error *error)
+{
+    if (l->sink_rows && (l->sink_rows[b] < -1 || l->sink_rows[b] >= l->n_sink_rows))
+        return tq_fail(error, TQ_E_VALUE, "sink_rows", b, l->sink_rows[b], "-1 or a row of sink_k");
+    for (int64_t i = 2 * (int64_t)b; l->tail_rows && i < 2 * (int64_t)b + 2; i++)
+        if (l->tail_rows[i] < -1 || l->tail_rows[i] >= l->n_tail_rows)
+            return tq_fail(error, TQ_E_VALUE, "tail_rows", i, l->tail_rows[i], "-1 or a row of window_k");
+    return TQ_OK;
+}
+
+tq_status tq_check_query_start_loc(const int32_t *loc, int32_t batch, int32_t most, int32_t total, tq_error *error)
+{
+    for (int32_t b = 0; loc && b <= batch; b++) {
+        if (loc[b] < 0 || loc[b] > total)
+            return tq_fail(error, TQ_E_VALUE, "query_start_loc", b, loc[b], "in 0..tokens of the batch");
+        if (b && loc[b] < loc[b - 1])
+            return tq_fail(error, TQ_E_VALUE, "query_start_loc", b, loc[b], "no less than the number in front of it");
+        if (b && loc[b] - loc[b - 1] > most)
+            return tq_fail(error, TQ_E_VALUE, "query_start_loc", b, loc[b],
+                           "at most max_query_len above the number in front of it");
+    }
+    return TQ_OK;
 }
 
 /* ---- rotate ---- */
@@ -160,26 +207,39 @@ tq_status tq_check_append_sizes(const tq_plan *plan, const tq_append_params *p, 
                           {"k_stride_token", p->k_stride_token},
                           {"v_stride_batch", p->v_stride_batch},
                           {"v_stride_head", p->v_stride_head},
-                          {"v_stride_token", p->v_stride_token}};
+                          {"v_stride_token", p->v_stride_token},
+                          {"total_tokens", p->total_tokens}};
     TQ_TRY(check_sizes(sizes, LENGTH(sizes), error));
     return check_dtype(p->layer.dtype, error);
 }
 
 static int64_t append_span(const tq_append_params *p, int32_t head_dim, int64_t sb, int64_t sh, int64_t st)
 {
-    return tq_span_bytes(tq_dtype_bytes(p->layer.dtype), p->layer.batch, p->layer.kv_heads, p->tokens, head_dim, sb, sh,
-                         st);
+    const int ragged = p->query_start_loc != NULL;
+    return tq_span_bytes(tq_dtype_bytes(p->layer.dtype), ragged ? 1 : p->layer.batch, p->layer.kv_heads,
+                         ragged ? p->total_tokens : p->tokens, head_dim, sb, sh, st);
+}
+
+/** Bytes of sink_k or sink_v, and of window_k or window_v. */
+static int64_t sink_bytes(const tq_plan *plan, const tq_layer *l)
+{
+    return (int64_t)tq_sink_rows(l) * l->kv_heads * l->sinks * plan->head_dim * tq_dtype_bytes(l->dtype);
+}
+
+static int64_t window_bytes(const tq_plan *plan, const tq_layer *l)
+{
+    return (int64_t)tq_window_rows(l) * l->kv_heads * tq_window_slots(l) * plan->head_dim * tq_dtype_bytes(l->dtype);
 }
 
 static tq_status check_append_overlap(const tq_plan *plan, const tq_append_params *p, tq_error *error)
 {
     if (!p->layer.batch || !p->layer.kv_heads || !p->tokens) return TQ_OK;
-    int64_t row = (int64_t)p->layer.batch * p->layer.kv_heads * plan->head_dim * tq_dtype_bytes(p->layer.dtype);
-    tq_array written[5] = {{"pages", p->layer.pages, pages_bytes(plan, &p->layer)},
-                           {"sink_k", p->layer.sink_k, row * p->layer.sinks},
-                           {"sink_v", p->layer.sink_v, row * p->layer.sinks},
-                           {"window_k", p->layer.window_k, row * p->layer.window},
-                           {"window_v", p->layer.window_v, row * p->layer.window}};
+    const tq_layer *l = &p->layer;
+    tq_array written[5] = {{"pages", l->pages, pages_bytes(plan, l)},
+                           {"sink_k", l->sink_k, sink_bytes(plan, l)},
+                           {"sink_v", l->sink_v, sink_bytes(plan, l)},
+                           {"window_k", l->window_k, window_bytes(plan, l)},
+                           {"window_v", l->window_v, window_bytes(plan, l)}};
     int64_t k_bytes = append_span(p, plan->head_dim, p->k_stride_batch, p->k_stride_head, p->k_stride_token);
     int64_t v_bytes = append_span(p, plan->head_dim, p->v_stride_batch, p->v_stride_head, p->v_stride_token);
     for (int i = 0; i < 5; i++) {
@@ -225,7 +285,14 @@ tq_status tq_check_attend_sizes(const tq_plan *plan, const tq_attend_params *a, 
                           {"fresh_k_stride_token", a->fresh_k_stride_token},
                           {"fresh_v_stride_batch", a->fresh_v_stride_batch},
                           {"fresh_v_stride_head", a->fresh_v_stride_head},
-                          {"fresh_v_stride_token", a->fresh_v_stride_token}};
+                          {"fresh_v_stride_token", a->fresh_v_stride_token},
+                          {"out_stride_batch", a->out_stride_batch},
+                          {"out_stride_head", a->out_stride_head},
+                          {"out_stride_token", a->out_stride_token},
+                          {"lse_stride_batch", a->lse_stride_batch},
+                          {"lse_stride_head", a->lse_stride_head},
+                          {"lse_stride_token", a->lse_stride_token},
+                          {"total_tokens", a->total_tokens}};
     TQ_TRY(check_sizes(sizes, LENGTH(sizes), error));
     TQ_TRY(check_dtype(a->layer.dtype, error));
     if (a->layer.kv_heads ? a->query_heads % a->layer.kv_heads : a->query_heads)
@@ -237,30 +304,89 @@ tq_status tq_check_attend_sizes(const tq_plan *plan, const tq_attend_params *a, 
         return tq_fail(error, TQ_E_VALUE, "sliding_window", -1, a->sliding_window, "0 when attention is not causal");
     if (!a->causal && a->fresh_k)
         return tq_fail(error, TQ_E_VALUE, "fresh_k", -1, 1, "absent when attention is not causal");
+    if (a->fresh_k && (a->query_start_loc || tq_is_indexed(&a->layer)))
+        return tq_fail(error, TQ_E_VALUE, "fresh_k", -1, 1, "absent with query_start_loc, sink_rows and tail_rows");
+    if (a->query_start_loc && a->query_tokens > 1 && a->layer.window && !a->layer.tail_rows)
+        return tq_fail(error, TQ_E_VALUE, "tail_rows", -1, 0,
+                       "given: with query_start_loc and several queries there is no window without it");
     int64_t n;
     TQ_TRY(tq_product((int64_t)a->layer.batch * a->query_heads, (int64_t)a->query_tokens * plan->head_dim, &n, "batch",
                       error));
     return tq_product(n, 64, &n, "batch", error); /* workspace is at most a few dozen bytes a query number */
 }
 
+tq_row_strides tq_strides_of_out(const tq_plan *plan, const tq_attend_params *a)
+{
+    if (a->out_stride_batch || a->out_stride_head || a->out_stride_token)
+        return (tq_row_strides){a->out_stride_batch, a->out_stride_head, a->out_stride_token};
+    const int64_t d = plan->head_dim;
+    if (a->query_start_loc) return (tq_row_strides){0, d, a->query_heads * d};
+    return (tq_row_strides){a->query_heads * (int64_t)a->query_tokens * d, a->query_tokens * d, d};
+}
+
+tq_row_strides tq_strides_of_lse(const tq_attend_params *a)
+{
+    if (a->lse_stride_batch || a->lse_stride_head || a->lse_stride_token)
+        return (tq_row_strides){a->lse_stride_batch, a->lse_stride_head, a->lse_stride_token};
+    if (a->query_start_loc) return (tq_row_strides){0, 1, a->query_heads};
+    return (tq_row_strides){a->query_heads * (int64_t)a->query_tokens, a->query_tokens, 1};
+}
+
+/** Rows of q, out and lse: [batch, query_heads, tokens], or one batch of all tokens. */
+typedef struct {
+    int64_t batch, heads, tokens;
+} row_sizes;
+
+static row_sizes rows_of(const tq_attend_params *a)
+{
+    if (a->query_start_loc) return (row_sizes){a->layer.batch != 0, a->query_heads, a->total_tokens};
+    return (row_sizes){a->layer.batch, a->query_heads, a->query_tokens};
+}
+
+static int64_t rows_bytes(row_sizes n, int64_t element_bytes, int64_t row, tq_row_strides s)
+{
+    return tq_span_bytes(element_bytes, n.batch, n.heads, n.tokens, row, s.batch, s.head, s.token);
+}
+
+/** Whether no two rows of an array have a number in common, for any order of its dimensions. */
+static int rows_are_apart(row_sizes n, int64_t row, tq_row_strides s)
+{
+    int64_t sizes[3] = {n.batch, n.heads, n.tokens}, strides[3] = {s.batch, s.head, s.token};
+    for (int i = 0; i < 3; i++)
+        if (sizes[i] <= 1) strides[i] = INT64_MAX; /* is not looked at */
+    for (int done = 0; done < 3; done++) {         /* the smallest stride that is left must pass over all inside it */
+        int least = 0;
+        for (int i = 1; i < 3; i++)
+            if (strides[i] < strides[least]) least = i;
+        if (strides[least] == INT64_MAX) return 1;
+        if (strides[least] < row) return 0;
+        row += strides[least] * (sizes[least] - 1);
+        strides[least] = INT64_MAX;
+    }
+    return 1;
+}
+
 static tq_status check_attend_overlap(const tq_plan *plan, const tq_attend_params *a, tq_error *error)
 {
-    int64_t d = plan->head_dim, e = tq_dtype_bytes(a->layer.dtype),
-            rows = (int64_t)a->layer.batch * a->query_heads * a->query_tokens;
-    int64_t token = (int64_t)a->layer.batch * a->layer.kv_heads * d * e;
-    const tq_array written[] = {{"out", a->out, rows * d * e}, {"lse", a->lse, rows * (int64_t)sizeof *a->lse}};
+    int64_t d = plan->head_dim, e = tq_dtype_bytes(a->layer.dtype), sinks = sink_bytes(plan, &a->layer),
+            window = window_bytes(plan, &a->layer);
+    const row_sizes n = rows_of(a);
+    const tq_row_strides of_q = {a->q_stride_batch, a->q_stride_head, a->q_stride_token},
+                         of_out = tq_strides_of_out(plan, a), of_lse = tq_strides_of_lse(a);
+    if (!rows_are_apart(n, d, of_out) || (a->lse && !rows_are_apart(n, 1, of_lse)))
+        return tq_fail(error, TQ_E_VALUE, rows_are_apart(n, d, of_out) ? "lse" : "out", -1, 0,
+                       "of strides that keep its rows apart");
+    const tq_array written[] = {{"out", a->out, rows_bytes(n, e, d, of_out)},
+                                {"lse", a->lse, rows_bytes(n, (int64_t)sizeof *a->lse, 1, of_lse)}};
     const struct {
         tq_array array;
         const char *wants;
     } read[] = {{{"pages", a->layer.pages, pages_bytes(plan, &a->layer)}, "apart from pages"},
-                {{"q", a->q,
-                  tq_span_bytes(e, a->layer.batch, a->query_heads, a->query_tokens, d, a->q_stride_batch,
-                                a->q_stride_head, a->q_stride_token)},
-                 "apart from q"},
-                {{"sink_k", a->layer.sink_k, token * a->layer.sinks}, "apart from sink_k"},
-                {{"sink_v", a->layer.sink_v, token * a->layer.sinks}, "apart from sink_v"},
-                {{"window_k", a->layer.window_k, token * a->layer.window}, "apart from window_k"},
-                {{"window_v", a->layer.window_v, token * a->layer.window}, "apart from window_v"},
+                {{"q", a->q, rows_bytes(n, e, d, of_q)}, "apart from q"},
+                {{"sink_k", a->layer.sink_k, sinks}, "apart from sink_k"},
+                {{"sink_v", a->layer.sink_v, sinks}, "apart from sink_v"},
+                {{"window_k", a->layer.window_k, window}, "apart from window_k"},
+                {{"window_v", a->layer.window_v, window}, "apart from window_v"},
                 {{"fresh_k", a->fresh_k,
                   tq_span_bytes(e, a->layer.batch, a->layer.kv_heads, a->query_tokens, d, a->fresh_k_stride_batch,
                                 a->fresh_k_stride_head, a->fresh_k_stride_token)},

@@ -12,7 +12,8 @@ typedef struct {
     const tq_codebook *books;
     const tq_transform *transform;
     int is_key;
-    int32_t b, h, sinks;
+    int32_t b, h;
+    int64_t origin; /* of the wave: the phase position of packed index 0 */
 } decode_side;
 
 /** Decodes 32 tokens of one record into x [count][head_dim]; count <= 32 of them are wanted. */
@@ -43,7 +44,7 @@ static void add_centre(const decode_side *s, int64_t index, float *x)
 {
     const tq_plan *plan = s->plan;
     const float *centre = tq_transform_centre(s->transform, s->h);
-    if (s->is_key && tq_has_moments(plan)) tq_residual_to_key(plan, s->transform, s->h, s->sinks + index, centre, x);
+    if (s->is_key && tq_has_moments(plan)) tq_residual_to_key(plan, s->transform, s->h, s->origin + index, centre, x);
     else
         for (int32_t i = 0; centre && i < plan->head_dim; i++) x[i] += centre[i];
 }
@@ -107,7 +108,9 @@ tq_status tq_dequantize(const tq_plan *plan, const tq_layer *layer, int32_t max_
     for (int side = 0; side < 1 + has_values; side++)
         for (int32_t b = 0; b < layer->batch; b++)
             for (int32_t h = 0; h < layer->kv_heads; h++) {
-                decode_side s = {kernels, plan, books, side ? &layer->value : &layer->key, !side, b, h, layer->sinks};
+                const tq_transform *transform = side ? &layer->value : &layer->key;
+                decode_side s = {kernels, plan, books, transform,
+                                 !side,   b,    h,     tq_wave_position(layer, b, layer->sinks)};
                 float *out = (side ? v : k) + ((int64_t)b * layer->kv_heads + h) * max_tokens * plan->head_dim;
                 if (max_tokens) memset(out, 0, sizeof(float) * (size_t)max_tokens * (size_t)plan->head_dim);
                 for (int64_t i = 0; i < layer->lengths[b]; i += TQ_TILE) {

@@ -63,8 +63,52 @@ tq_status tq_check_steps(const tq_plan *plan, const tq_transform *transform, int
                          tq_error *error);
 
 /* ---- checks.c ---- */
+/** What the rows of sequence b are, if exact tokens are by index. */
+tq_status tq_check_rows(const tq_layer *layer, int32_t b, tq_error *error);
+/** most: tokens of a sequence. NULL: no check. */
+tq_status tq_check_query_start_loc(const int32_t *loc, int32_t batch, int32_t most, int32_t total, tq_error *error);
 /** Checks that a transform has the arrays that the plan needs; NULL: it has none. */
 tq_status tq_check_transform(const tq_plan *plan, const tq_transform *transform, int is_key, tq_error *error);
+
+/* ---- one sequence ---- */
+/** New tokens or queries of a sequence, and the first of them in a ragged batch (0 in others). `tokens`: of a batch that
+ *  is not ragged. */
+typedef struct {
+    int32_t tokens, first;
+} tq_new_tokens;
+
+static inline tq_new_tokens tq_new_tokens_of(const int32_t *query_start_loc, int32_t tokens, int32_t b)
+{
+    if (!query_start_loc) return (tq_new_tokens){tokens, 0};
+    return (tq_new_tokens){query_start_loc[b + 1] - query_start_loc[b], query_start_loc[b]};
+}
+
+/** The row of window_k for a page of sequence b, or -1. */
+static inline int32_t tq_tail_row(const tq_layer *l, int32_t b, int64_t page)
+{
+    return l->tail_rows ? l->tail_rows[2 * (int64_t)b + page % 2] : -1;
+}
+
+/** With exact tokens by index: positions first .. last - 1 of sequence b are read from its pages. */
+typedef struct {
+    int64_t first, last;
+} tq_in_pages;
+
+static inline tq_in_pages tq_positions_in_pages(const tq_plan *plan, const tq_layer *l, int32_t b)
+{
+    int64_t length = l->lengths[b], page = (length - 1) / plan->page_tokens * plan->page_tokens;
+    tq_in_pages in = {l->sink_rows && l->sink_rows[b] >= 0 ? l->sinks : 0, length};
+    if (!l->window || length <= 0 || tq_tail_row(l, b, page / plan->page_tokens) < 0) return in;
+    in.last = length > l->window ? length - l->window : 0;
+    if (in.last < page && tq_tail_row(l, b, page / plan->page_tokens - 1) < 0) in.last = page;
+    return in;
+}
+
+/** The phase position of a token: its position and the offset of its sequence, modulo 2^32. */
+static inline int64_t tq_wave_position(const tq_layer *l, int32_t b, int64_t position)
+{
+    return l->position_offset ? (int64_t)(uint32_t)(position + l->position_offset[b]) : position;
+}
 
 /* ---- rotation.c ---- */
 /** y = R x or R^T x for one vector of head_dim floats; matrix NULL: the plan's Hadamard or none, as `rotation` says

@@ -30,4 +30,29 @@ static inline int64_t tq_page_stride(const tq_plan *plan, const tq_layer *layer)
 {
     return layer->page_stride ? layer->page_stride : layer->kv_heads * plan->record_bytes;
 }
+
+/** Whether exact tokens are by index, and packed indices are positions. */
+static inline int tq_is_indexed(const tq_layer *layer) { return layer->sink_rows || layer->tail_rows; }
+/** Sequences of sink_k, and of window_k, and tokens of each in the latter: the batch and the window, or rows. */
+static inline int32_t tq_sink_rows(const tq_layer *layer)
+{
+    return layer->sink_rows ? layer->n_sink_rows : layer->batch;
+}
+static inline int32_t tq_window_rows(const tq_layer *layer)
+{
+    return layer->tail_rows ? layer->n_tail_rows : layer->batch;
+}
+static inline int32_t tq_window_slots(const tq_layer *layer)
+{
+    return layer->tail_rows ? layer->tail_slots : layer->window;
+}
+/** The position of packed index 0, and how many positions behind the last one have no place in the pages. */
+static inline int32_t tq_unpacked_sinks(const tq_layer *layer) { return tq_is_indexed(layer) ? 0 : layer->sinks; }
+static inline int32_t tq_unpacked_window(const tq_layer *layer) { return tq_is_indexed(layer) ? 0 : layer->window; }
+/** The most tokens of a sequence. */
+static inline int64_t tq_capacity(const tq_plan *plan, const tq_layer *layer)
+{
+    return (int64_t)tq_unpacked_sinks(layer) + tq_unpacked_window(layer) +
+           (int64_t)layer->max_pages * plan->page_tokens;
+}
 #endif

@@ -339,15 +339,22 @@ void tq_wave_fill(const tq_plan *plan, const tq_transform *t, int32_t sinks, int
 }
 
 void tq_wave_row(const tq_plan *plan, const tq_transform *t, int32_t head, const tq_wave *wave, const float *q,
-                 float *row)
+                 int64_t origin, float *row)
 {
     const float *of_head = moments_of(plan, t, head).wave;
     float *crossed = row + 2 * plan->wave_pairs;
     for (int32_t i = 0; i < plan->wave_pairs; i++) {
         float a = of_head[2 * i], b = of_head[2 * i + 1], x = q[t->turns[3 * i]], y = q[t->turns[3 * i + 1]];
         int32_t at = 2 * wave->place[i];
-        row[at] = crossed[at + 1] = x * a + y * b;
-        row[at + 1] = crossed[at] = y * a - x * b;
+        float along = x * a + y * b, across = y * a - x * b;
+        if (origin) {
+            float cosine, sine, unturned = along;
+            tq_turn(tq_phase((uint32_t)t->turns[3 * i + 2], origin), &cosine, &sine);
+            along = unturned * cosine + across * sine;
+            across = across * cosine - unturned * sine;
+        }
+        row[at] = crossed[at + 1] = along;
+        row[at + 1] = crossed[at] = across;
         crossed[at + 1] = -crossed[at + 1];
     }
 }

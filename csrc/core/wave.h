@@ -82,8 +82,8 @@ int64_t tq_wave_turn_floats(const tq_plan *plan);
 /** Fills everything but first_page and the pointers: turns for pages first_page .. last_page - 1 of sequences whose
  *  packed tokens begin at position `sinks`. */
 void tq_wave_fill(const tq_plan *plan, const tq_transform *t, int32_t sinks, int64_t last_page, tq_wave *wave);
-/** Coefficients of a query, before its metric and rotation: x of cosines and y of sines at position 0, by `place`, as
- *  (x, y) [pairs][2] and (y, -x) [pairs][2]. */
+/** Coefficients of a query, before its metric and rotation: x of cosines and y of sines where the phase is that of
+ *  position `origin`, by `place`, as (x, y) [pairs][2] and (y, -x) [pairs][2]. */
 void tq_wave_row(const tq_plan *plan, const tq_transform *t, int32_t head, const tq_wave *wave, const float *q,
-                 float *row);
+                 int64_t origin, float *row);
 #endif

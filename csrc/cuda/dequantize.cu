@@ -140,6 +140,7 @@ tq_status tq_cuda_dequantize(const tq_plan *plan, const tq_layer *layer, int32_t
                              void *v, void *workspace, size_t workspace_bytes, void *stream, tq_error *error)
 {
     TQ_CUDA_TRY(tq_check_dequantize(plan, layer, max_tokens, static_cast<float *>(k), static_cast<float *>(v), error));
+    TQ_CUDA_TRY(check_cuda_layer(*layer, error));
     TQ_CUDA_TRY(check_plan(*plan, error));
     const tq_layer &l = *layer;
     if (l.sinks > INT32_MAX / 2)

@@ -345,20 +345,51 @@ TQ_API tq_status tq_rotate(const tq_plan *plan, const float *matrix, int inverse
  *     position >= max(sinks, length - window)       window_k/v[b, :, position % window]     (a ring)
  *     otherwise                                     packed index j = position - sinks: page block_table[b, j /
  *                                                   page_tokens], token j % page_tokens of it
- * Sinks and window are in the model's dtype; either may be 0. A token is quantised once, when it leaves the window. */
+ * Sinks and window are in the model's dtype; either may be 0. A token is quantised once, when it leaves the window.
+ *
+ * EXACT TOKENS BY INDEX, for engines whose pages belong to a pool. With sink_rows or tail_rows every token has a place in
+ * the pages, and its packed index is its position. Exact copies of some tokens lie beside the pages, in rows that the
+ * caller assigns to pages:
+ *     position < sinks                row sink_rows[b] of sink_k/v, place `position` of it
+ *     position >= length - window     row tail_rows[b, j % 2] of window_k/v, where j = position / page_tokens is the
+ *                                     token's page; place position % tail_slots of it
+ * The copies are read instead of the page. A row of -1 is absent: its tokens are read from the page, and tq_append does
+ * not copy them. If the last page has no row, there is no tail; if only the page in front has none, the tail begins with
+ * the last page. window <= tail_slots <= page_tokens, so a tail lies in two pages at most. All queries of a call have
+ * the same tail, that of the length.
+ * tq_append packs every new token, and copies new sinks to the sinks' row, and of the last two pages the newest
+ * tail_slots each to their rows. The last tail_slots - window tokens of a page can therefore be taken back, which is to
+ * say that other tokens are appended at the same positions. A page that is written without its row, by tq_append or by
+ * anyone else, makes an old row of it stale: the caller must not name that row again.
+ *
+ * RAGGED BATCHES. With query_start_loc the new tokens, or the queries, of all sequences lie one behind the other,
+ * [total_tokens, heads, head_dim]. Those of sequence b are query_start_loc[b] .. query_start_loc[b + 1] - 1. It has at
+ * most `tokens`, or `query_tokens`, of them; fewer, or none. A sequence without any is padding, and so is one with
+ * length 0: the first is not looked at otherwise, the second sees nothing. No stride_batch is used. Tokens of the array
+ * that no sequence has are neither read nor written. */
 
 /** One layer's cache: its sizes, the arrays that store its tokens, and how their vectors are transformed. Zero-initialise
  *  it. A call names the fields that it writes; it leaves all others as they are. */
 typedef struct {
     int32_t batch, kv_heads, max_pages, sinks, window;
-    int32_t dtype; /* tq_dtype of sinks and window, and of all exact tokens of a call */
+    int32_t dtype;                                /* tq_dtype of sinks and window, and of all exact tokens of a call */
+    int32_t n_sink_rows, n_tail_rows, tail_slots; /* with sink_rows, or with tail_rows; else 0 */
     int64_t n_pages;
     int64_t page_stride;        /* bytes from one page to the next, a multiple of 64; 0: kv_heads * record_bytes */
     uint8_t *pages;             /* [n_pages, kv_heads, record_bytes], 64-byte aligned; the records of a page dense */
     const int32_t *block_table; /* [batch, max_pages]: page indices; only entries of pages that a call needs are read */
-    const int32_t *lengths;     /* [batch]: 0 <= length <= sinks + window + max_pages * page_tokens */
-    void *sink_k, *sink_v;      /* [batch, kv_heads, sinks, head_dim] dense; NULL iff sinks is 0 */
-    void *window_k, *window_v;  /* [batch, kv_heads, window, head_dim] dense; NULL iff window is 0 */
+    const int32_t *lengths;    /* [batch]: 0 <= length <= sinks + window + max_pages * page_tokens; with exact tokens by
+                                   index at most max_pages * page_tokens */
+    void *sink_k, *sink_v;     /* [batch, kv_heads, sinks, head_dim] dense; NULL iff sinks is 0.
+                                   With sink_rows [n_sink_rows, kv_heads, sinks, head_dim] */
+    void *window_k, *window_v; /* [batch, kv_heads, window, head_dim] dense; NULL iff window is 0.
+                                   With tail_rows [n_tail_rows, kv_heads, tail_slots, head_dim]; window may be 0 */
+    const int32_t *sink_rows;  /* [batch], each in -1..n_sink_rows - 1; or NULL: sinks are those of the sequence */
+    const int32_t
+        *tail_rows; /* [batch, 2], each in -1..n_tail_rows - 1: of even pages, of odd pages; or NULL. If one of
+                                   the two is given, the other kind of exact tokens is by index too, or absent */
+    const int32_t *position_offset; /* [batch], or NULL: 0. Added to p in the wave of keys (above), modulo 2^32, and to
+                                       nothing else: what a token sees and where it lies depend on positions alone */
     tq_transform key, value;
 } tq_layer;
 
@@ -371,6 +402,10 @@ typedef struct {
     const void *k,
         *v; /* [batch, kv_heads, tokens, head_dim], last dimension dense; v NULL iff the plan has no values */
     int64_t k_stride_batch, k_stride_head, k_stride_token, v_stride_batch, v_stride_head, v_stride_token; /* elements */
+    const int32_t
+        *query_start_loc; /* [batch + 1], ascending, in 0..total_tokens; NULL: the batch is not ragged. Token i
+                                       of sequence b has position lengths[b] - (its number of tokens) + i */
+    int32_t total_tokens; /* of k and v, with query_start_loc */
 } tq_append_params;
 
 TQ_API tq_status tq_append_workspace_bytes(const tq_plan *plan, const tq_append_params *params, size_t *bytes,
@@ -379,10 +414,12 @@ TQ_API tq_status tq_append_workspace_bytes(const tq_plan *plan, const tq_append_
 /** Stores the new tokens. Those in the window go into the ring; those (old or new) that no longer fit there are
  *  rotated, quantised and packed into their pages. Bits of other tokens keep their value, so zero new pages if bytes
  *  are to be compared.
- *  Aliasing: no two arrays overlap; no page is written through two entries of block_table.
+ *  Aliasing: no two arrays overlap; no page is written through two entries of block_table, and no row through two of
+ *            sink_rows or tail_rows.
  *  Errors:   TQ_E_VALUE for a size, stride, alignment, length, page index (`block_table`, its flat index), or a number
  *            in k or v that is not finite or exceeds TQ_MAX_INPUT (flat index as if dense; padding is not looked at),
- *            all found before the first write. A scale that would exceed 65504 is stored as 65504.
+ *            a row (`sink_rows`, `tail_rows`), query_start_loc, all found before the first write. A scale that would
+ *            exceed 65504 is stored as 65504.
  *  Cost:     O(batch * tokens * kv_heads * head_dim * log head_dim) for Hadamard.
  *  workspace   64-byte aligned, tq_append_workspace_bytes; contents lost. Bytes on ISAs and on CUDA: "ROUNDING". */
 TQ_API tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *workspace, size_t workspace_bytes,
@@ -401,8 +438,8 @@ typedef enum {
 /** Attention of `query_tokens` queries per sequence over one layer. Query i of sequence b stands at position
  *  p = lengths[b] - query_tokens + i (causal), and sees key position j iff  starts[b] <= j <= p  and
  *  j > p - sliding_window (if sliding_window > 0). It reads sinks exact, the last `window` positions,
- *  p - window < j <= p, exact, from the ring or from the fresh tokens, and all others packed. Not causal: every stored
- *  position from starts[b] on is seen.
+ *  p - window < j <= p, exact, from the ring or from the fresh tokens, and all others packed; exact tokens by index are
+ *  those of "the cache". Not causal: every stored position from starts[b] on is seen.
  *  One softmax over all of it:
  *     logit = softcap(softmax_scale * <q, k_j>),  softcap(x) = cap * tanh(x / cap) if cap > 0 else x
  *     out = sum_j softmax_j v_j
@@ -427,11 +464,26 @@ typedef struct {
                                           ring as it was BEFORE they were appended: early queries need tokens that they pushed out. */
     int64_t fresh_k_stride_batch, fresh_k_stride_head, fresh_k_stride_token;
     int64_t fresh_v_stride_batch, fresh_v_stride_head, fresh_v_stride_token;
-    void *out;  /* [batch, query_heads, query_tokens, head_dim] dense; 0 where nothing was attended */
+    void *out;  /* [batch, query_heads, query_tokens, head_dim], last dimension dense; 0 where nothing was attended */
     float *lse; /* [batch, query_heads, query_tokens], natural log, -inf if nothing attended; may be NULL */
+    int64_t out_stride_batch, out_stride_head, out_stride_token; /* elements; all three 0: dense, and ragged ones
+                                                                    [total_tokens, query_heads, head_dim] */
+    int64_t lse_stride_batch, lse_stride_head, lse_stride_token; /* the same; ragged [total_tokens, query_heads] */
+    const int32_t
+        *ends; /* [batch], in 0..lengths[b], or NULL. Queries see positions below ends[b] alone, such as those in
+                            front of the sequence's first query */
+    const int32_t
+        *query_start_loc; /* [batch + 1], ascending, in 0..total_tokens, or NULL. Query i of sequence b stands at
+                                       position lengths[b] - (its number of queries) + i. Then fresh must be NULL, and
+                                       with window_k either tail_rows is given or query_tokens is 1 */
+    int32_t total_tokens; /* of q, out and lse, with query_start_loc */
 } tq_attend_params;
 
 TQ_API tq_status tq_attend_workspace_bytes(const tq_plan *plan, const tq_attend_params *params, size_t *bytes,
+                                           tq_error *error);
+/** As many bytes as any call needs that has these params or, of them, a smaller batch, fewer query_tokens, total_tokens
+ *  or max_pages: for memory that is set aside before the first batch is known. It depends on tq_num_threads(). */
+TQ_API tq_status tq_attend_workspace_bound(const tq_plan *plan, const tq_attend_params *params, size_t *bytes,
                                            tq_error *error);
 
 /** Errors: TQ_E_VALUE for a size, stride, alignment, a negative length, one that exceeds the capacity, a start outside

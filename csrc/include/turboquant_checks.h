@@ -21,6 +21,14 @@ TQ_API tq_status tq_check_append(const tq_plan *plan, const tq_append_params *pa
 TQ_API tq_status tq_check_attend_sizes(const tq_plan *plan, const tq_attend_params *params, tq_error *error);
 TQ_API tq_status tq_check_attend(const tq_plan *plan, const tq_attend_params *params, tq_error *error);
 
+/** Elements from one row of an array to the next. */
+typedef struct {
+    int64_t batch, head, token;
+} tq_row_strides;
+/** Those of out and lse, as given, or as they are if dense. */
+TQ_API tq_row_strides tq_strides_of_out(const tq_plan *plan, const tq_attend_params *params);
+TQ_API tq_row_strides tq_strides_of_lse(const tq_attend_params *params);
+
 TQ_API tq_status tq_check_dequantize_sizes(const tq_plan *plan, const tq_layer *layer, int32_t max_tokens,
                                            tq_error *error);
 TQ_API tq_status tq_check_dequantize(const tq_plan *plan, const tq_layer *layer, int32_t max_tokens, const float *k,

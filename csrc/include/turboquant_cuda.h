@@ -18,6 +18,7 @@
  *     fails (`got` is its cudaError_t). After an error nothing was queued.
  *   - Positions are 32-bit: append and attend refuse sinks + window + max_pages * page_tokens of 2^30 and more.
  *   - `threads` of params is ignored.
+ *   - Ragged batches, exact tokens by index, `ends`, position_offset, and strides of out and lse are TQ_E_UNSUPPORTED.
  *
  * Workspaces: bytes from the matching _workspace_bytes, 256-byte aligned, on the device, of any contents. One workspace
  * may serve calls of any shape and kind that it is large enough for, one after another (one stream, or streams ordered
@@ -79,6 +80,9 @@ typedef struct {
  *  times on the same device while its arrays exist. workspace_bytes: what the call needs. */
 TQ_API tq_status tq_cuda_attend_prepare(const tq_plan *plan, const tq_attend_params *params, tq_cuda_attend_call *call,
                                         size_t *workspace_bytes, tq_error *error);
+/** tq_attend_workspace_bound: TQ_E_UNSUPPORTED so far. */
+TQ_API tq_status tq_cuda_attend_workspace_bound(const tq_plan *plan, const tq_attend_params *params, size_t *bytes,
+                                                tq_error *error);
 /** Queues the call. workspace: 256-byte aligned; its contents are lost. */
 TQ_API tq_status tq_cuda_attend(const tq_cuda_attend_call *call, void *workspace, size_t workspace_bytes, void *stream,
                                 tq_error *error);

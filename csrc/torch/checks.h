@@ -24,6 +24,7 @@
 #include <mutex>
 #include <optional>
 #include <shared_mutex>
+#include <span>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -246,12 +247,16 @@ public:
     void tensor(const char *name, const Tensor &t, int32_t dtype, std::initializer_list<int64_t> shape,
                 Strides strides) const
     {
+        tensor(name, t, dtype, std::span(shape.begin(), shape.size()), strides);
+    }
+
+    void tensor(const char *name, const Tensor &t, int32_t dtype, std::span<const int64_t> shape, Strides strides) const
+    {
         auto sizes = t.sizes();
         bool fits = dtype_of(t) == dtype && sizes.size() == shape.size();
-        for (size_t i = 0; fits && i < shape.size(); i++)
-            fits = shape.begin()[i] == ANY || shape.begin()[i] == sizes[i];
+        for (size_t i = 0; fits && i < shape.size(); i++) fits = shape[i] == ANY || shape[i] == sizes[i];
         if (!fits)
-            refuse(name, dtype_name(dtype) + " " + join(shape.begin(), shape.size()),
+            refuse(name, dtype_name(dtype) + " " + join(shape.data(), shape.size()),
                    dtype_name(dtype_of(t)) + " " + join(sizes.data(), sizes.size()),
                    dtype_of(t) == dtype ? Error::VALUE : Error::TYPE);
         placed(name, t, strides);

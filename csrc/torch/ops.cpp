@@ -3,9 +3,9 @@
 //
 // Every operator has the same five steps on one screen: checks, device guard and stream, workspace, call, status to
 // error. A Call (checks.h) checks and throws; a Backend has the functions of a device under common names, so that
-// operators do not branch. Layout is [batch, heads, tokens, head_dim] everywhere, as in SDPA. An empty optional tensor
-// counts as absent, except starts, flag, and v of a plan without values.
-#include "checks.h"
+// operators do not branch. Layout is [batch, heads, tokens, head_dim], as in SDPA, or [tokens, heads, head_dim] with
+// query_start_loc. An empty optional tensor counts as absent, except integers, flag, and v of a plan without values.
+#include "arguments.h"
 #include "turboquant_checks.h"
 #if defined(TURBOQUANT_WITH_CUDA)
 #include "turboquant_cuda.h"
@@ -32,6 +32,7 @@ struct Backend {
     decltype(&tq_append_workspace_bytes) append_workspace_bytes;
     tq_status (*append)(void *stream, const tq_plan *, const tq_append_params *, int64_t *flag, void *workspace,
                         size_t bytes, tq_error *);
+    tq_status (*attend_workspace)(const tq_plan *, const tq_attend_params *, size_t *bytes, tq_error *);
     tq_status (*attend_prepare)(const tq_plan *, const tq_attend_params *, AttendCall *, size_t *bytes, tq_error *);
     tq_status (*attend)(void *stream, const tq_plan *, const tq_attend_params *, const AttendCall *, void *workspace,
                         size_t bytes, tq_error *);
@@ -73,6 +74,7 @@ const Backend cpu = {
     [](void *, auto plan, auto params, int64_t *, void *workspace, size_t bytes, auto error) {
         return tq_append(plan, params, workspace, bytes, error);
     },
+    tq_attend_workspace_bound,
     [](auto plan, auto params, AttendCall *, size_t *bytes, auto error) {
         return tq_attend_workspace_bytes(plan, params, bytes, error);
     },
@@ -123,6 +125,7 @@ const Backend cuda = {
     [](void *stream, auto plan, auto params, int64_t *flag, void *, size_t, auto error) {
         return tq_cuda_append(plan, params, flag, stream, error);
     },
+    tq_cuda_attend_workspace_bound,
     tq_cuda_attend_prepare,
     [](void *stream, auto, auto, const AttendCall *call, void *workspace, size_t bytes, auto error) {
         return tq_cuda_attend(call, workspace, bytes, stream, error);
@@ -165,134 +168,6 @@ private:
     const Call &call_;
     std::optional<torch::stable::accelerator::DeviceGuard> guard_;
 };
-
-// ---- arguments that several operators share ----
-
-bool given(const Maybe &t) { return t && t->numel() > 0; }
-
-const void *data_of(const Maybe &t) { return given(t) ? t->const_data_ptr() : nullptr; }
-
-template <class T> const T *data_as(const Tensor &t) { return static_cast<const T *>(t.const_data_ptr()); }
-
-void check_head_dim(const Call &call, const char *name, const Tensor &t)
-{
-    if (t.dim() < 1 || t.size(t.dim() - 1) != call.plan().head_dim)
-        call.refuse(name, "of head_dim " + std::to_string(call.plan().head_dim) + ", the plan's, in its last dimension",
-                    join(t.sizes().data(), t.sizes().size()));
-}
-
-void check_integers(const Call &call, const char *name, const Tensor &t, std::initializer_list<int64_t> shape)
-{
-    call.tensor(name, t, aoti_torch_dtype_int32(), shape, Strides::DENSE);
-}
-
-struct Transforms {
-    const Maybe &key_numbers, &value_numbers, &key_turns, &rotation;
-};
-
-struct Exact {
-    const Maybe &sink_k, &sink_v, &window_k, &window_v;
-};
-
-void read_numbers(const Call &call, const char *name, const Maybe &numbers, bool is_value, int64_t kv_heads,
-                  tq_transform *out)
-{
-    if (!given(numbers)) return;
-    call.tensor(name, *numbers, aoti_torch_dtype_float32(), {kv_heads, ANY}, Strides::DENSE);
-    call.check(
-        tq_transform_numbers(&call.plan(), is_value, data_as<float>(*numbers), numbers->size(1), out, &call.error));
-}
-
-/** key_numbers and value_numbers float32 [kv_heads, columns], key_turns int32 [wave_pairs, 3], rotation float32
- *  [kv_heads or 1, rows of the keys and then of the values, head_dim]. What the plan does not take is read too: the core
- *  refuses it. */
-void read_transforms(const Call &call, const Transforms &from, tq_layer *layer)
-{
-    const tq_side &key = call.plan().key, &value = call.plan().value;
-    read_numbers(call, "key_numbers", from.key_numbers, false, layer->kv_heads, &layer->key);
-    read_numbers(call, "value_numbers", from.value_numbers, true, layer->kv_heads, &layer->value);
-    if (given(from.key_turns)) {
-        check_integers(call, "key_turns", *from.key_turns, {call.plan().wave_pairs, 3});
-        layer->key.turns = data_as<int32_t>(*from.key_turns);
-    }
-    if (!given(from.rotation)) return;
-    int64_t dim = call.plan().head_dim, rows = key.matrix_rows + value.matrix_rows;
-    bool one = from.rotation->dim() == 3 && from.rotation->size(0) == 1;
-    call.tensor("rotation", *from.rotation, aoti_torch_dtype_float32(),
-                {one ? 1 : layer->kv_heads, rows ? rows : ANY, dim}, Strides::DENSE);
-    const float *matrix = data_as<float>(*from.rotation);
-    layer->key.rotation_stride_head = layer->value.rotation_stride_head = one ? 0 : rows * dim;
-    if (key.matrix_rows || !rows) layer->key.rotation = matrix;
-    if (value.matrix_rows) layer->value.rotation = matrix + key.matrix_rows * dim;
-}
-
-/** How many tokens a pair such as sink_k, sink_v holds: [batch, kv_heads, tokens, head_dim], dense; 0 without keys. */
-int32_t read_pair(const Call &call, const char *k_name, const char *v_name, const Maybe &k, const Maybe &v,
-                  int32_t dtype, const tq_layer &layer)
-{
-    int64_t dim = call.plan().head_dim;
-    if (given(k)) call.tensor(k_name, *k, dtype, {layer.batch, layer.kv_heads, ANY, dim}, Strides::DENSE);
-    if (given(v))
-        call.tensor(v_name, *v, dtype, {layer.batch, layer.kv_heads, given(k) ? k->size(2) : ANY, dim}, Strides::DENSE);
-    return given(k) ? call.length(k_name, *k, 2) : 0;
-}
-
-/** The data of a tensor that this call may write to, or only reads. */
-void *data_for(bool writes, const Tensor &t)
-{
-    return writes ? t.mutable_data_ptr() : const_cast<void *>(t.const_data_ptr());
-}
-
-/** Pages, table and lengths of layer->batch sequences, and the transforms. kv_heads ANY: as many as pages have. */
-void read_packed(const Call &call, const Tensor &pages, const Tensor &block_table, const Tensor &lengths,
-                 const Transforms &transforms, int64_t kv_heads, bool writes, tq_layer *layer)
-{
-    call.tensor("pages", pages, aoti_torch_dtype_uint8(), {ANY, kv_heads, call.plan().record_bytes}, Strides::PAGES);
-    check_integers(call, "block_table", block_table, {layer->batch, ANY});
-    check_integers(call, "lengths", lengths, {layer->batch});
-    layer->kv_heads = call.length("pages", pages, 1), layer->n_pages = pages.size(0);
-    if (pages.numel() && layer->n_pages > 1) {
-        layer->page_stride = pages.stride(0);
-        if (layer->page_stride < pages.size(1) * pages.size(2) || layer->page_stride % 64)
-            call.refuse("pages", "of a stride between pages that is a multiple of 64 and no less than a page",
-                        std::to_string(layer->page_stride));
-    }
-    layer->max_pages = call.length("block_table", block_table, 1);
-    layer->pages = static_cast<uint8_t *>(data_for(writes, pages));
-    layer->block_table = data_as<int32_t>(block_table), layer->lengths = data_as<int32_t>(lengths);
-    read_transforms(call, transforms, layer);
-}
-
-/** The layer of a call whose batch is known. like: gives the dtype of exact tokens. */
-void read_layer(const Call &call, const Tensor &like, const Tensor &pages, const Tensor &block_table,
-                const Tensor &lengths, const Exact &exact, const Transforms &transforms, int64_t kv_heads, bool writes,
-                tq_layer *layer)
-{
-    read_packed(call, pages, block_table, lengths, transforms, kv_heads, writes, layer);
-    int32_t dtype = dtype_of(like);
-    layer->dtype = call.read_dtype(like);
-    layer->sinks = read_pair(call, "sink_k", "sink_v", exact.sink_k, exact.sink_v, dtype, *layer);
-    layer->window = read_pair(call, "window_k", "window_v", exact.window_k, exact.window_v, dtype, *layer);
-    auto at = [&](const Maybe &t) { return given(t) ? data_for(writes, *t) : nullptr; };
-    layer->sink_k = at(exact.sink_k), layer->sink_v = at(exact.sink_v);
-    layer->window_k = at(exact.window_k), layer->window_v = at(exact.window_v);
-}
-
-/** k and v: [batch, kv_heads, tokens, head_dim] with free leading strides; v absent iff the plan has no values. */
-tq_append_params read_new_tokens(const Call &call, const Tensor &k, const Maybe &v)
-{
-    tq_append_params p{};
-    p.layer.dtype = call.read_dtype(k);
-    call.tensor("k", k, dtype_of(k), {ANY, ANY, ANY, call.plan().head_dim}, Strides::ROWS);
-    if (v) call.tensor("v", *v, dtype_of(k), {k.size(0), k.size(1), k.size(2), k.size(3)}, Strides::ROWS);
-    p.layer.batch = call.length("k", k, 0), p.layer.kv_heads = call.length("k", k, 1),
-    p.tokens = call.length("k", k, 2);
-    p.threads = call.threads();
-    p.k = k.const_data_ptr(), p.v = v ? v->const_data_ptr() : nullptr;
-    p.k_stride_batch = k.stride(0), p.k_stride_head = k.stride(1), p.k_stride_token = k.stride(2);
-    if (v) p.v_stride_batch = v->stride(0), p.v_stride_head = v->stride(1), p.v_stride_token = v->stride(2);
-    return p;
-}
 
 void run_append(const Call &call, const tq_append_params &p, int64_t *flag)
 {
@@ -356,10 +231,10 @@ Tensor rotate(const Words &words, const Tensor &x, const Maybe &matrix, bool inv
 /** The arguments of `append` beside the plan, checked. */
 tq_append_params read_append(const Call &call, const Tensor &k, const Maybe &v, const Tensor &lengths,
                              const Tensor &pages, const Tensor &block_table, const Exact &exact,
-                             const Transforms &transforms, const Maybe &flag)
+                             const Transforms &transforms, const Maybe &flag, const Ragged &ragged)
 {
-    tq_append_params p = read_new_tokens(call, k, v);
-    read_layer(call, k, pages, block_table, lengths, exact, transforms, p.layer.kv_heads, true, &p.layer);
+    tq_append_params p = read_new_tokens(call, k, v, ragged.query_start_loc, ragged.max_query_len);
+    read_layer(call, k, pages, block_table, lengths, exact, transforms, ragged, 0, p.layer.kv_heads, true, &p.layer);
     if (flag) call.tensor("flag", *flag, aoti_torch_dtype_int64(), {1}, Strides::DENSE);
     return p;
 }
@@ -369,30 +244,41 @@ int64_t *flag_of(const Maybe &flag) { return given(flag) ? static_cast<int64_t *
 // Parameters that several operators have, in the order of their schemas below.
 #define EXACT const Maybe &sink_k, const Maybe &sink_v, const Maybe &window_k, const Maybe &window_v
 #define TRANSFORMS const Maybe &key_numbers, const Maybe &value_numbers, const Maybe &key_turns, const Maybe &rotation
+#define RAGGED                                                                                                         \
+    const Maybe &query_start_loc, int64_t max_query_len, const Maybe &sink_rows, const Maybe &tail_rows,               \
+        const Maybe &position_offset
 #define APPEND                                                                                                         \
     const Words &words, const Tensor &k, const Maybe &v, const Tensor &lengths, const Tensor &pages,                   \
-        const Tensor &block_table, EXACT, TRANSFORMS, const Maybe &flag
+        const Tensor &block_table, EXACT, TRANSFORMS, const Maybe &flag, RAGGED
 #define ATTEND                                                                                                         \
     const Words &words, const Tensor &q, const Tensor &pages, const Tensor &block_table, const Tensor &lengths,        \
         const Maybe &starts, EXACT, const Maybe &fresh_k, const Maybe &fresh_v, TRANSFORMS,                            \
         std::optional<double> softmax_scale, bool causal, int64_t sliding_window, double softcap,                      \
-        const Maybe &schedule
+        const Maybe &schedule, RAGGED, int64_t window, const Maybe &ends
+#define GIVEN_ATTEND                                                                                                   \
+    words, q, pages, block_table, lengths, starts, sink_k, sink_v, window_k, window_v, fresh_k, fresh_v, key_numbers,  \
+        value_numbers, key_turns, rotation, softmax_scale, causal, sliding_window, softcap, schedule, query_start_loc, \
+        max_query_len, sink_rows, tail_rows, position_offset, window, ends
 #define GIVEN_EXACT                                                                                                    \
     Exact { sink_k, sink_v, window_k, window_v }
 #define GIVEN_TRANSFORMS                                                                                               \
     Transforms { key_numbers, value_numbers, key_turns, rotation }
+#define GIVEN_RAGGED                                                                                                   \
+    Ragged { query_start_loc, sink_rows, tail_rows, position_offset, max_query_len }
 
 void append(APPEND)
 {
     Call call("append", words, k, "k");
-    run_append(call, read_append(call, k, v, lengths, pages, block_table, GIVEN_EXACT, GIVEN_TRANSFORMS, flag),
+    run_append(call,
+               read_append(call, k, v, lengths, pages, block_table, GIVEN_EXACT, GIVEN_TRANSFORMS, flag, GIVEN_RAGGED),
                flag_of(flag));
 }
 
 std::string append_kernel(APPEND)
 {
     Call call("append_kernel", words, k, "k");
-    tq_append_params p = read_append(call, k, v, lengths, pages, block_table, GIVEN_EXACT, GIVEN_TRANSFORMS, flag);
+    tq_append_params p =
+        read_append(call, k, v, lengths, pages, block_table, GIVEN_EXACT, GIVEN_TRANSFORMS, flag, GIVEN_RAGGED);
     char name[NAME_BYTES];
     call.check(Launch(call)->append_kernel(&call.plan(), &p, name, &call.error));
     return name;
@@ -400,14 +286,13 @@ std::string append_kernel(APPEND)
 
 /** The queries of an attention call, and its scale, mask and soft-cap. */
 tq_attend_params read_queries(const Call &call, const Tensor &q, std::optional<double> softmax_scale, bool causal,
-                              int64_t sliding_window, double softcap, const Maybe &schedule)
+                              int64_t sliding_window, double softcap, const Maybe &schedule, const Layout &layout)
 {
     tq_attend_params p{};
     int64_t dim = call.plan().head_dim;
     p.layer.dtype = call.read_dtype(q);
-    call.tensor("q", q, dtype_of(q), {ANY, ANY, ANY, dim}, Strides::ROWS);
-    p.layer.batch = call.length("q", q, 0), p.query_heads = call.length("q", q, 1),
-    p.query_tokens = call.length("q", q, 2);
+    p.layer.batch = layout.batch, p.query_heads = layout.heads, p.query_tokens = layout.tokens;
+    p.query_start_loc = layout.query_start_loc, p.total_tokens = layout.total_tokens;
     p.causal = causal, p.sliding_window = call.narrow("sliding_window", sliding_window), p.threads = call.threads();
     p.softmax_scale = static_cast<float>(softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(dim))));
     p.softcap = static_cast<float>(softcap);
@@ -418,7 +303,7 @@ tq_attend_params read_queries(const Call &call, const Tensor &q, std::optional<d
         p.schedule = p.schedule_rows ? data_as<int32_t>(*schedule) : nullptr;
     }
     p.q = q.const_data_ptr();
-    p.q_stride_batch = q.stride(0), p.q_stride_head = q.stride(1), p.q_stride_token = q.stride(2);
+    layout.read_strides(q, &p.q_stride_batch, &p.q_stride_head, &p.q_stride_token);
     return p;
 }
 
@@ -433,14 +318,16 @@ const void *read_fresh(const Call &call, const char *name, const Maybe &t, const
     return t->const_data_ptr();
 }
 
-/** Checks the arguments of `attend` or `attend_kernel`. */
-tq_attend_params read_attend(const Call &call, ATTEND)
+/** Checks the arguments of `attend`, or of an operator with the same. */
+tq_attend_params read_attend(const Call &call, const Layout &layout, ATTEND)
 {
-    (void)words; // of the call
-    tq_attend_params p = read_queries(call, q, softmax_scale, causal, sliding_window, softcap, schedule);
-    read_layer(call, q, pages, block_table, lengths, GIVEN_EXACT, GIVEN_TRANSFORMS, ANY, false, &p.layer);
-    if (starts) check_integers(call, "starts", *starts, {p.layer.batch});
-    p.starts = starts ? data_as<int32_t>(*starts) : nullptr;
+    (void)words;                                // of the call
+    (void)query_start_loc, (void)max_query_len; // of the layout
+    tq_attend_params p = read_queries(call, q, softmax_scale, causal, sliding_window, softcap, schedule, layout);
+    read_layer(call, q, pages, block_table, lengths, GIVEN_EXACT, GIVEN_TRANSFORMS, GIVEN_RAGGED, window, ANY, false,
+               &p.layer);
+    p.starts = read_integers(call, "starts", starts, {p.layer.batch});
+    p.ends = read_integers(call, "ends", ends, {p.layer.batch});
     p.fresh_k = read_fresh(call, "fresh_k", fresh_k, p, dtype_of(q), &p.fresh_k_stride_batch, &p.fresh_k_stride_head,
                            &p.fresh_k_stride_token);
     p.fresh_v = read_fresh(call, "fresh_v", fresh_v, p, dtype_of(q), &p.fresh_v_stride_batch, &p.fresh_v_stride_head,
@@ -448,32 +335,84 @@ tq_attend_params read_attend(const Call &call, ATTEND)
     return p;
 }
 
-std::tuple<Tensor, Tensor> attend(ATTEND)
+void run_attend(const Call &call, const Launch &launch, const tq_attend_params &p, const Maybe &given_workspace)
 {
-    Call call("attend", words, q, "q");
-    tq_attend_params p = read_attend(call, words, q, pages, block_table, lengths, starts, sink_k, sink_v, window_k,
-                                     window_v, fresh_k, fresh_v, key_numbers, value_numbers, key_turns, rotation,
-                                     softmax_scale, causal, sliding_window, softcap, schedule);
-    Launch launch(call);
-    Tensor out = call.allocate({p.layer.batch, p.query_heads, p.query_tokens, call.plan().head_dim}, dtype_of(q));
-    Tensor lse = call.allocate({p.layer.batch, p.query_heads, p.query_tokens}, aoti_torch_dtype_float32());
-    p.out = out.mutable_data_ptr();
-    p.lse = static_cast<float *>(lse.mutable_data_ptr());
     AttendCall prepared;
     size_t bytes = 0;
     call.check(launch->attend_prepare(&call.plan(), &p, &prepared, &bytes, &call.error));
-    Tensor workspace = launch.workspace(bytes);
+    if (given_workspace) {
+        const size_t there = static_cast<size_t>(given_workspace->numel());
+        const uintptr_t to = call.on_cuda() ? 256 : 64,
+                        behind = reinterpret_cast<uintptr_t>(given_workspace->const_data_ptr()) % to;
+        if (there < bytes)
+            call.refuse("workspace", "of at least " + std::to_string(bytes) + " bytes", std::to_string(there));
+        if (behind)
+            call.refuse("workspace", "aligned to " + std::to_string(to) + " bytes (got: bytes behind)",
+                        std::to_string(behind));
+    }
+    Tensor workspace = given_workspace ? *given_workspace : launch.workspace(bytes);
     call.check(
         launch->attend(launch.stream, &call.plan(), &p, &prepared, workspace.mutable_data_ptr(), bytes, &call.error));
+}
+
+std::tuple<Tensor, Tensor> attend(ATTEND)
+{
+    Call call("attend", words, q, "q");
+    const Layout layout(call, "q", q, query_start_loc, max_query_len);
+    tq_attend_params p = read_attend(call, layout, GIVEN_ATTEND);
+    Launch launch(call);
+    Tensor out = call.allocate(layout.sizes(call.plan().head_dim), dtype_of(q));
+    Tensor lse = call.allocate(layout.sizes(ANY), aoti_torch_dtype_float32());
+    if (query_start_loc)
+        torch::stable::zero_(out), torch::stable::fill_(lse, -INFINITY); // of tokens without a sequence
+    p.out = out.mutable_data_ptr();
+    p.lse = static_cast<float *>(lse.mutable_data_ptr());
+    run_attend(call, launch, p, std::nullopt);
     return {out, lse};
+}
+
+/** For an array that is written: strides of 0, which the core would take for those of a dense one. It checks others. */
+void check_is_apart(const Call &call, const char *name, const Tensor &t)
+{
+    for (int64_t i = 0; i < t.dim(); i++)
+        if (t.size(i) > 1 && t.stride(i) == 0)
+            call.refuse(name, "of strides that keep its rows apart", "a stride of 0");
+}
+
+void attend_out(ATTEND, const Tensor &out, const Maybe &lse, const Maybe &workspace)
+{
+    Call call("attend", words, q, "q");
+    const Layout layout(call, "q", q, query_start_loc, max_query_len);
+    tq_attend_params p = read_attend(call, layout, GIVEN_ATTEND);
+    call.tensor("out", out, dtype_of(q), layout.sizes(call.plan().head_dim), Strides::ROWS);
+    check_is_apart(call, "out", out);
+    layout.read_strides(out, &p.out_stride_batch, &p.out_stride_head, &p.out_stride_token);
+    if (lse) {
+        call.tensor("lse", *lse, aoti_torch_dtype_float32(), layout.sizes(ANY), Strides::FREE);
+        check_is_apart(call, "lse", *lse);
+        layout.read_strides(*lse, &p.lse_stride_batch, &p.lse_stride_head, &p.lse_stride_token);
+    }
+    if (workspace) call.tensor("workspace", *workspace, aoti_torch_dtype_uint8(), {ANY}, Strides::DENSE);
+    Launch launch(call);
+    p.out = out.mutable_data_ptr();
+    p.lse = lse ? static_cast<float *>(lse->mutable_data_ptr()) : nullptr;
+    run_attend(call, launch, p, workspace);
+}
+
+/** The most bytes of workspace that `attend` with these arguments, or smaller ones, needs. */
+int64_t attend_workspace(ATTEND)
+{
+    Call call("attend_workspace", words, q, "q");
+    tq_attend_params p = read_attend(call, Layout(call, "q", q, query_start_loc, max_query_len), GIVEN_ATTEND);
+    size_t bytes = 0;
+    call.check(Launch(call)->attend_workspace(&call.plan(), &p, &bytes, &call.error));
+    return static_cast<int64_t>(bytes);
 }
 
 std::string attend_kernel(ATTEND)
 {
     Call call("attend_kernel", words, q, "q");
-    tq_attend_params p = read_attend(call, words, q, pages, block_table, lengths, starts, sink_k, sink_v, window_k,
-                                     window_v, fresh_k, fresh_v, key_numbers, value_numbers, key_turns, rotation,
-                                     softmax_scale, causal, sliding_window, softcap, schedule);
+    tq_attend_params p = read_attend(call, Layout(call, "q", q, query_start_loc, max_query_len), GIVEN_ATTEND);
     char name[NAME_BYTES];
     call.check(Launch(call)->attend_kernel(&call.plan(), &p, name, &call.error));
     return name;
@@ -482,16 +421,22 @@ std::string attend_kernel(ATTEND)
 /** One schedule for the layers of a step: tq_cuda_schedule. Only the sizes of q, pages and block_table are used. */
 void schedule(const Words &words, const Tensor &schedule, const Tensor &q, const Tensor &pages,
               const Tensor &block_table, const Tensor &lengths, const Maybe &starts, int64_t sinks, int64_t window,
-              bool causal, int64_t sliding_window)
+              bool causal, int64_t sliding_window, const Maybe &query_start_loc, int64_t max_query_len,
+              const Maybe &sink_rows, const Maybe &tail_rows, const Maybe &ends)
 {
     Call call("schedule", words, q, "q");
-    tq_attend_params p = read_queries(call, q, std::nullopt, causal, sliding_window, 0, std::nullopt);
+    tq_attend_params p = read_queries(call, q, std::nullopt, causal, sliding_window, 0, std::nullopt,
+                                      Layout(call, "q", q, query_start_loc, max_query_len));
     call.tensor("schedule", schedule, aoti_torch_dtype_int32(), {ANY, 4}, Strides::DENSE);
     const Maybe none;
     read_packed(call, pages, block_table, lengths, {none, none, none, none}, ANY, false, &p.layer);
-    if (starts) check_integers(call, "starts", *starts, {p.layer.batch});
     p.layer.sinks = call.narrow("sinks", sinks), p.layer.window = call.narrow("window", window);
-    p.starts = starts ? data_as<int32_t>(*starts) : nullptr;
+    p.layer.sink_rows = read_integers(call, "sink_rows", sink_rows, {p.layer.batch});
+    p.layer.tail_rows = read_integers(call, "tail_rows", tail_rows, {p.layer.batch, 2});
+    p.layer.n_sink_rows = p.layer.n_tail_rows = INT32_MAX; // rows themselves are not read
+    p.layer.tail_slots = tail_rows ? call.plan().page_tokens : 0;
+    p.starts = read_integers(call, "starts", starts, {p.layer.batch});
+    p.ends = read_integers(call, "ends", ends, {p.layer.batch});
     Launch launch(call);
     call.check(launch->schedule(launch.stream, &call.plan(), &p, static_cast<int32_t *>(schedule.mutable_data_ptr()),
                                 schedule.size(0), &call.error));
@@ -502,14 +447,17 @@ void schedule(const Words &words, const Tensor &schedule, const Tensor &q, const
 Tensor append_attend(const Words &words, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &lengths,
                      const Tensor &pages, const Tensor &block_table, EXACT, TRANSFORMS, const Maybe &flag,
                      std::optional<double> softmax_scale, int64_t sliding_window, double softcap, const Maybe &schedule,
-                     const Maybe &lse)
+                     const Maybe &lse, const Maybe &position_offset)
 {
     Call call("append_attend", words, q, "q");
     int32_t dtype = dtype_of(q);
     int64_t dim = call.plan().head_dim;
-    tq_attend_params p = read_queries(call, q, softmax_scale, true, sliding_window, softcap, schedule);
+    const Maybe none;
+    tq_attend_params p =
+        read_queries(call, q, softmax_scale, true, sliding_window, softcap, schedule, Layout(call, "q", q, none, 0));
     call.tensor("k", k, dtype, {p.layer.batch, ANY, p.query_tokens, dim}, Strides::ROWS);
-    tq_append_params a = read_append(call, k, v, lengths, pages, block_table, GIVEN_EXACT, GIVEN_TRANSFORMS, flag);
+    tq_append_params a = read_append(call, k, v, lengths, pages, block_table, GIVEN_EXACT, GIVEN_TRANSFORMS, flag,
+                                     Ragged{none, none, none, position_offset, 0});
     if (lse) {
         call.tensor("lse", *lse, aoti_torch_dtype_float32(), {p.layer.batch, p.query_heads, p.query_tokens},
                     Strides::DENSE);
@@ -556,7 +504,7 @@ Tensor integers(const Call &call, const std::vector<int64_t> &shape, const std::
 Tensor quantize(const Words &words, const Tensor &k, const Maybe &v, TRANSFORMS)
 {
     Call call("quantize", words, k, "k");
-    tq_append_params p = read_new_tokens(call, k, v);
+    tq_append_params p = read_new_tokens(call, k, v, std::nullopt, 0);
     read_transforms(call, GIVEN_TRANSFORMS, &p.layer);
 
     int64_t page_tokens = call.plan().page_tokens;
@@ -578,7 +526,7 @@ Tensor quantize(const Words &words, const Tensor &k, const Maybe &v, TRANSFORMS)
 
 std::tuple<Tensor, Tensor> dequantize(const Words &words, const Tensor &pages, const Tensor &block_table,
                                       const Tensor &lengths, int64_t max_tokens, TRANSFORMS, int64_t sinks,
-                                      std::optional<torch::headeronly::ScalarType> dtype)
+                                      std::optional<torch::headeronly::ScalarType> dtype, const Maybe &position_offset)
 {
     Call call("dequantize", words, pages, "pages");
     tq_layer layer{};
@@ -586,6 +534,7 @@ std::tuple<Tensor, Tensor> dequantize(const Words &words, const Tensor &pages, c
     layer.batch = call.length("block_table", block_table, 0);
     read_packed(call, pages, block_table, lengths, GIVEN_TRANSFORMS, ANY, false, &layer);
     layer.sinks = call.narrow("sinks", sinks);
+    layer.position_offset = read_integers(call, "position_offset", position_offset, {layer.batch});
     int32_t tokens = call.narrow("max_tokens", max_tokens);
     call.check(tq_check_dequantize_sizes(&call.plan(), &layer, tokens, &call.error));
     int32_t f32 = aoti_torch_dtype_float32(), wanted = dtype ? static_cast<int32_t>(*dtype) : f32;
@@ -640,6 +589,8 @@ void implement(torch::stable::detail::StableLibrary &m)
     m.impl("rotate", TORCH_BOX(&rotate));
     m.impl("append", TORCH_BOX(&append));
     m.impl("attend", TORCH_BOX(&attend));
+    m.impl("attend.out", TORCH_BOX(&attend_out));
+    m.impl("attend_workspace", TORCH_BOX(&attend_workspace));
     m.impl("append_kernel", TORCH_BOX(&append_kernel));
     m.impl("attend_kernel", TORCH_BOX(&attend_kernel));
     m.impl("schedule", TORCH_BOX(&schedule));
@@ -668,29 +619,38 @@ const char *tq_torch_cuda_build(void)
 #define EXACT_SCHEMA "Tensor? sink_k=None, Tensor? sink_v=None, Tensor? window_k=None, Tensor? window_v=None"
 #define WRITTEN_EXACT_SCHEMA                                                                                           \
     "Tensor(b!)? sink_k=None, Tensor(c!)? sink_v=None, Tensor(d!)? window_k=None, Tensor(e!)? window_v=None"
+#define RAGGED_SCHEMA                                                                                                  \
+    "Tensor? query_start_loc=None, SymInt max_query_len=0, Tensor? sink_rows=None, Tensor? tail_rows=None, "           \
+    "Tensor? position_offset=None"
 #define ATTEND_SCHEMA                                                                                                  \
     "(int[] plan, Tensor q, Tensor pages, Tensor block_table, Tensor lengths, *, Tensor? starts=None, " EXACT_SCHEMA   \
     ", Tensor? fresh_k=None, Tensor? fresh_v=None, " TRANSFORMS_SCHEMA ", float? softmax_scale=None, "                 \
-    "bool causal=True, int sliding_window=0, float softcap=0.0, Tensor? schedule=None) -> "
+    "bool causal=True, int sliding_window=0, float softcap=0.0, Tensor? schedule=None, " RAGGED_SCHEMA                 \
+    ", int window=0, Tensor? ends=None"
 
 STABLE_TORCH_LIBRARY(turboquant, m)
 {
     m.def("rotate(int[] plan, Tensor x, Tensor? matrix=None, bool inverse=False) -> Tensor");
     m.def("append(int[] plan, Tensor k, Tensor? v, Tensor lengths, Tensor(a!) pages, Tensor block_table, "
-          "*, " WRITTEN_EXACT_SCHEMA ", " TRANSFORMS_SCHEMA ", Tensor(f!)? flag=None) -> ()");
-    m.def("attend" ATTEND_SCHEMA "(Tensor out, Tensor lse)");
+          "*, " WRITTEN_EXACT_SCHEMA ", " TRANSFORMS_SCHEMA ", Tensor(f!)? flag=None, " RAGGED_SCHEMA ") -> ()");
+    m.def("attend" ATTEND_SCHEMA ") -> (Tensor out, Tensor lse)");
+    m.def("attend.out" ATTEND_SCHEMA ", Tensor(a!) out, Tensor(b!)? lse=None, Tensor(c!)? workspace=None) -> ()");
+    m.def("attend_workspace" ATTEND_SCHEMA ") -> int");
     m.def("append_attend(int[] plan, Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor(a!) pages, "
           "Tensor block_table, *, " WRITTEN_EXACT_SCHEMA ", " TRANSFORMS_SCHEMA
           ", Tensor(f!)? flag=None, float? softmax_scale=None, int sliding_window=0, float softcap=0.0, "
-          "Tensor? schedule=None, Tensor(g!)? lse=None) -> Tensor");
+          "Tensor? schedule=None, Tensor(g!)? lse=None, Tensor? position_offset=None) -> Tensor");
     m.def("append_kernel(int[] plan, Tensor k, Tensor? v, Tensor lengths, Tensor pages, Tensor block_table, "
-          "*, " EXACT_SCHEMA ", " TRANSFORMS_SCHEMA ", Tensor? flag=None) -> str");
-    m.def("attend_kernel" ATTEND_SCHEMA "str");
+          "*, " EXACT_SCHEMA ", " TRANSFORMS_SCHEMA ", Tensor? flag=None, " RAGGED_SCHEMA ") -> str");
+    m.def("attend_kernel" ATTEND_SCHEMA ") -> str");
     m.def("schedule(int[] plan, Tensor(a!) schedule, Tensor q, Tensor pages, Tensor block_table, Tensor lengths, *, "
-          "Tensor? starts=None, int sinks=0, int window=0, bool causal=True, int sliding_window=0) -> ()");
+          "Tensor? starts=None, int sinks=0, int window=0, bool causal=True, int sliding_window=0, "
+          "Tensor? query_start_loc=None, SymInt max_query_len=0, Tensor? sink_rows=None, Tensor? tail_rows=None, "
+          "Tensor? ends=None) -> ()");
     m.def("quantize(int[] plan, Tensor k, Tensor? v, *, " TRANSFORMS_SCHEMA ") -> Tensor");
     m.def("dequantize(int[] plan, Tensor pages, Tensor block_table, Tensor lengths, SymInt max_tokens, "
-          "*, " TRANSFORMS_SCHEMA ", int sinks=0, ScalarType? dtype=None) -> (Tensor k, Tensor v)");
+          "*, " TRANSFORMS_SCHEMA ", int sinks=0, ScalarType? dtype=None, Tensor? position_offset=None) "
+          "-> (Tensor k, Tensor v)");
     m.def("merge(Tensor outs, Tensor lses) -> (Tensor out, Tensor lse)");
 }
 

@@ -129,6 +129,12 @@ tq_status make_args(const tq_plan &plan, const tq_append_params &p, int64_t *fla
     return TQ_OK;
 }
 
+tq_status refuse_ragged(const tq_append_params &p, tq_error *error)
+{
+    TQ_CUDA_TRY(refuse_on_cuda("query_start_loc", p.query_start_loc, error));
+    return check_cuda_layer(p.layer, error);
+}
+
 // ---- the choice ----
 
 enum class Kernel { BLOCKS, ONE_TOKEN, GENERAL, PREFILL, PREFILL_80_96 };
@@ -177,6 +183,7 @@ tq_status tq_cuda_append(const tq_plan *plan, const tq_append_params *params, in
                          tq_error *error)
 {
     TQ_CUDA_TRY(tq_check_append(plan, params, error));
+    TQ_CUDA_TRY(refuse_ragged(*params, error));
     const tq_append_params &p = *params;
     TQ_CUDA_TRY(check_limits(*plan, p, error));
     if (!p.layer.batch || !p.layer.kv_heads || !p.tokens) return TQ_OK;
@@ -199,6 +206,7 @@ tq_status tq_cuda_append(const tq_plan *plan, const tq_append_params *params, in
 tq_status tq_cuda_append_kernel(const tq_plan *plan, const tq_append_params *params, char *name, tq_error *error)
 {
     TQ_CUDA_TRY(tq_check_append_sizes(plan, params, error));
+    TQ_CUDA_TRY(refuse_ragged(*params, error));
     TQ_CUDA_TRY(check_limits(*plan, *params, error));
     if (!name) return fail(error, TQ_E_VALUE, "name", -1, 0, "a pointer, not NULL");
     const bool any = params->layer.batch && params->layer.kv_heads && params->tokens;
