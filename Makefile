@@ -196,7 +196,7 @@ test-newest: build
 OLDEST_NUMPY := 2.0.0
 test-numpy: build
 	$(INTERPRETER) -m pip install -q --upgrade --no-deps --target build/numpy-$(OLDEST_NUMPY) numpy==$(OLDEST_NUMPY)
-	PYTHONPATH=$(abspath build)/numpy-$(OLDEST_NUMPY):. $(INTERPRETER) -m pytest $(wildcard tests/test_index*.py) $(PYTEST_ARGS)
+	PYTHONPATH=$(abspath build)/numpy-$(OLDEST_NUMPY):. $(INTERPRETER) -m pytest $(wildcard tests/test_index*.py tests/test_documents.py) $(PYTEST_ARGS)
 
 # Adapters to LangChain, Haystack and LlamaIndex, in an environment of their own: these bring a hundred packages.
 ADAPTERS := build/adapters

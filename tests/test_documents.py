@@ -264,7 +264,7 @@ def test_files_that_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError):
         Documents.load(path)
     made.index.save(path)
-    with pytest.raises(ValueError, match="it has no documents"):
+    with pytest.raises(ValueError, match="it has no documents, or they are damaged"):
         Documents.load(path)
     rows = [[d.id, d.text, d.metadata, d.more, d.number] for d in made.matching(None)]
     unequal = {
@@ -273,10 +273,19 @@ def test_files_that_are_refused(tmp_path):
         "an id twice": [*rows, rows[4]],
         "a short row": [["x"]],
         "no rows": {"a": 1},
+        "an empty row": [[]],
+        "rows that are mappings": [{"0": 1}],
+        "a number as an id": [[0, "", {}, None, -1]],
+        "text as metadata": [["x", "", "", None, -1]],
+        "a fraction as a number": [*rows[:1], [*rows[1][:4], 1.0], *rows[2:-2], *rows[-2:-1]],
+        "no JSON": b"[",
+        "no text": b"\xff\xfe\xfd",
+        "very deep": b"[" * 200_000,
         "unhashable": [[["x"], "", {}, None, 0]],
     }
     for name, bad in unequal.items():
-        made.index._save(path, {"documents": [np.frombuffer(json.dumps(bad).encode(), np.uint8)]})
+        text = bad if isinstance(bad, bytes) else json.dumps(bad).encode()
+        made.index._save(path, {"documents": [np.frombuffer(text, np.uint8)]})
         with pytest.raises(ValueError, match="`path` must be a file of documents"):
             Documents.load(path)
             pytest.fail(name)

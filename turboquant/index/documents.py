@@ -248,17 +248,23 @@ class Documents:
             loaded.verify()
             assert loaded._loaded is not None
             rows = json.loads(bytes(loaded._loaded[1].get("documents", b"null")))
-            if not isinstance(rows, list):
-                raise ValueError("it has no documents")
+            if not isinstance(rows, list) or not all(map(_is_row, rows)):
+                raise ValueError("it has no documents, or they are damaged")
             self = cls(Index(loaded.d, loaded.bits, loaded.metric))
             self.index = loaded.copy()
             self._by_id = {row[0]: Document(*row) for row in rows}
             self._by_number = {d.number: d for d in self._by_id.values() if d.number >= 0}
             if len(self._by_id) != len(rows) or sorted(self._by_number) != sorted(loaded.ids.tolist()):
                 raise ValueError("its documents must be those of its vectors")
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"`path` must be a file of documents, got {os.fspath(path)!r}: {error}") from None
         return self
+
+
+def _is_row(row: Any) -> bool:
+    """Whether the row of a file has the five fields of a document."""
+    kinds = (str, str | None, dict, object, int)
+    return isinstance(row, list) and len(row) == 5 and all(map(isinstance, row, kinds))
 
 
 def _test(filter: Filter) -> Callable[[Any], bool] | None:
