@@ -59,6 +59,8 @@ REFUSED = {  # fields, what the message must contain: the field, what it was, wh
     "centre": (dict(centre="mean"), "`centre` must be one of auto, none, calibrated, wave, got 'mean'"),
     "prefill": (dict(prefill="fast"), "`prefill` must be one of exact, packed"),
     "outlier_tokens": (dict(outlier_tokens=0), r"`outlier_tokens` must be in 1\.\.\d+, got 0"),
+    "tries": (dict(tries=4), "`tries` must be 0, 3, 5, 7 or 'auto', got 4"),
+    "tries of another scale": (dict(tries=3, scale="norm"), "`tries` must be 0 or 'auto' with blocks"),
     "sinks": (dict(sinks=-1), r"`sinks` must be in 0\.\.\d+, got -1"),
     "window": (dict(window=-5), r"`window` must be in 0\.\.\d+, got -5"),
     "seed": (dict(seed=2**63), r"`seed` must be in 0\.\.\d+, got 9223372036854775808"),
@@ -279,7 +281,24 @@ def test_fields_that_are_not_named_are_those_of_the_preset_default():
     assert CacheSpec(4, 3, window=64) == CacheSpec(4).with_(value_bits=3, window=64)
     spec = CacheSpec(3, window=0, overrides={0: {"key_bits": 5}})
     assert (spec.centre, spec.metric, spec.sinks, spec.window) == ("auto", "auto", 4, 0)
-    assert spec.for_layer(0, 2) == CacheSpec(5, 4, "hadamard", centre="wave", metric="query", window=0)
+    assert spec.for_layer(0, 2) == CacheSpec(
+        5, 4, "hadamard", centre="wave", metric="query", window=0, tries=3
+    )  # fmt: skip
+
+
+def test_tries():
+    """Presets above 2 bits try 3 scales; those of papers, and plans that cannot have tries, none."""
+    from turboquant.named_specs import OTHERS
+
+    found = {
+        name: preset(name).for_layer(0, 2).plan(64).words[17]
+        for name in ("default", "near-lossless", "compact", "tiny")
+    }
+    assert found == {"default": 3, "near-lossless": 3, "compact": 3, "tiny": 0}
+    assert not any(spec.settled().tries for spec in OTHERS.values())
+    mixed = CacheSpec(2, 2, overrides={1: {"value_bits": 3}})
+    assert [mixed.for_layer(i, 2).plan(64).words[17] for i in range(2)] == [0, 3]
+    assert CacheSpec(2, 2, tries=7).plan(64).words[17] == 7 and CacheSpec(tries=0).plan(64).words[17] == 0
 
 
 def copies(spec):

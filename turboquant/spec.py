@@ -65,12 +65,14 @@ _AUTO: dict[str, Any] = {
     "rotation": "hadamard",
     "centre": "wave",
     "metric": "query",
+    "tries": 3,
 }
 _OF_AXES = {"calibrated": {"centre": "calibrated", "metric": "none"}, "svd": {"centre": "none", "metric": "none"}}
 BUDGET_BITS = 5  # the most that a budget gives a group of axes; groups of 16 may also get 8
 LEAST_AVERAGE = 2  # the smallest budget, except with `method="axes"`
 LEAST_SIDE_BITS = 1  # the least and the most that a budget gives a side of a layer
 MOST_SIDE_BITS = MAX_BITS
+_TRIES = (0, 3, 5, 7)
 _WHOLE_CACHE = (
     "prefill",
     "overrides",
@@ -137,8 +139,9 @@ class CacheSpec:
 
     A field that is not named has the value of the preset "default". To switch a feature off, name it:
     ``centre="none", sinks=0, window=0``. "auto" is the method's own choice, which depends on other fields; `settled`
-    puts a value in its place: 4 bits, "hadamard", "wave" and "query", but with axes of a calibration another centre and
-    no metric. Two specs are equal if all their fields are, so "auto" is not equal to the value that it stands for.
+    puts a value in its place: 4 bits, "hadamard", "wave", "query" and 3 tries, but with axes of a calibration another
+    centre and no metric. Two specs are equal if all their fields are, so "auto" is not equal to the value that it
+    stands for.
 
     key_bits, value_bits   bits of a code: 1..6 or 8 for all channels; a number of quarters such as 2.5: that fraction
                            of the groups has one bit more (see `outliers`); a tuple with one entry in 0..6 or 8 per
@@ -183,6 +186,10 @@ class CacheSpec:
     overrides       layer index (negative counts from the last layer) -> fields that differ in it, such as {0:
                     {"key_bits": 5}}. Given as a mapping, held as sorted tuples.
     seed            of the rotation and the sketch; 0..2**63 - 1. (A calibration has its own.)
+    tries           scales that encoding tries for each vector, of which it keeps the best: 3, 5, 7, or 0 for none. The
+                    same bytes, and a slower prompt. "auto": 3, but 0 at 2 bits and less, where it gains nothing, and
+                    where a plan cannot have tries: another scale than "eden", blocks, tables, sketches, outliers and
+                    `value_rotation`.
     budget          average bits of a code over all layers, keys and values, which a calibration distributes: 2 to 6;
                     with `method="axes"` above 0 and at most 5. key_bits, value_bits, rotation, centre and metric are
                     then "auto": the method sets them for each layer. None: they hold as they are.
@@ -217,6 +224,7 @@ class CacheSpec:
     outliers: str = "none"
     outlier_tokens: int = 128
     group: int = GROUP
+    tries: int | Literal["auto"] = AUTO
 
     def __new__(cls, *_: Any, **fields: Any) -> CacheSpec:
         """Names of fields are checked here, because the message of a dataclass does not list them."""
@@ -245,6 +253,10 @@ class CacheSpec:
         self._check_budget()
         for name, (low, high) in _RANGES.items():
             put(self, name, _integer(getattr(self, name), name, low, high))
+        if self.tries != AUTO:
+            if isinstance(self.tries, bool) or self.tries not in _TRIES:
+                raise ValueError(f"`tries` must be 0, 3, 5, 7 or 'auto', got {self.tries!r}")
+            put(self, "tries", int(self.tries))
         put(self, "group", _integer(self.group, "group", 0, 2**12))
         if self.group not in (GROUP, FINE_GROUP):
             raise ValueError(f"`group` must be {GROUP} or {FINE_GROUP} channels, got {self.group!r}")
@@ -296,6 +308,9 @@ class CacheSpec:
         if rotation == "calibrated" and self.blocked:
             what = "blocks, tables, sketches, outliers and `value_rotation`"
             refuse("rotation", f"other than 'calibrated' with {what}")
+        if self.tries != AUTO and self.tries and (self.blocked or self.scale != "eden"):
+            what = "blocks, tables, sketches, outliers, `value_rotation` and a `scale` that is not 'eden'"
+            refuse("tries", f"0 or 'auto' with {what}")
         if self.blocked and any(isinstance(b, tuple) and 0 in b for b in (self.key_bits, self.value_bits)):
             refuse("key_bits", "above 0 in every group, as `value_bits`, with blocks, tables, sketches and outliers")
 
@@ -323,6 +338,7 @@ class CacheSpec:
             wants = f"in {LEAST_AVERAGE}..{MOST_SIDE_BITS} bits"
             raise ValueError(f"`budget` must be {wants}, got {self.budget}")
         own = {**_AUTO, **({"rotation": "calibrated", **_OF_AXES["calibrated"]} if axes else {})}
+        del own["tries"]
         for name, value in own.items():
             got = getattr(self, name)
             if got != AUTO and (name.endswith("_bits") or got != value):
@@ -353,8 +369,17 @@ class CacheSpec:
             return value
         if name == "rotation" and self.method == "axes":
             return "calibrated"
+        if name == "tries" and (self.blocked or self.scale != "eden" or self._most_bits() <= 2):
+            return 0
         of = _OF_AXES.get(self._meant("rotation"), _AUTO) if name in ("centre", "metric") else _AUTO
         return of[name]
+
+    def _most_bits(self) -> float:
+        """Of a group of any side; of bits that a budget shares, the most it may give."""
+        if self.budget is not None:
+            return MOST_SIDE_BITS
+        sides = (self._meant(f"{side}_bits") for side in _SIDES)
+        return float(max(max(bits) if isinstance(bits, tuple) else bits for bits in sides))
 
     def settled(self) -> CacheSpec:
         """The spec with a value in place of each "auto". Bits that a budget shares stay "auto"."""
@@ -462,7 +487,7 @@ class CacheSpec:
         pairs = wave_pairs if self._meant("centre") == "wave" else 0
         metric = rank if self._meant("metric") == "query" else None
         return Plan(head_dim, key, value, group=self.group, codebook=self.codebook, scale=self.scale, seed=self.seed,
-                    wave_pairs=pairs, metric=metric)  # fmt: skip
+                    wave_pairs=pairs, metric=metric, tries=self._meant("tries"))  # fmt: skip
 
     def rotation_of(self, side: str) -> str:
         """Rotation of "key" or "value"."""
