@@ -56,7 +56,9 @@ class Layer:
         with patch("turboquant.hf.layer.own_attention", lambda _, query, *rest: (query.transpose(1, 2), None)):
             if lse:
                 layer = self.cache.layers[0]
-                out, found = layer.attend(module, q, k, value, request, self.dim**-0.5, 0.0, options, return_lse=True)
+                out, found, _ = layer.attend(
+                    module, q, k, value, request, self.dim**-0.5, 0.0, options, return_lse=True
+                )
                 return out.transpose(1, 2), found
             return attention(module, q, fresh, value, request, scaling=self.dim**-0.5, **options)[0].transpose(1, 2)
 
