@@ -121,8 +121,8 @@ class Engine:
         sinks, tails, reads = (None if x is None else torch.from_numpy(x)
                                    for x in self.rows.rows_of(starts, lens, table))  # fmt: skip
         batch = Batch(torch.tensor(starts, dtype=torch.int32), torch.tensor(lens, dtype=torch.int32),
-                      torch.from_numpy(table), sinks, tails, reads, self.sinks, self.rows.window, starts, lens,
-                      max(n for _, n in work), starts[-1])  # fmt: skip
+                      torch.from_numpy(table), sinks, tails, reads, self.rows.window,
+                      max(n for _, n in work))  # fmt: skip
         query = torch.cat(q)
         out = torch.full(query.shape, torch.nan)
         append(self.attention, torch.cat(k), torch.cat(v), batch, self.pages)
@@ -135,7 +135,7 @@ class Engine:
 
     def reference(self, request: Request, batch: Batch, i: int) -> torch.Tensor:
         """Plain attention over packed tokens as they decode, and over exact ones where the batch says there are."""
-        length, past, options = batch.lens[i], request.computed, self.attention
+        length, past, options = int(batch.lengths[i]), request.computed, self.attention
         table, lengths = batch.block_table[i : i + 1], batch.lengths[i : i + 1]
         k, v = (x[0].transpose(0, 1).clone() for x in
                 torch.ops.turboquant.dequantize(self.plan.words, self.pages, table, lengths, length))  # fmt: skip

@@ -88,7 +88,7 @@ class PackedBuilder(AttentionMetadataBuilder):
         self._say_lost(lost)
         sinks, tails, reads = (None if x is None else torch.from_numpy(np.ascontiguousarray(x)) for x in rows)
         return Batch(m.query_start_loc, m.seq_lens[: m.num_reqs].to(torch.int32), table, sinks, tails, reads,
-                     *self.engine.settings.exact, starts, lens, m.max_query_len, m.num_actual_tokens)  # fmt: skip
+                     self.engine.settings.exact[1], m.max_query_len)  # fmt: skip
 
     def _say_lost(self, before: int) -> None:
         """Says how often first tokens had no row, at 1, 10, 100, .. times."""

@@ -27,8 +27,8 @@ class Batch:
     tail_rows        int32 [requests, 2], the rows that new tokens of the last two pages are copied to, of even and of
                      odd pages; -1: none
     tail_reads       the same, those that have all tokens of the window in their page. Both None without a window
-    sinks, window    exact tokens at the beginning, and at the end
-    starts, lens     `query_start_loc` and `lengths` on the host
+    window           exact tokens at the end
+    max_query_len    the most new tokens of a request
     """
 
     query_start_loc: torch.Tensor
@@ -37,12 +37,8 @@ class Batch:
     sink_rows: torch.Tensor | None
     tail_rows: torch.Tensor | None
     tail_reads: torch.Tensor | None
-    sinks: int
     window: int
-    starts: Sequence[int]
-    lens: Sequence[int]
     max_query_len: int
-    tokens: int
 
 
 @dataclass
