@@ -315,11 +315,13 @@ def test_a_table_of_sizes(capsys):
     ("llama-4-scout", "some of its layers attend in chunks"),
     ("gemma-4-26b-a4b", "its layers have different heads"),
 ])  # fmt: skip
-def test_models_that_cannot_be_packed(name, why, capsys):
+def test_models_that_are_not_counted(name, why, capsys):
     """Their own caches are counted, and one sentence says why there is no packed one."""
     assert main(["calc", name]) == 1
     out = capsys.readouterr().out
-    assert f"\nIt cannot be packed: {why}.\n" in out and re.search(r"^bf16 +[\d,]{9,}", out, re.MULTILINE)
+    assert f"\nA packed cache of it is not counted: {why}.\n" in out and re.search(
+        r"^bf16 +[\d,]{9,}", out, re.MULTILINE
+    )
     assert not re.search(r"^4 ", out, re.MULTILINE)
     with pytest.raises(NotImplementedError, match=why):
         packed_parts(read_model(name), presets()["default"], 1, 1)

@@ -117,7 +117,7 @@ def test_costs_of_sides_are_what_they_do(model, texts, found, window):
     costs = np.mean([trial.side_costs(model, one, found.moments["text"], seed, window)
                      for seed, one in enumerate(texts)], 0)  # fmt: skip
     ratio = added / (costs * (distortions()[3] - distortions()[6]))
-    assert ratio.min() > 0.6 and ratio.max() < 1.6, ratio
+    assert ratio.min() > 0.55 and ratio.max() < 1.6, ratio
 
 
 # ---- what is chosen ----

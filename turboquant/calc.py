@@ -11,7 +11,7 @@ import difflib
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
@@ -79,7 +79,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Model:
-    """refused: why no layer of it can be packed; "": all can."""
+    """refused: why the bytes of a packed cache are not counted; "": they are."""
 
     name: str
     source: str
@@ -138,8 +138,8 @@ def _layer(kind: str, kv_heads: int, head_dim: int, window: int, shared: bool) -
     return Layer(kind, kv_heads, head_dim, window if kind in ("sliding", "chunked") else 0, shared)
 
 
-def _refused(layers: list[Layer]) -> str:
-    """What `hf.cache.checked_config` says, in fewer words."""
+def _refused(layers: Sequence[Layer]) -> str:
+    """Why the bytes are not counted: sizes that differ by layer, or heads that are too wide."""
     kinds = {one.kind for one in layers}
     if "latent" in kinds:
         return "its attention is latent"
@@ -166,7 +166,8 @@ def _from_file(path: str) -> Model:
     if getattr(config, "is_encoder_decoder", False) or config.model_type == "esm":
         raise _no_decoder(config, path)
     text = config.get_text_config(decoder=True)
-    return Model(Path(path).resolve().name, path, _layers_of(text, path), _refused_by_patch(text))
+    layers = _layers_of(text, path)
+    return Model(Path(path).resolve().name, path, layers, _refused_by_patch(text) or _refused(layers))
 
 
 def _layers_of(text: Any, path: str) -> tuple[Layer, ...]:
@@ -243,10 +244,10 @@ def packed_parts(model: Model, spec: CacheSpec, batch: int, tokens: int, item_by
     by token holds up to 1/64 more pages. Two results are not exact: a model's wave may need fewer pairs than are
     counted, and with a budget and sliding windows every layer counts as the mean, because only a calibration knows
     which layers get more bits.
-    NotImplementedError for a model that cannot be packed.
+    NotImplementedError for a model whose packed cache is not counted.
     """
     if model.refused:
-        raise NotImplementedError(f"{model.name} cannot be packed: {model.refused}")
+        raise NotImplementedError(f"the packed cache of {model.name} is not counted: {model.refused}")
     parts: Counter[str] = Counter()
     for one, layer_spec, per_token, count in runs(model, spec):
         for part, size in _layer_parts(one, layer_spec, per_token, batch, tokens, item_bytes):
@@ -424,7 +425,7 @@ def _line(points: list[int], times: tuple[float, ...], at: float) -> float:
 
 
 def calc(chosen: argparse.Namespace) -> int:
-    """Print a model's bytes. 1 if it cannot be packed, else 0."""
+    """Print a model's bytes. 1 if its packed cache is not counted, else 0."""
     if chosen.model is None:
         for name, row in MODELS.items():
             print(_from_row(name, row))
@@ -441,7 +442,7 @@ def calc(chosen: argparse.Namespace) -> int:
     print(f"{sequences}, sinks and window in {chosen.dtype}\n")
     _print_table(model, {} if model.refused else specs, chosen, memory, gpu)
     if model.refused:
-        print(f"\nIt cannot be packed: {model.refused}.")
+        print(f"\nA packed cache of it is not counted: {model.refused}.")
     return 1 if model.refused else 0
 
 

@@ -428,7 +428,7 @@ def _add_device_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_calc(commands: Any) -> None:
     one = commands.add_parser("calc", help="bytes of a model's cache, tokens that fit, and time of a step; exit status "
-                              "1 if it cannot be packed")  # fmt: skip
+                              "1 if its packed cache is not counted")  # fmt: skip
     one.add_argument("model", metavar="MODEL", nargs="?", help="a folder, a config.json or a model of the table, which "
                      "is printed without one")  # fmt: skip
     one.add_argument("--batch", type=int, metavar="N", default=1, help="sequences (default 1)")

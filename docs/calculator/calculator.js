@@ -127,7 +127,7 @@
     const model = data.models[settings.model], gpu = data.gpus[settings.gpu];
     const caches = calculate(settings);
     put("about", escaped(model.about));
-    const notPacked = model.packed[settings.spec] ? "" : `It cannot be packed: ${model.refused}.`;
+    const notPacked = model.packed[settings.spec] ? "" : `A packed cache of it is not counted: ${model.refused}.`;
     put("refused", escaped(notPacked));
     put("results", table(caches, text, gpu));
     put("how", how(text.gpu, gpu));
