@@ -7,7 +7,7 @@
 enum {
     TQ_WAVE_COLUMNS = TQ_LANES == 8 ? 2 : 4,        /* vectors of columns at once: their sums stay in registers */
     TQ_NODE_VECTORS = 2 * TQ_WAVE_NODES / TQ_LANES, /* even and odd parts at the nodes, interleaved */
-    TQ_PARTS = TQ_MAX_HEAD_DIM + 16,                /* floats of a row: two of a pair, and rows start in other sets of a cache */
+    TQ_PARTS = TQ_MAX_HEAD_DIM + 16, /* floats of a row: two of a pair, and rows start in other sets of a cache */
 };
 
 typedef uint64_t tq_longs __attribute__((vector_size(4 * TQ_LANES)));

@@ -14,7 +14,8 @@ namespace tq
 inline tq_status check_plan(const tq_plan &plan, tq_error *error)
 {
     if (plan.head_dim > TQ_CUDA_MAX_HEAD_DIM)
-        return fail(error, TQ_E_UNSUPPORTED, "head_dim", -1, plan.head_dim, "at most 256 channels on CUDA; CPUs take 512");
+        return fail(error, TQ_E_UNSUPPORTED, "head_dim", -1, plan.head_dim,
+                    "at most 256 channels on CUDA; CPUs take 512");
     return TQ_OK;
 }
 
