@@ -38,7 +38,7 @@ def levels_of(u, bits):
 
 def encode(bits, steps, z):
     """(levels in units of u, scales) of rotated rows z."""
-    step, coded = np.repeat(steps, 32), np.repeat(bits, 32) > 0
+    step, coded = np.repeat(steps, 32)[: z.shape[1]], np.repeat(bits, 32)[: z.shape[1]] > 0
     t = (z / step).astype(np.float32)
     rms = np.sqrt((t[:, coded].astype(np.float64) ** 2).mean(axis=1))
     u = t * (1 / np.where(rms > 0, rms, 1)).astype(np.float32)[:, None]
@@ -50,7 +50,7 @@ def encode(bits, steps, z):
 
 def rotated(t, x):
     """z of vectors x, float32, which are not normalised here."""
-    z = np.zeros((len(x), t.padded), np.float32)
+    z = np.zeros((len(x), t.channels), np.float32)
     z[:, : t.dim] = x if t.mean is None else x - t.mean
     plan, matrix = t.space(0)[0], t.matrix
     return _core.rotate(plan, z, matrix, inverse=matrix is not None)  # the matrix is that of the inverse
@@ -77,7 +77,7 @@ class SlowIndex:
         ids = range(self.next_id, self.next_id + len(x)) if ids is None else ids
         t, given, x = self.transform, x, self._prepared(x)
         levels, scales = encode(t.bits, t.steps, rotated(t, x.astype(np.float32)))
-        decoded = levels * np.repeat(t.steps.astype(np.float64), 32) * scales[:, None]
+        decoded = levels * np.repeat(t.steps.astype(np.float64), 32)[: t.channels] * scales[:, None]
         mean = np.zeros(x.shape[1]) if t.mean is None else t.mean.astype(np.float64)
         for i, row, own, vector in zip(ids, x, decoded, given, strict=True):
             offset = -((row - mean) @ (row - mean)) / 2 if self.metric == "l2" else (row - mean) @ mean

@@ -47,11 +47,21 @@ def slow_search(index, queries):
     return ids, queries.astype(np.float64) @ decoded.T + extra
 
 
+@pytest.mark.parametrize("dim, numbers", [(1, 8), (8, 8), (9, 16), (50, 56), (100, 104), (300, 304), (384, 384)])
+@pytest.mark.parametrize("bits", [1, 3, 4, 8])
+def test_bytes_of_a_vector(dim, numbers, bits):
+    """Dimensions are rounded up to a multiple of 8; a scale has 4 bytes."""
+    index = INDEX(dim, bits)
+    index.add(clustered(64 * 400, dim))  # whole blocks
+    assert (index.nbytes - index.fixed_nbytes) / len(index) == numbers * bits / 8 + 4
+
+
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("trained", [None, False, True])
-def test_search_is_nearly_the_full_sort(bits, trained):
-    x = clustered(700, 72)
-    index = INDEX(72, bits)
+@pytest.mark.parametrize("dim", [72, 84, 88, 96])
+def test_search_is_nearly_the_full_sort(bits, trained, dim):
+    x = clustered(700, dim)
+    index = INDEX(dim, bits)
     if trained is not None:
         index.train(x[:300], axes=trained)
     index.add(x)
@@ -68,44 +78,52 @@ def test_search_is_nearly_the_full_sort(bits, trained):
 
 def plain_space(bits, lead, steps, dim=None, metric=0, mean=None):
     """The arguments of a space without a rotation, as `_core` takes them."""
-    plan = Plan(32 * len(bits), Side(1, Rotation.NONE)).words
-    return plan, dim or 32 * len(bits), metric, bits, lead, steps, mean, None, 2.5
+    dim = dim or 32 * len(bits)
+    plan = Plan(-(-dim // 8) * 8, Side(1, Rotation.NONE)).words
+    return plan, dim, metric, bits, lead, steps, mean, None, 2.5
 
 
 def bits_of(packed, width):
-    """Unpacks fields as turboquant_index.h draws them: bytes [n, 4 width] to codes [n, 32]."""
+    """Unpacks fields as turboquant_index.h draws them: bytes [n, 4 width] to codes [n, 32], or [n, width] to [n, 8]."""
     shifts = width * np.arange(8 // width)[:, None]
-    return (packed[:, None, :] >> shifts & ((1 << width) - 1)).reshape(len(packed), 32)
+    return (packed[:, None, :] >> shifts & ((1 << width) - 1)).reshape(len(packed), -1)
 
 
+@pytest.mark.parametrize("last", [32, 24, 16, 8])
 @pytest.mark.parametrize("lead", [[1, 0, 1, 1, 1, 1, 1, 1], [2, 0, 5, 3, 0, 1, 4, 6], [0, 0, 0, 6, 0, 2, 0, 3]])
-def test_rows_by_definition(lead):
+def test_rows_by_definition(lead, last):
     """`index_encode` writes the codes, EDEN scales and byte layout that NumPy computes by definition."""
     rng = RNG(3)
     bits, lead = np.array([3, 0, 5, 8, 1, 2, 4, 6], np.uint8), np.array(lead, np.uint8)
     steps = np.array([2, 1, 0.5, 0.25, 1, 3, 0.1, 0.7], np.float32)
-    z = rng.standard_normal((70, 256)).astype(np.float32) * np.repeat(steps, 32)
-    codes, signs, scales, offsets = _core.index_encode(plain_space(bits, lead, steps), z)
-    assert codes.shape == (70, 4 * (bits - lead).sum()) and signs.shape == (2, 4 * lead.sum(), 64) and offsets is None
+    dim, order = 224 + last, rng.permutation(8)
+    bits, lead, steps = bits[order], lead[order], steps[order]
+    bytes_a_bit = np.array([4] * 7 + [last // 8])
+    z = rng.standard_normal((70, dim)).astype(np.float32) * np.repeat(steps, 32)[:dim]
+    codes, signs, scales, offsets = _core.index_encode(plain_space(bits, lead, steps, dim), z)
+    planes = lead @ bytes_a_bit
+    assert codes.shape == (70, bits @ bytes_a_bit - planes) and signs.shape == (2, planes, 64) and offsets is None
     assert not signs[1, :, 6:].any()
     levels, expected = encode(bits, steps, z)
     assert np.allclose(scales, expected, rtol=1e-6)
     leading = np.ascontiguousarray(signs.transpose(0, 2, 1).reshape(128, -1)[:70])
-    step = np.repeat(steps, 32)
-    decoded = _core.index_decode(bits, lead, steps, codes, leading, scales)
+    step = np.repeat(steps, 32)[:dim]
+    decoded = _core.index_decode(dim, bits, lead, steps, codes, leading, scales)
     assert np.allclose(decoded, levels * step * scales[:, None], rtol=1e-5)
     at, plane = 0, 0
-    for g, (b, own) in enumerate(zip(bits.tolist(), lead.tolist(), strict=True)):
-        shift, code = 0, np.zeros((70, 32), int)
+    starts = [*range(0, 224, 32), *(range(224, dim, 8) if last < 32 else [224])]
+    for first, end in zip(starts, [*starts[1:], dim], strict=True):
+        b, own, n = int(bits[first // 32]), int(lead[first // 32]), (end - first) // 8
+        shift, code = 0, np.zeros((70, end - first), int)
         for width in (8, 4, 2, 1):
             if (b - own) & width:
-                code |= bits_of(codes[:, at : at + 4 * width], width).astype(int) << shift
-                at, shift = at + 4 * width, shift + width
+                code |= bits_of(codes[:, at : at + n * width], width).astype(int) << shift
+                at, shift = at + n * width, shift + width
         for left in range(own, 0, -2):
             width = min(left, 2)
-            code |= bits_of(leading[:, plane : plane + 4 * width], width).astype(int) << (b - own + left - width)
-            plane += 4 * width
-        its = levels[:, 32 * g : 32 * g + 32]  # codes are ranks
+            code |= bits_of(leading[:, plane : plane + n * width], width).astype(int) << (b - own + left - width)
+            plane += n * width
+        its = levels[:, first:end]  # codes are ranks
         assert (code == (its * 32 + 128 if b == 8 else np.searchsorted(np.unique(its), its) + code.min())).all()
 
 

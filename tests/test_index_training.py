@@ -96,21 +96,35 @@ def test_training_does_not_hurt(metric):
 def test_widths_for_powers_of_variances():
     """Power 0 spreads bits over the groups more evenly than power 1, which follows the largest variances."""
     variances = 4.0 ** -np.arange(8)
-    widths = [transform.allocate(variances, 3, power) for power in (0, 0.5, 1)]
+    widths = [transform.allocate(variances, np.full(8, 4), 3, power) for power in (0, 0.5, 1)]
     assert all(w.sum() == 24 and (np.diff(w.astype(int)) <= 0).all() for w in widths)
     assert widths[0][0] <= widths[1][0] <= widths[2][0] and widths[0][-1] >= widths[2][-1]
 
 
+def test_widths_count_the_channels_of_a_group():
+    """A last group of 8 channels takes a quarter of the bits of the others."""
+    sizes = np.array([4, 4, 4, 1])
+    for bits in range(1, 6):
+        for power in (0, 1):
+            widths = transform.allocate(np.array([8.0, 4.0, 2.0, 1.0]), sizes, bits, power)
+            assert bits * 13 - 4 < widths @ sizes <= bits * 13
+    assert transform.allocate(np.array([1.0, 100.0]), np.array([4, 1]), 1).tolist() == [0, 5]
+
+
+@pytest.mark.parametrize("dim, channels", [(96, 96), (100, 104), (88, 88), (49, 56)])
 @pytest.mark.parametrize("together", [False, True])
-def test_axes_are_a_rotation_of_all(together):
-    x = spectrum(500, 96)
-    base = transform.untrained(96, 3, 7)
+def test_axes_are_a_rotation_of_all(together, dim, channels):
+    x = spectrum(500, dim)
+    base = transform.untrained(dim, 3, 7)
     t = transform.Axes(base, x).transform(3, 1.0, together)
-    assert np.allclose(t.matrix.T @ t.matrix, np.eye(96), atol=1e-5)
-    z = (x - t.mean) @ t.matrix
-    energy = (z**2).mean(axis=0).reshape(-1, 32).mean(axis=1)
+    assert t.matrix.shape == (channels, channels)
+    assert np.allclose(t.matrix.T @ t.matrix, np.eye(channels), atol=1e-5)
+    assert 8 * (t.row_bytes + t.planes) <= 3 * channels
+    z = (x - t.mean) @ t.matrix[:dim]
+    energy = np.array([(z[:, at : at + 32] ** 2).mean() for at in range(0, channels, 32)])
     for width in np.unique(t.bits):
         same = t.bits == width
-        assert np.allclose(energy[same].mean(), (t.steps[same] ** 2).mean(), rtol=0.05)
+        wanted = np.average(energy[same], weights=transform.eights(channels)[same])
+        assert np.allclose(wanted if together else energy[same], t.steps[same] ** 2, rtol=0.05)
         if together:
             assert np.ptp(t.steps[same]) == 0

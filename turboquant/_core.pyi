@@ -186,6 +186,7 @@ def index_encode(
 def index_step(bits: int) -> float: ...
 def index_lead_error(bits: int, lead: int) -> float: ...
 def index_decode(
+    dim: int,
     bits: NDArray[np.uint8],
     lead: NDArray[np.uint8],
     steps: NDArray[np.float32],

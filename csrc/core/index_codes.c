@@ -38,27 +38,37 @@ static void pack_field(const uint8_t codes[32], int32_t width, int32_t shift, ui
     }
 }
 
-/** The lowest `bits` of 32 codes. */
-static uint8_t *pack_row(const uint8_t codes[32], int32_t bits, uint8_t *bytes)
+/** A field of 8 codes: width bytes, bits w k .. w k + w - 1 of byte i are of channel i + w k. */
+static void pack_eight(const uint8_t codes[8], int32_t width, int32_t shift, uint8_t *bytes)
+{
+    uint64_t word = eight_codes(codes, shift, (1u << width) - 1), packed = 0;
+    for (int32_t k = 0; k < 8; k += width) packed |= word >> 8 * k << k;
+    memcpy(bytes, &packed, (size_t)width); /* the bytes behind are cut off */
+}
+
+/** The lowest `bits` of `channels` codes, 32 or 8. */
+static uint8_t *pack_row(const uint8_t *codes, int32_t channels, int32_t bits, uint8_t *bytes)
 {
     int32_t shift = 0;
     for (int32_t width = 8; width; width /= 2)
         if (bits & width) {
-            pack_field(codes, width, shift, bytes);
-            bytes += 4 * width;
+            if (channels == 32) pack_field(codes, width, shift, bytes);
+            else pack_eight(codes, width, shift, bytes);
+            bytes += channels / 8 * width;
             shift += width;
         }
     return bytes;
 }
 
-/** The leading bits of 32 codes, as bytes TQ_INDEX_BLOCK apart. */
-static uint8_t *pack_lead(const uint8_t codes[32], int32_t bits, int32_t lead, uint8_t *plane)
+/** The leading bits of `channels` codes, 32 or 8, as bytes TQ_INDEX_BLOCK apart. */
+static uint8_t *pack_lead(const uint8_t *codes, int32_t channels, int32_t bits, int32_t lead, uint8_t *plane)
 {
     for (int32_t width; lead; lead -= width, bits -= width) {
         uint8_t bytes[8];
         width = lead > 1 ? 2 : 1;
-        pack_field(codes, width, bits - width, bytes);
-        for (int32_t i = 0; i < 4 * width; i++, plane += TQ_INDEX_BLOCK) *plane = bytes[i];
+        if (channels == 32) pack_field(codes, width, bits - width, bytes);
+        else pack_eight(codes, width, bits - width, bytes);
+        for (int32_t i = 0; i < channels / 8 * width; i++, plane += TQ_INDEX_BLOCK) *plane = bytes[i];
     }
     return plane;
 }
@@ -71,7 +81,7 @@ typedef struct {
     int64_t n;
     uint8_t *codes, *signs;
     float *scales, *offsets;
-    float *workspace;       /* [threads, 2, 64, channels] */
+    float *workspace;       /* [threads, 2, 64, padded] */
     float residuals[256];   /* of codes, for the noise; all groups have the same bits and lead */
     double expected;        /* mean of their squares; 0: the noise is not measured */
     atomic_llong first_bad; /* the first row that is refused, or n */
@@ -82,9 +92,11 @@ static void pack_all(const encode_job *job, int64_t row, const uint8_t *codes)
     const tq_index_layout *layout = &job->use.space->layout;
     uint8_t *to = job->codes + row * job->use.row_bytes;
     uint8_t *plane = job->signs + row / TQ_INDEX_BLOCK * TQ_INDEX_BLOCK * job->use.planes + row % TQ_INDEX_BLOCK;
-    for (int32_t g = 0; g < layout->groups; g++, codes += 32) {
-        to = pack_row(codes, layout->bits[g] - layout->lead[g], to);
-        plane = pack_lead(codes, layout->bits[g], layout->lead[g], plane);
+    for (int32_t j = 0, size; j < layout->channels; j += size, codes += size) {
+        int32_t bits = layout->bits[j / 32], lead = layout->lead[j / 32];
+        size = layout->channels - j / 32 * 32 < 32 ? 8 : 32;
+        to = pack_row(codes, size, bits - lead, to);
+        plane = pack_lead(codes, size, bits, lead, plane);
     }
 }
 
@@ -93,7 +105,7 @@ static void pack_all(const encode_job *job, int64_t row, const uint8_t *codes)
 static const double NOISE[TQ_INDEX_NOISE_CLASSES] = {1, 1.2, 1.5, 1.9, 2.4, 3.2, 4.5, INFINITY};
 
 /** With weights w_j = x_j^2 / |x|^2 and the residuals e of all codes, rotated back: sum w_j e_j^2 over E[e^2], the
- *  square of the noise. x [channels]: the centred row. workspace: [channels]. */
+ *  square of the noise. x [padded]: the centred row. workspace: [padded]. */
 static uint32_t noise_class(const encode_job *job, const float *x, const uint8_t *codes, float *workspace)
 {
     const tq_index_use *use = &job->use;
@@ -130,7 +142,7 @@ static void prepare_noise(encode_job *job)
 {
     const tq_index_use *use = &job->use;
     const tq_index_layout *layout = &use->space->layout;
-    for (int32_t g = 0; g < layout->groups; g++)
+    for (int32_t g = 0; g < tq_index_groups(layout); g++)
         if (layout->bits[g] != layout->bits[0] || layout->lead[g] != layout->lead[0] ||
             layout->steps[g] != layout->steps[0])
             return;
@@ -152,13 +164,13 @@ static void encode_block(void *context, int64_t block, int32_t worker)
     const tq_index_use *use = &job->use;
     int64_t first = TQ_INDEX_BLOCK * block;
     int32_t rows = job->n - first < TQ_INDEX_BLOCK ? (int32_t)(job->n - first) : TQ_INDEX_BLOCK;
-    float *centred = job->workspace + (int64_t)worker * 2 * TQ_INDEX_BLOCK * use->channels;
-    float *z = centred + TQ_INDEX_BLOCK * use->channels;
+    float *centred = job->workspace + (int64_t)worker * 2 * TQ_INDEX_BLOCK * use->padded;
+    float *z = centred + TQ_INDEX_BLOCK * use->padded;
     uint8_t codes[TQ_MAX_DIM];
     if (rows < TQ_INDEX_BLOCK) memset(job->signs + first * use->planes, 0, (size_t)use->planes * TQ_INDEX_BLOCK);
     for (int32_t i = 0; i < rows; i++) {
         double offset, squares;
-        float *to = centred + (int64_t)i * use->channels;
+        float *to = centred + (int64_t)i * use->padded;
         if (!tq_index_centre(use, job->x + (first + i) * use->space->dim, to, &offset, &squares)) {
             note_bad(job, first + i);
             return;
@@ -168,8 +180,8 @@ static void encode_block(void *context, int64_t block, int32_t worker)
     }
     tq_index_rotate(use, centred, rows, z);
     for (int32_t i = 0; i < rows; i++) {
-        float *row = z + (int64_t)i * use->channels, scale = use->scan->encode(&use->layout, row, codes);
-        const float *x = centred + (int64_t)i * use->channels;
+        float *row = z + (int64_t)i * use->padded, scale = use->scan->encode(&use->layout, row, codes);
+        const float *x = centred + (int64_t)i * use->padded;
         job->scales[first + i] = with_class(scale, job->expected > 0 ? noise_class(job, x, codes, row) : 0);
         pack_all(job, first + i, codes);
     }
@@ -184,7 +196,7 @@ tq_status tq_index_encode(const tq_index_space *space, const float *x, int64_t n
         return tq_fail(error, TQ_E_VALUE, "offsets", -1, 0, "given, with a mean or l2");
     int64_t blocks = (n + TQ_INDEX_BLOCK - 1) / TQ_INDEX_BLOCK;
     threads = tq_effective_threads(tq_threads_for(threads, n, 4 * TQ_INDEX_BLOCK));
-    job.workspace = malloc(sizeof(float) * 2 * TQ_INDEX_BLOCK * (size_t)threads * (size_t)job.use.channels);
+    job.workspace = malloc(sizeof(float) * 2 * TQ_INDEX_BLOCK * (size_t)threads * (size_t)job.use.padded);
     if (!job.workspace)
         return tq_fail(error, TQ_E_MEMORY, "threads", -1, threads, "few enough for the memory there is");
     prepare_noise(&job);
@@ -203,13 +215,13 @@ tq_status tq_index_decode(const tq_index_layout *layout, const uint8_t *codes, c
     TQ_TRY(tq_index_row_bytes(layout, &row_bytes, &planes, error));
     const tq_scan_kernels *kernels = tq_get_scan_kernels(error);
     if (!kernels) return TQ_E_UNSUPPORTED;
-    tq_scan_layout scan = {layout, tq_index_books(), 0, 0};
+    tq_scan_layout scan = tq_index_scan_layout(layout);
     float steps[TQ_MAX_GROUPS];
-    for (int32_t g = 0; g < layout->groups; g++) steps[g] = layout->steps[g] * scan.books[layout->bits[g]].step;
+    for (int32_t g = 0; g < scan.groups; g++) steps[g] = layout->steps[g] * scan.books[layout->bits[g]].step;
     int16_t levels[TQ_MAX_DIM];
-    for (int64_t i = 0; i < n; i++, z += 32 * layout->groups) {
+    for (int64_t i = 0; i < n; i++, z += layout->channels) {
         kernels->unpack(&scan, codes + i * row_bytes, signs + i * planes, levels);
-        for (int32_t j = 0; j < 32 * layout->groups; j++) z[j] = (float)levels[j] * steps[j / 32] * scales[i];
+        for (int32_t j = 0; j < layout->channels; j++) z[j] = (float)levels[j] * steps[j / 32] * scales[i];
     }
     return TQ_OK;
 }

@@ -10,36 +10,47 @@ const tq_scan_kernels *tq_get_scan_kernels(tq_error *error);
 /** The books of all widths, [TQ_WIDE_BITS + 1]; made once. */
 const tq_index_book *tq_index_books(void);
 
+/** Groups of 32 channels, the last of which may have less. */
+static inline int32_t tq_index_groups(const tq_index_layout *layout) { return (layout->channels + 31) / 32; }
+
+/** The channels of a group. */
+static inline int32_t tq_index_group_channels(const tq_index_layout *layout, int32_t g)
+{
+    int32_t left = layout->channels - 32 * g;
+    return left < 32 ? left : 32;
+}
+
 /** A checked space, with sizes and arrays for its calls. */
 typedef struct {
     const tq_index_space *space;
     const tq_kernels *kernels;
     const tq_scan_kernels *scan;
     tq_scan_layout layout;
-    int32_t channels, planes; /* channels: 32 groups */
+    int32_t channels, padded, planes; /* padded: 32 groups */
     int64_t row_bytes;
     double mean_squares;
     float mean[TQ_MAX_DIM]; /* 0 behind the last; unused without a mean */
 } tq_index_use;
 
+tq_scan_layout tq_index_scan_layout(const tq_index_layout *layout);
 tq_status tq_index_begin(const tq_index_space *space, tq_index_use *use, tq_error *error);
 
-/** x [dim] -> centred, [channels]; see centre in scan_kernels.h. */
+/** x [dim] -> centred, [padded], 0 behind the last; see centre in scan_kernels.h. */
 int tq_index_centre(const tq_index_use *use, const float *x, float *centred, double *offset, double *squares);
-/** Rows of centred vectors -> z, which is apart from them. */
+/** Rows of centred vectors [rows, padded] -> z [rows, padded], which is apart from them; 0 behind the last channel. */
 void tq_index_rotate(const tq_index_use *use, const float *centred, int32_t rows, float *z);
 /** The error for row i of x, which tq_index_centre refused. */
 tq_status tq_index_refused(const tq_index_use *use, const float *x, int64_t i, tq_error *error);
 
 /** Queries as fixed point (turboquant_index.h). */
 typedef struct {
-    int16_t *q;        /* [n, channels] */
+    int16_t *q;        /* [n, padded], 0 behind the last channel */
     double *units;     /* [n] */
     double *constants; /* [n] */
     double *squared;   /* [n], |query - mean|^2, 0 unless l2 */
 } tq_index_queries;
 
-/** Queries first .. first + rows - 1 of x, rotated together. workspace: [2, rows, channels]. Returns 0 if one is
+/** Queries first .. first + rows - 1 of x, rotated together. workspace: [2, rows, padded]. Returns 0 if one is
  *  refused. */
 int tq_index_fix(const tq_index_use *use, const float *x, int64_t first, int32_t rows, float *workspace,
                  const tq_index_queries *out);
@@ -56,7 +67,7 @@ void tq_index_residuals(int32_t bits, int32_t lead, float *residuals);
 
 /** How many tables of 64 bytes there are for this many planes. */
 int32_t tq_sign_tables(int32_t planes);
-/** q [32 groups] in units of `unit`; tables: [tq_sign_tables(planes), 64]. */
+/** q [padded] in units of `unit`; tables: [tq_sign_tables(planes), 64]. */
 void tq_sign_query_make(const tq_index_layout *layout, double sigmas, const int16_t *q, double unit, uint8_t *tables,
                         tq_sign_query *out);
 #endif

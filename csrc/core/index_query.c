@@ -135,17 +135,19 @@ typedef struct {
     float at[4][4];
 } plane_values;
 
-static void plane_of_two(const float *z, const float values[4], int32_t i, plane_values *out)
+/* n: bytes of a field of 1 bit, 4 of a group of 32 channels and 1 of one of 8. */
+
+static void plane_of_two(const float *z, int32_t n, const float values[4], int32_t i, plane_values *out)
 {
     for (int32_t k = 0; k < 4; k++)
-        for (int32_t e = 0; e < 4; e++) out->at[k][e] = z[8 * k + i] * values[e];
+        for (int32_t e = 0; e < 4; e++) out->at[k][e] = z[2 * n * k + i] * values[e];
 }
 
-static void plane_of_one(const float *z, const float values[4], int32_t i, plane_values *out)
+static void plane_of_one(const float *z, int32_t n, const float values[4], int32_t i, plane_values *out)
 {
     for (int32_t k = 0; k < 4; k++)
         for (int32_t e = 0; e < 4; e++)
-            out->at[k][e] = z[8 * k + i] * values[e & 1] + z[8 * k + 4 + i] * values[e >> 1];
+            out->at[k][e] = z[2 * n * k + i] * values[e & 1] + z[2 * n * k + n + i] * values[e >> 1];
 }
 
 /** Shifts the values of each two bits so that the least is 0; returns the sum of the shifts. */
@@ -189,20 +191,21 @@ void tq_sign_query_make(const tq_index_layout *layout, double sigmas, const int1
     double variance = 0;
     int32_t n = 0;
     pthread_once(&fits_once, make_fits);
-    for (int32_t g = 0; g < layout->groups; g++) {
-        int32_t bits = layout->bits[g], lead = layout->lead[g];
+    for (int32_t at = 0, size; at < layout->channels; at += size) {
+        int32_t bits = layout->bits[at / 32], lead = layout->lead[at / 32];
+        size = layout->channels - at / 32 * 32 < 32 ? 8 : 32;
         if (!bits) continue;
         const lead_fit *its = &fits[bits][lead];
         float z[32];
         double level = unit / tq_index_step(bits);
-        for (int32_t j = 0; j < 32; j++) {
-            z[j] = (float)(level * q[32 * g + j]);
+        for (int32_t j = 0; j < size; j++) {
+            z[j] = (float)(level * q[at + j]);
             variance += (double)z[j] * z[j] * its->error;
         }
         for (int32_t f = 0; 2 * f < lead; f++)
-            for (int32_t width = lead - 2 * f > 1 ? 2 : 1, i = 0; i < 4 * width; i++, n++) {
-                if (width == 2) plane_of_two(z, its->values[f], i, &planes[n]);
-                else plane_of_one(z, its->values[f], i, &planes[n]);
+            for (int32_t width = lead - 2 * f > 1 ? 2 : 1, i = 0; i < size / 8 * width; i++, n++) {
+                if (width == 2) plane_of_two(z, size / 8, its->values[f], i, &planes[n]);
+                else plane_of_one(z, size / 8, its->values[f], i, &planes[n]);
                 least += from_zero(&planes[n]);
             }
     }

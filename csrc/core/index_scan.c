@@ -96,8 +96,8 @@ typedef struct {
     int64_t sampled;           /* blocks of the sample */
     const float *x;            /* queries as they were given */
     int32_t together;          /* queries that are rotated together: a dense matrix is read once for all of them */
-    float *workspace;          /* [threads, 2, together, channels] */
-    int16_t *levels;           /* [threads, BLOCK, channels], if `every` */
+    float *workspace;          /* [threads, 2, together, padded] */
+    int16_t *levels;           /* [threads, BLOCK, padded], if `every` */
     tq_index_queries queries;
     const tq_index_rows *rows; /* all segments */
     uint8_t *tables;           /* [n, table_bytes] */
@@ -229,7 +229,7 @@ static void leading_bits(const scan_job *job, const tq_index_rows *rows, int64_t
 static double part_of_score(const scan_job *job, const tq_index_rows *rows, int64_t q, int64_t row, const uint8_t *lead)
 {
     const tq_index_use *use = &job->use;
-    const int16_t *query = job->queries.q + q * use->channels;
+    const int16_t *query = job->queries.q + q * use->padded;
     int32_t product = use->scan->score(&use->layout, rows->codes + row * use->row_bytes, lead, query);
     double v = job->queries.units[q] * rows->scales[row] * product;
     return rows->offsets ? v + rows->offsets[row] : v;
@@ -310,17 +310,16 @@ static void score_block(const scan_job *job, int32_t worker, int64_t block, uint
     const tq_index_rows *rows = job->rows + job->segment;
     const uint8_t *signs = rows->signs + block * BLOCK * use->planes;
     int64_t first = BLOCK * block, n = rows->n - first < BLOCK ? rows->n - first : BLOCK;
-    int16_t *levels = job->levels + (int64_t)worker * BLOCK * use->channels;
+    int16_t *levels = job->levels + (int64_t)worker * BLOCK * use->padded;
     uint8_t lead[BLOCK][TQ_INDEX_MAX_PLANES];
     int32_t products[BLOCK];
     for (int32_t p = 0; p < use->planes; p++)
         for (int32_t i = 0; i < BLOCK; i++) lead[i][p] = signs[p * BLOCK + i];
     for (int64_t i = 0; i < n; i++)
-        use->scan->unpack(&use->layout, rows->codes + (first + i) * use->row_bytes, lead[i],
-                          levels + i * use->channels);
+        use->scan->unpack(&use->layout, rows->codes + (first + i) * use->row_bytes, lead[i], levels + i * use->padded);
     for (int64_t q = 0; q < job->n; q++) {
         pool *p = job->pools + worker * job->n + q;
-        use->scan->products(levels, use->channels, job->queries.q + q * use->channels, products);
+        use->scan->products(levels, use->padded, job->queries.q + q * use->padded, products);
         for (uint64_t mask = allowed; mask; mask &= mask - 1) {
             int64_t i = __builtin_ctzll(mask), row = first + i;
             double part = job->queries.units[q] * rows->scales[row] * products[i];
@@ -489,14 +488,14 @@ static void make_some(void *context, int64_t task, int32_t worker)
     const tq_index_use *use = &job->use;
     int64_t first = task * job->together;
     int32_t rows = job->n - first < job->together ? (int32_t)(job->n - first) : job->together;
-    float *workspace = job->workspace + (int64_t)worker * 2 * job->together * use->channels;
+    float *workspace = job->workspace + (int64_t)worker * 2 * job->together * use->padded;
     if (!tq_index_fix(use, job->x, first, rows, workspace, &job->queries)) {
         atomic_store(&job->refused, 1);
         return;
     }
     if (!job->tables) return;
     for (int64_t q = first; q < first + rows; q++)
-        tq_sign_query_make(use->layout.layout, use->space->sigmas, job->queries.q + q * use->channels,
+        tq_sign_query_make(use->layout.layout, use->space->sigmas, job->queries.q + q * use->padded,
                            job->queries.units[q], job->tables + q * job->table_bytes, &job->bounds[q]);
 }
 
@@ -522,7 +521,7 @@ static tq_status start(scan_job *job, const tq_index_space *space, const float *
     memset(job, 0, sizeof *job);
     TQ_TRY(tq_index_begin(space, &job->use, error));
     int64_t numbers;
-    TQ_TRY(tq_product(n, 2 * job->use.channels + 24, &numbers, "queries", error));
+    TQ_TRY(tq_product(n, 2 * job->use.padded + 24, &numbers, "queries", error));
     job->n = n;
     job->x = x;
     job->threads = threads;
@@ -530,7 +529,7 @@ static tq_status start(scan_job *job, const tq_index_space *space, const float *
     job->queries.units = malloc((size_t)numbers + 1);
     int64_t share = space->matrix ? (n + threads - 1) / threads : 1;
     job->together = share > TOGETHER ? TOGETHER : share > 1 ? (int32_t)share : 1;
-    job->workspace = malloc(sizeof(float) * 2 * (size_t)threads * (size_t)job->together * (size_t)job->use.channels);
+    job->workspace = malloc(sizeof(float) * 2 * (size_t)threads * (size_t)job->together * (size_t)job->use.padded);
     if (!job->queries.units || !job->workspace)
         return tq_fail(error, TQ_E_MEMORY, "queries", -1, (double)n, "few enough for the memory there is");
     job->queries.constants = job->queries.units + n;
@@ -574,7 +573,7 @@ static tq_status get_memory(scan_job *job, tq_error *error)
     TQ_TRY(tq_product(n, job->table_bytes, &tables, "queries", error));
     int bounded = !job->rare && !job->every;
     if (job->every && !job->rare)
-        job->levels = calloc((size_t)job->threads * BLOCK, sizeof(int16_t) * (size_t)job->use.channels);
+        job->levels = calloc((size_t)job->threads * BLOCK, sizeof(int16_t) * (size_t)job->use.padded);
     job->tables = bounded ? malloc((size_t)tables + 1) : NULL;
     job->bounds = malloc((size_t)n * sizeof *job->bounds + 1);
     job->hits = malloc((size_t)hits);

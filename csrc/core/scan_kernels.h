@@ -23,6 +23,7 @@ typedef struct {
 typedef struct {
     const tq_index_layout *layout;
     const tq_index_book *books; /* [TQ_WIDE_BITS + 1], by bits */
+    int32_t groups, eights;     /* of 32 channels, the last filled up with 0; groups of 8 in a last one that is not full */
     int32_t coded;              /* channels that have bits */
     int32_t even_bits;          /* bits of all groups, if they are equal and 1 or 2 of them lead; else 0 */
 } tq_scan_layout;
@@ -33,16 +34,16 @@ typedef struct {
      *  sum of squares of x with `unit`, otherwise of out. Returns whether all numbers are finite, without `unit` at
      *  most TQ_INDEX_MAX_INPUT in magnitude. Sums are in float64: lanes of 32, then halves added. */
     int (*centre)(const float *x, const float *mean, int32_t n, int unit, float *out, double *offset, double *squares);
-    /** y [rows, n] = x [rows, n] matrix [n, n]; each y adds its products in ascending order. n: a multiple of 32. y is
-     *  apart from x. */
-    void (*rotate)(const float *matrix, int32_t n, const float *x, int32_t rows, float *y);
-    /** z [32 groups] -> its codes, a byte each (0 in groups without bits), and its scale. */
+    /** y [rows, n] = x [rows, n] matrix [n, n]; each y adds its products in ascending order. n: a multiple of 8. Rows
+     *  of x and y begin `stride` numbers apart. y is apart from x. */
+    void (*rotate)(const float *matrix, int32_t n, const float *x, int32_t rows, int64_t stride, float *y);
+    /** z [32 groups], 0 behind the last channel -> its codes, a byte each (0 in groups without bits), and its scale. */
     float (*encode)(const tq_scan_layout *layout, const float *z, uint8_t *codes);
-    /** One row and its own leading bits [planes] -> its levels, int16 [32 groups]. */
+    /** One row and its own leading bits [planes] -> its levels, int16 [32 groups], any behind the last channel. */
     void (*unpack)(const tq_scan_layout *layout, const uint8_t *row, const uint8_t *lead, int16_t *levels);
     /** sum of levels[j] q[j] of TQ_SCAN_ROWS rows, levels [rows, n], n a multiple of 32. */
     void (*products)(const int16_t *levels, int32_t n, const int16_t *q, int32_t sums[TQ_SCAN_ROWS]);
-    /** sum of level[j] q[j] over a row's 32 groups. */
+    /** sum of level[j] q[j] over a row; q [32 groups], 0 behind the last channel. */
     int32_t (*score)(const tq_scan_layout *layout, const uint8_t *row, const uint8_t *lead, const int16_t *q);
     /** Sums of table entries by the leading bits of a block (kernels/scan_signs.h); tables: [ceil(planes / 3), 4, 64].
      *  Returns whether one is at least `least`. */

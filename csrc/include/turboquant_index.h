@@ -1,8 +1,9 @@
 /* Vector search: how an index stores vectors, and the scan over them. Rules and errors as in turboquant.h, but
  * tq_index_encode, tq_index_search and tq_index_scores allocate: TQ_E_MEMORY.
  *
- * A vector is z = R (x - mean), its rotated coordinates: groups of 32 channels, group g in bits[g] bits (0..6 or 8; 0
- * takes no space). With the cosine metric x is divided by its length first.
+ * A vector is z = R (x - mean), its rotated coordinates, `channels` of them: dim rounded up to a multiple of 8. They are
+ * groups of 32, the last of 8, 16, 24 or 32. Group g is in bits[g] bits (0..6 or 8; 0 takes no space). With the cosine
+ * metric x is divided by its length first.
  *   t = z / steps[g],  u = t / rms(t) over the channels that have bits,  code = rank of u among the levels of the
  *   normal codebook of that width (turboquant.h; at 6 bits 64 Lloyd-Max levels of N(0, 1), rounded to int8 times a step
  *   as the others are), at 8 bits u / TQ_WIDE_STEP + 128 rounded half to even and clamped to 1..255.
@@ -12,7 +13,8 @@
  *   offset = <mean, x - mean>, for squared distances -|x - mean|^2 / 2.
  * The first lead[g] bits of a code are apart from the others, so that a scan can read them alone.
  *   A row holds the other bits in fields of 8, 4, 2 and 1 bits, the widest and lowest bits first. A field of w bits has
- *   4 w bytes: bits w k .. w k + w - 1 of byte i are of channel i + 4 w k.
+ *   4 w bytes: bits w k .. w k + w - 1 of byte i are of channel i + 4 w k. A last group of less than 32 channels is one
+ *   to three groups of 8, whose fields have w bytes: those bits of byte i are of channel i + w k.
  *   The leading bits of a row are fields of 2 bits, from the highest on, and one of 1 bit where lead[g] is odd. Byte p
  *   of them, over all groups, is plane p; blocks of 64 rows hold them plane after plane, [rows / 64 rounded up, planes,
  *   64] bytes, 0 behind the last row. */
@@ -37,9 +39,9 @@ extern "C" {
 #define TQ_INDEX_NOISE_CLASSES 8
 
 typedef struct {
-    int32_t groups;      /* 1 .. TQ_MAX_GROUPS */
+    int32_t channels;    /* a multiple of 8 in 8 .. TQ_MAX_DIM; groups = channels / 32 rounded up */
     const uint8_t *bits; /* [groups], 0..6 or 8 */
-    const uint8_t *lead; /* [groups], 0..min(bits, 6), not all 0, their sum at most TQ_INDEX_MAX_PLANES / 4 */
+    const uint8_t *lead; /* [groups], 0..min(bits, 6), not all 0, at most TQ_INDEX_MAX_PLANES planes together */
     const float *steps;  /* [groups], finite and above 0 */
 } tq_index_layout;
 
@@ -47,16 +49,17 @@ typedef enum { TQ_INDEX_IP, TQ_INDEX_COSINE, TQ_INDEX_L2 } tq_index_metric;
 
 typedef struct {
     tq_index_layout layout;
-    const tq_plan *plan; /* its head_dim is 32 groups; R is its rotation */
-    int32_t dim;         /* numbers of a vector, 1 .. 32 groups */
+    const tq_plan *plan; /* its head_dim is `channels`; R is its rotation */
+    int32_t dim;         /* numbers of a vector, 1 .. channels */
     int32_t metric;      /* tq_index_metric */
     double sigmas;       /* width of a scan's bound in standard deviations, at least 0; infinite: no bound */
     const float *mean;   /* [dim], or NULL: 0 */
     const float *
-        matrix; /* [32 groups, 32 groups], R transposed: z = (x - mean) matrix; NULL unless the plan's rotation is dense */
+        matrix; /* [channels, channels], R transposed: z = (x - mean) matrix; NULL unless the plan's rotation is dense */
 } tq_index_space;
 
-/** Bytes of a row, 4 * sum of (bits - lead), and planes of leading bits, 4 * sum of lead. */
+/** Bytes of a row, the sum of (bits - lead) * channels of the group / 8, and planes of leading bits, the sum of lead *
+ *  channels of the group / 8. */
 TQ_API tq_status tq_index_row_bytes(const tq_index_layout *layout, int64_t *bytes, int32_t *planes, tq_error *error);
 
 /** The step between levels of a width, in units of u; 0 for 0 bits and for widths that do not exist. */
@@ -74,7 +77,7 @@ TQ_API double tq_index_lead_error(int32_t bits, int32_t lead);
 TQ_API tq_status tq_index_encode(const tq_index_space *space, const float *x, int64_t n, uint8_t *codes, uint8_t *signs,
                                  float *scales, float *offsets, int32_t threads, tq_error *error);
 
-/** The numbers that codes stand for: z [n, 32 groups] float32; 0 in groups without bits. signs: [n, planes], row after
+/** The numbers that codes stand for: z [n, channels] float32; 0 in groups without bits. signs: [n, planes], row after
  *  row. */
 TQ_API tq_status tq_index_decode(const tq_index_layout *layout, const uint8_t *codes, const uint8_t *signs,
                                  const float *scales, int64_t n, float *z, tq_error *error);

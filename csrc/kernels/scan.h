@@ -189,16 +189,65 @@ TQ_INLINE scan_codes scan_all_codes(const uint8_t **row, const uint8_t **leading
     return lead ? scan_next(leading, codes, 1, bits - 1) : codes;
 }
 
+/* ---- groups of 8 ---- */
+
+/** A field of 8 codes: width bytes, bits w k .. w k + w - 1 of byte i are of channel i + w k. */
+static inline uint64_t scan_eight(const uint8_t **from, int32_t width)
+{
+    uint64_t word = 0, codes = 0;
+    const uint8_t *bytes = *from;
+    *from += width;
+    switch (width) {
+    case 8: memcpy(&word, bytes, 8); return word;
+    case 4: memcpy(&word, bytes, 4); return (word & 0x0f0f0f0f) | (word >> 4 & 0x0f0f0f0f) << 32;
+    case 2:
+        memcpy(&word, bytes, 2);
+        for (int32_t k = 0; k < 4; k++) codes |= (word >> 2 * k & 0x0303) << 16 * k;
+        return codes;
+    default: /* bit k goes to byte k; bit 7 apart, so that nothing is carried */
+        return ((uint64_t)(*bytes & 127) * 0x0002040810204081 & 0x0101010101010101) | (uint64_t)(*bytes >> 7) << 56;
+    }
+}
+
+/** The codes of the last group, which has less than 32 channels; those behind its last one are 0. */
+static scan_codes scan_last_codes(const tq_scan_layout *layout, const uint8_t *row, const uint8_t *leading)
+{
+    scan_codes all = scan_no_codes();
+    uint64_t eights[4] = {0};
+    int32_t bits = layout->layout->bits[layout->groups - 1], lead = layout->layout->lead[layout->groups - 1];
+    for (int32_t e = 0; e < layout->eights; e++) {
+        int32_t shift = 0, left = bits;
+        for (int32_t width = 8; width; width /= 2)
+            if ((bits - lead) & width) {
+                eights[e] |= scan_eight(&row, width) << shift;
+                shift += width;
+            }
+        for (int32_t n = lead; n > 0; n -= 2) {
+            left -= n > 1 ? 2 : 1;
+            eights[e] |= scan_eight(&leading, n > 1 ? 2 : 1) << left;
+        }
+    }
+    memcpy(&all, eights, sizeof eights);
+    return all;
+}
+
+/** The codes of group g; both pointers go on to the next group. */
+TQ_INLINE scan_codes scan_group_codes(const tq_scan_layout *layout, int32_t g, const uint8_t **row,
+                                      const uint8_t **leading)
+{
+    if (layout->eights && g + 1 == layout->groups) return scan_last_codes(layout, *row, *leading);
+    return scan_all_codes(row, leading, layout->layout->bits[g], layout->layout->lead[g]);
+}
+
 static void scan_unpack(const tq_scan_layout *layout, const uint8_t *row, const uint8_t *leading, int16_t *levels)
 {
-    for (int32_t g = 0; g < layout->layout->groups; g++, levels += 32) {
+    for (int32_t g = 0; g < layout->groups; g++, levels += 32) {
         int32_t bits = layout->layout->bits[g];
         if (bits == 0) {
             memset(levels, 0, 32 * sizeof *levels);
             continue;
         }
-        scan_levels(layout->books[bits].levels, bits, scan_all_codes(&row, &leading, bits, layout->layout->lead[g]),
-                    levels);
+        scan_levels(layout->books[bits].levels, bits, scan_group_codes(layout, g, &row, &leading), levels);
     }
 }
 
@@ -217,8 +266,9 @@ TQ_INLINE int32_t scan_score_even(const tq_scan_layout *layout, int32_t bits, in
 {
     scan_sum sum = scan_no_sum();
     const int8_t *levels = layout->books[bits].levels;
-    for (int32_t g = 0; g < layout->layout->groups; g++, q += 32)
+    for (int32_t g = layout->eights > 0; g < layout->groups; g++, q += 32)
         sum = scan_add_product(sum, levels, bits, scan_all_codes(&row, &leading, bits, lead), q);
+    if (layout->eights) sum = scan_add_product(sum, levels, bits, scan_last_codes(layout, row, leading), q);
     return scan_all_of(sum);
 }
 
@@ -234,10 +284,10 @@ static int32_t scan_score(const tq_scan_layout *layout, const uint8_t *row, cons
     default: break;
     }
     scan_sum sum = scan_no_sum();
-    for (int32_t g = 0; g < layout->layout->groups; g++, q += 32) {
+    for (int32_t g = 0; g < layout->groups; g++, q += 32) {
         int32_t bits = layout->layout->bits[g];
         if (bits == 0) continue;
-        scan_codes codes = scan_all_codes(&row, &leading, bits, layout->layout->lead[g]);
+        scan_codes codes = scan_group_codes(layout, g, &row, &leading);
         sum = scan_add_product(sum, layout->books[bits].levels, bits, codes, q);
     }
     return scan_all_of(sum);

@@ -88,7 +88,9 @@ static int scan_centre(const float *x, const float *mean, int32_t n, int unit, f
 
 enum { OUT_VECTORS = 32 / TQ_LANES, ROWS_TOGETHER = TQ_LANES == 16 ? 8 : TQ_LANES == 8 ? 2 : 2 };
 
-TQ_INLINE void rotate_tile(const float *matrix, int32_t n, const float *x, int32_t rows, float *y)
+typedef float eight_floats __attribute__((vector_size(32)));
+
+TQ_INLINE void rotate_tile(const float *matrix, int32_t n, const float *x, int32_t rows, int64_t stride, float *y)
 {
     tq_floats sums[ROWS_TOGETHER][OUT_VECTORS];
     TQ_UNROLL
@@ -100,21 +102,36 @@ TQ_INLINE void rotate_tile(const float *matrix, int32_t n, const float *x, int32
         for (int32_t v = 0; v < OUT_VECTORS; v++) m[v] = tq_load_floats(matrix + (int64_t)j * n + TQ_LANES * v);
         TQ_UNROLL
         for (int32_t r = 0; r < rows; r++) TQ_UNROLL
-        for (int32_t v = 0; v < OUT_VECTORS; v++) sums[r][v] += m[v] * x[(int64_t)r * n + j];
+        for (int32_t v = 0; v < OUT_VECTORS; v++) sums[r][v] += m[v] * x[r * stride + j];
     }
     TQ_UNROLL
     for (int32_t r = 0; r < rows; r++) TQ_UNROLL
-    for (int32_t v = 0; v < OUT_VECTORS; v++) tq_store_floats(y + (int64_t)r * n + TQ_LANES * v, sums[r][v]);
+    for (int32_t v = 0; v < OUT_VECTORS; v++) tq_store_floats(y + r * stride + TQ_LANES * v, sums[r][v]);
 }
 
-static void scan_rotate(const float *matrix, int32_t n, const float *x, int32_t rows, float *y)
+/** The outputs behind the last 32: 8 at a time. */
+static void rotate_eight(const float *matrix, int32_t n, const float *x, float *y)
 {
-    for (int32_t i = 0; i < n; i += 32) {
+    eight_floats sums = {0};
+    for (int32_t j = 0; j < n; j++) {
+        eight_floats m;
+        memcpy(&m, matrix + (int64_t)j * n, sizeof m);
+        sums += m * x[j];
+    }
+    memcpy(y, &sums, sizeof sums);
+}
+
+static void scan_rotate(const float *matrix, int32_t n, const float *x, int32_t rows, int64_t stride, float *y)
+{
+    int32_t i = 0;
+    for (; i + 32 <= n; i += 32) {
         int32_t r = 0;
         for (; r + ROWS_TOGETHER <= rows; r += ROWS_TOGETHER)
-            rotate_tile(matrix + i, n, x + (int64_t)r * n, ROWS_TOGETHER, y + (int64_t)r * n + i);
-        for (; r < rows; r++) rotate_tile(matrix + i, n, x + (int64_t)r * n, 1, y + (int64_t)r * n + i);
+            rotate_tile(matrix + i, n, x + r * stride, ROWS_TOGETHER, stride, y + r * stride + i);
+        for (; r < rows; r++) rotate_tile(matrix + i, n, x + r * stride, 1, stride, y + r * stride + i);
     }
+    for (; i < n; i += 8)
+        for (int32_t r = 0; r < rows; r++) rotate_eight(matrix + i, n, x + r * stride, y + r * stride + i);
 }
 
 /* ---- codes ---- */
@@ -192,7 +209,7 @@ static float scan_encode(const tq_scan_layout *layout, const float *z, uint8_t *
     const tq_index_layout *groups = layout->layout;
     float u[32], levels[32], t[TQ_MAX_DIM];
     lane_sums squares = {0}, exact = {0}, products = {0};
-    for (int32_t g = 0; g < groups->groups; g++) {
+    for (int32_t g = 0; g < layout->groups; g++) {
         if (!groups->bits[g]) continue;
         for (int32_t i = 32 * g; i < 32 * g + 32; i += TQ_LANES)
             tq_store_floats(t + i, tq_load_floats(z + i) / groups->steps[g]);
@@ -204,7 +221,7 @@ static float scan_encode(const tq_scan_layout *layout, const float *z, uint8_t *
     }
     double rms = sqrt(sum_lanes(&squares) / layout->coded);
     float inverse = rms >= FLT_MIN ? (float)(1 / rms) : 0; /* below it 1 / rms may be infinite */
-    for (int32_t g = 0; g < groups->groups; g++, codes += 32) {
+    for (int32_t g = 0; g < layout->groups; g++, codes += 32) {
         if (!groups->bits[g]) {
             memset(codes, 0, 32);
             continue;

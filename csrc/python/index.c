@@ -9,17 +9,17 @@ typedef struct {
     int32_t planes;
 } read_space;
 
-static int get_layout(const char *op, PyObject *bits_object, PyObject *lead_object, PyObject *steps_object,
+/** dim: numbers of a vector; channels are dim rounded up to a multiple of 8. */
+static int get_layout(const char *op, int32_t dim, PyObject *bits_object, PyObject *lead_object, PyObject *steps_object,
                       tq_index_layout *layout, int64_t *row_bytes, int32_t *planes)
 {
-    npy_intp any = ANY;
-    PyArrayObject *bits = read_array(op, "bits", bits_object, NPY_UINT8, DENSE, 1, &any);
+    npy_intp groups = (dim + 31) / 32;
+    PyArrayObject *bits = read_array(op, "bits", bits_object, NPY_UINT8, DENSE, 1, &groups);
     if (!bits) return -1;
-    npy_intp groups = PyArray_DIM(bits, 0);
     PyArrayObject *lead = read_array(op, "lead", lead_object, NPY_UINT8, DENSE, 1, &groups);
     PyArrayObject *steps = lead ? read_array(op, "steps", steps_object, NPY_FLOAT32, DENSE, 1, &groups) : NULL;
     if (!steps) return -1;
-    layout->groups = groups > TQ_MAX_GROUPS ? TQ_MAX_GROUPS + 1 : (int32_t)groups;
+    layout->channels = (dim + 7) / 8 * 8;
     layout->bits = PyArray_DATA(bits);
     layout->lead = PyArray_DATA(lead);
     layout->steps = PyArray_DATA(steps);
@@ -42,12 +42,12 @@ static int get_space(const char *op, PyObject *tuple, read_space *out)
     for (int i = 0; i < 9; i++) item[i] = PyTuple_GetItem(tuple, i);
     if (read_plan(op, item[0], &out->plan) < 0 || read_i32(op, "dim", item[1], 1, TQ_MAX_DIM, &space->dim) < 0 ||
         read_i32(op, "metric", item[2], TQ_INDEX_IP, TQ_INDEX_L2, &space->metric) < 0 ||
-        get_layout(op, item[3], item[4], item[5], &space->layout, &out->row_bytes, &out->planes) < 0)
+        get_layout(op, space->dim, item[3], item[4], item[5], &space->layout, &out->row_bytes, &out->planes) < 0)
         return -1;
     space->sigmas = PyFloat_AsDouble(item[8]);
     if (space->sigmas == -1 && PyErr_Occurred()) return -1;
     space->plan = &out->plan.plan;
-    npy_intp dim = space->dim, square[2] = {32 * space->layout.groups, 32 * space->layout.groups};
+    npy_intp dim = space->dim, square[2] = {space->layout.channels, space->layout.channels};
     PyArrayObject *array;
     space->mean = space->matrix = NULL;
     if (item[6] != Py_None) {
@@ -65,7 +65,7 @@ const char doc_index_encode[] = PyDoc_STR(
     "index_encode(space, x, threads=0)\n--\n\n"
     "(codes, signs, scales, offsets) of vectors x, float32 [n, dim]: uint8 [n, row bytes] and [blocks, planes, 64], "
     "float32 [n] and [n] or\nNone. space: (plan, dim, metric: 0 ip, 1 cosine, 2 l2, bits, lead: uint8 [groups], steps: "
-    "float32 [groups], mean: float32 [dim] or\nNone, matrix: float32 [32 groups, 32 groups] or None, sigmas). Contracts: "
+    "float32 [groups], mean: float32 [dim] or\nNone, matrix: float32 [channels, channels] or None, sigmas). Contracts: "
     "turboquant_index.h.");
 PyObject *py_index_encode(PyObject *module, PyObject *args, PyObject *kwargs)
 {
@@ -141,21 +141,22 @@ PyObject *py_index_step(PyObject *module, PyObject *args, PyObject *kwargs)
 }
 
 const char doc_index_decode[] =
-    PyDoc_STR("index_decode(bits, lead, steps, codes, signs, scales)\n--\n\n"
+    PyDoc_STR("index_decode(dim, bits, lead, steps, codes, signs, scales)\n--\n\n"
               "The rotated rows that codes and their leading bits, uint8 [n, planes], stand for: "
-              "float32 [n, 32 groups].");
+              "float32 [n, dim rounded up to a multiple of 8].");
 PyObject *py_index_decode(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"bits", "lead", "steps", "codes", "signs", "scales", NULL};
-    PyObject *bits, *lead, *steps, *codes_object, *signs_object, *scales_object, *z;
+    static char *names[] = {"dim", "bits", "lead", "steps", "codes", "signs", "scales", NULL};
+    PyObject *dim_object, *bits, *lead, *steps, *codes_object, *signs_object, *scales_object, *z;
     tq_index_layout layout;
     int64_t row_bytes;
-    int32_t planes;
+    int32_t dim, planes;
     const char *op = "index_decode";
     (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOO:index_decode", names, &bits, &lead, &steps, &codes_object,
-                                     &signs_object, &scales_object) ||
-        get_layout(op, bits, lead, steps, &layout, &row_bytes, &planes) < 0)
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOOO:index_decode", names, &dim_object, &bits, &lead, &steps,
+                                     &codes_object, &signs_object, &scales_object) ||
+        read_i32(op, "dim", dim_object, 1, TQ_MAX_DIM, &dim) < 0 ||
+        get_layout(op, dim, bits, lead, steps, &layout, &row_bytes, &planes) < 0)
         return NULL;
     npy_intp dims[2] = {ANY, (npy_intp)row_bytes};
     PyArrayObject *codes = read_array(op, "codes", codes_object, NPY_UINT8, DENSE, 2, dims);
@@ -166,7 +167,7 @@ PyObject *py_index_decode(PyObject *module, PyObject *args, PyObject *kwargs)
     if (!signs) return NULL;
     PyArrayObject *scales = read_array(op, "scales", scales_object, NPY_FLOAT32, DENSE, 1, dims);
     if (!scales) return NULL;
-    dims[1] = 32 * layout.groups;
+    dims[1] = layout.channels;
     z = PyArray_SimpleNew(2, dims, NPY_FLOAT32);
     if (!z) return NULL;
     tq_error error = {0};

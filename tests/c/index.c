@@ -48,27 +48,31 @@ static float *numbers(size_t n)
 
 typedef struct {
     const char *name;
-    int32_t dim, groups, metric, with_mean, rotation;
+    int32_t dim, channels, metric, with_mean, rotation;
     uint8_t bits[4], lead[4];
     double error; /* of decoded vectors, at most, in squares over squares; 0 where groups without bits make it large */
 } example;
 
 static const example EXAMPLES[] = {
-    {"1 bit", 128, 4, TQ_INDEX_IP, 0, TQ_ROTATION_NONE, {1, 1, 1, 1}, {1, 1, 1, 1}, 0.6},
-    {"2 bits, both lead", 100, 4, TQ_INDEX_L2, 1, TQ_ROTATION_HADAMARD, {2, 2, 2, 2}, {2, 2, 2, 2}, 0.2},
-    {"3 bits", 70, 3, TQ_INDEX_COSINE, 1, TQ_ROTATION_HADAMARD, {3, 3, 3}, {1, 1, 1}, 0.06},
-    {"4 bits, two lead", 32, 1, TQ_INDEX_IP, 1, TQ_ROTATION_NONE, {4}, {2}, 0.02},
-    {"4 bits", 128, 4, TQ_INDEX_L2, 0, TQ_ROTATION_NONE, {4, 4, 4, 4}, {1, 1, 1, 1}, 0.02},
-    {"5 bits", 33, 2, TQ_INDEX_IP, 0, TQ_ROTATION_HADAMARD, {5, 5}, {1, 1}, 0.005},
-    {"8 bits", 128, 4, TQ_INDEX_COSINE, 0, TQ_ROTATION_NONE, {8, 8, 8, 8}, {1, 1, 1, 1}, 0.001},
-    {"mixed", 128, 4, TQ_INDEX_IP, 1, TQ_ROTATION_DENSE, {8, 6, 3, 0}, {5, 2, 1, 0}, 0},
-    {"few lead", 120, 4, TQ_INDEX_L2, 1, TQ_ROTATION_DENSE, {5, 4, 2, 1}, {3, 0, 0, 0}, 0},
+    {"1 bit", 128, 128, TQ_INDEX_IP, 0, TQ_ROTATION_NONE, {1, 1, 1, 1}, {1, 1, 1, 1}, 0.6},
+    {"2 bits, both lead", 100, 104, TQ_INDEX_L2, 1, TQ_ROTATION_HADAMARD, {2, 2, 2, 2}, {2, 2, 2, 2}, 0.2},
+    {"3 bits", 70, 72, TQ_INDEX_COSINE, 1, TQ_ROTATION_HADAMARD, {3, 3, 3}, {1, 1, 1}, 0.06},
+    {"4 bits, two lead", 32, 32, TQ_INDEX_IP, 1, TQ_ROTATION_NONE, {4}, {2}, 0.02},
+    {"4 bits", 128, 128, TQ_INDEX_L2, 0, TQ_ROTATION_NONE, {4, 4, 4, 4}, {1, 1, 1, 1}, 0.02},
+    {"5 bits", 33, 40, TQ_INDEX_IP, 0, TQ_ROTATION_HADAMARD, {5, 5}, {1, 1}, 0.005},
+    {"8 bits", 128, 128, TQ_INDEX_COSINE, 0, TQ_ROTATION_NONE, {8, 8, 8, 8}, {1, 1, 1, 1}, 0.001},
+    {"mixed", 128, 128, TQ_INDEX_IP, 1, TQ_ROTATION_DENSE, {8, 6, 3, 0}, {5, 2, 1, 0}, 0},
+    {"few lead", 120, 120, TQ_INDEX_L2, 1, TQ_ROTATION_DENSE, {5, 4, 2, 1}, {3, 0, 0, 0}, 0},
+    {"8 numbers", 8, 8, TQ_INDEX_IP, 0, TQ_ROTATION_NONE, {6}, {1}, 0.02},
+    {"8 in the last group", 104, 104, TQ_INDEX_IP, 1, TQ_ROTATION_NONE, {4, 4, 4, 4}, {1, 1, 1, 1}, 0.02},
+    {"8 bits in a last group of 16", 112, 112, TQ_INDEX_COSINE, 0, TQ_ROTATION_DENSE, {0, 3, 2, 8}, {0, 3, 1, 5}, 0},
+    {"24 in the last group, both lead", 88, 88, TQ_INDEX_L2, 0, TQ_ROTATION_NONE, {2, 2, 2}, {2, 2, 2}, 0.2},
 };
 
 static tq_plan make_plan(int32_t dim, int32_t rotation)
 {
     int64_t words[TQ_PLAN_HEADER_WORDS + 8] = {TQ_FORMAT_VERSION, dim, 128, 32, 0, TQ_SCALE_EDEN, 7};
-    int32_t groups = dim / 32;
+    int32_t groups = (dim + 31) / 32;
     words[7] = rotation, words[11] = rotation;
     for (int i = 0; i < 2 * groups; i++) words[TQ_PLAN_HEADER_WORDS + i] = 2 + (i % groups ? 0 : TQ_PLAN_NEW_BLOCK);
     tq_plan plan;
@@ -126,7 +130,7 @@ static void free_segment(segment s) { free(s.codes), free(s.signs), free(s.allow
 static void check_decoded(const example *e, const tq_index_space *space, const segment *s, const float *x, int64_t n)
 {
     int64_t row_bytes;
-    int32_t planes, channels = 32 * e->groups;
+    int32_t planes, channels = e->channels;
     tq_error error = {0};
     CHECK(tq_index_row_bytes(&space->layout, &row_bytes, &planes, &error) == TQ_OK);
     uint8_t *rows = zeros((size_t)(n * planes));
@@ -194,14 +198,14 @@ static uint64_t check_example(const example *e)
 {
     state = e->name;
     random_state = 1;
-    int32_t channels = 32 * e->groups;
+    int32_t channels = e->channels, groups = (channels + 31) / 32;
     tq_plan plan = make_plan(channels, e->rotation);
-    float *steps = zeros(sizeof *steps * (size_t)e->groups), *mean = numbers((size_t)e->dim);
-    for (int32_t g = 0; g < e->groups; g++) steps[g] = e->rotation == TQ_ROTATION_DENSE ? 1 / (1 + (float)g) : 1;
+    float *steps = zeros(sizeof *steps * (size_t)groups), *mean = numbers((size_t)e->dim);
+    for (int32_t g = 0; g < groups; g++) steps[g] = e->rotation == TQ_ROTATION_DENSE ? 1 / (1 + (float)g) : 1;
     for (int32_t j = 0; j < e->dim; j++) mean[j] *= 0.02f;
     float *x = numbers((size_t)N * (size_t)e->dim), *queries = numbers((size_t)QUERIES * (size_t)e->dim);
     float *matrix = e->rotation == TQ_ROTATION_DENSE ? make_matrix(channels) : NULL;
-    tq_index_space space = {{e->groups, e->bits, e->lead, steps}, &plan, e->dim, e->metric, 60, NULL, matrix};
+    tq_index_space space = {{e->channels, e->bits, e->lead, steps}, &plan, e->dim, e->metric, 60, NULL, matrix};
     if (e->with_mean) space.mean = mean;
     float *later = exact_bytes(x + (int64_t)FIRST * e->dim, (size_t)(N - FIRST) * (size_t)e->dim);
     segment parts[2] = {make_segment(&space, x, FIRST, 5), make_segment(&space, later, N - FIRST, 4000)};

@@ -66,7 +66,7 @@ class _Trial:
         """The least width of a bound that hardly misses what a scan of all bits finds, at most 4 standard deviations,
         or 6 with few coordinates; and the recall with it."""
         every = self.found(t, rows)
-        for sigmas in _WIDE_SIGMAS if t.padded <= TWO_LEAD else _SIGMAS:
+        for sigmas in _WIDE_SIGMAS if t.channels <= TWO_LEAD else _SIGMAS:
             found = self.found(t, rows, sigmas)
             if _share(found, every).mean() >= 1 - _MISSED:
                 break

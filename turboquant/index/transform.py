@@ -14,7 +14,7 @@ from .. import _core
 from ..plan import Plan, Rotation, Side
 from .storage import Segment
 
-GROUP = 32
+GROUP, EIGHT = 32, 8  # channels of a group; the last group has a multiple of 8
 FEW = 16  # up to this many numbers, the rotated coordinates are no independent noise, and the scan has no bound
 TWO_LEAD = 192  # up to this many coordinates, the scan of an untrained index reads two bits of each
 # E[(u - its level)^2] of N(0, 1), by bits
@@ -25,12 +25,13 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Transform:
-    """z = R (x - mean), zero-padded to a multiple of 32.
+    """z = R (x - mean), zero-padded to a multiple of 8.
 
-    bits: uint8 [groups], of each group of 32 coordinates of z; steps: float32 [groups], their magnitude.
+    bits: uint8 [groups], of each group of 32 coordinates of z, the last of which may be smaller; steps: float32
+        [groups], their magnitude.
     lead: uint8 [groups], how many of the bits the scan reads.
-    mean: float32 [dim] or None. matrix: float32 [padded, padded], R transposed, so that z = (x - mean) @ matrix; None:
-        a random Hadamard rotation by `seed`.
+    mean: float32 [dim] or None. matrix: float32 [channels, channels], R transposed, so that z = (x - mean) @ matrix;
+        None: a random Hadamard rotation by `seed`.
     sigmas: the scan bounds what unread bits add to a score by this many standard deviations.
     exponent: x are divided by 2^exponent first, above 0 where numbers are larger than the core takes.
     training: what `train` chose, and why (`Index.training`).
@@ -48,18 +49,19 @@ class Transform:
     training: dict[str, Any] | None = None
 
     @property
-    def padded(self) -> int:
-        return GROUP * len(self.bits)
+    def channels(self) -> int:
+        """Numbers of z."""
+        return -(-self.dim // EIGHT) * EIGHT
 
     @property
     def planes(self) -> int:
         """Bytes of a row that the scan reads."""
-        return 4 * int(self.lead.sum())
+        return int(self.lead @ eights(self.channels))
 
     @property
     def row_bytes(self) -> int:
         """The other bytes of its codes."""
-        return 4 * int(self.bits.sum()) - self.planes
+        return int(self.bits @ eights(self.channels)) - self.planes
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +71,7 @@ class Transform:
 
     def space(self, metric: int, sigmas: float | None = None) -> tuple[Any, ...]:
         """The transform as the core takes it."""
-        plan = _plan(self.padded, self.matrix is not None, self.seed)
+        plan = _plan(self.channels, self.matrix is not None, self.seed)
         width = self.sigmas if sigmas is None else sigmas
         return plan, self.dim, metric, self.bits, self.lead, self.steps, self.mean, self.matrix, width
 
@@ -81,17 +83,22 @@ class Transform:
     def decoded(self, segment: Segment, rows: NDArray[np.int64]) -> Floats:
         """The vectors that some rows of a segment stand for."""
         codes, leading, scales = segment.codes[rows], segment.sign_rows(rows), segment.scales[rows]
-        z = _core.index_decode(self.bits, self.lead, self.steps, codes, leading, scales)
-        plan = _plan(self.padded, self.matrix is not None, self.seed)
+        z = _core.index_decode(self.dim, self.bits, self.lead, self.steps, codes, leading, scales)
+        plan = _plan(self.channels, self.matrix is not None, self.seed)
         x = _core.rotate(plan, z, self.matrix, inverse=self.matrix is None)[:, : self.dim]  # the matrix is the inverse
         return np.ascontiguousarray(np.ldexp(x if self.mean is None else x + self.mean, self.exponent))
 
 
+def eights(channels: int) -> NDArray[np.int64]:
+    """[groups]: how many times 8 channels each group has, 4 but for the last."""
+    return np.diff(np.append(np.arange(0, channels, GROUP), channels)) // EIGHT
+
+
 @lru_cache(maxsize=64)
-def _plan(padded: int, dense: bool, seed: int) -> Any:
+def _plan(channels: int, dense: bool, seed: int) -> Any:
     """The words of a plan that has this rotation."""
     rotation = Rotation.DENSE if dense else Rotation.HADAMARD
-    return Plan(padded, Side(1, rotation), seed=seed).words  # a rotation does not depend on the rest
+    return Plan(channels, Side(1, rotation), seed=seed).words  # a rotation does not depend on the rest
 
 
 # What the rows of each noise class count as: the ends of the classes are in turboquant_index.h
@@ -124,7 +131,7 @@ def untrained(dim: int, bits: int, seed: int) -> Transform:
     groups = -(-dim // GROUP)
     # With few coordinates, bounds from one bit are so loose that scoring the rows that pass takes longer than reading
     # two bits.
-    lead = min(bits, 2) if GROUP * groups <= TWO_LEAD else 1
+    lead = min(bits, 2) if dim <= TWO_LEAD else 1
     widths, leads = np.full(groups, bits, np.uint8), np.full(groups, lead, np.uint8)
     sigmas = math.inf if dim <= FEW else 3.0 if lead == 2 else 2.5
     return Transform(dim, seed, widths, leads, np.ones(groups, np.float32), sigmas=sigmas)
@@ -135,35 +142,42 @@ def with_mean(base: Transform, sample: Floats) -> Transform:
     return replace(base, mean=mean)
 
 
-def _cheapest(costs: list[dict[int, float]], budget: int) -> NDArray[np.uint8]:
-    """Bits of each group, which sum to at most `budget`, with the least sum of costs."""
+def _cheapest(costs: list[dict[int, float]], sizes: list[int], average: int) -> NDArray[np.uint8]:
+    """Bits of each group, at most `average` a channel, with the least sum of costs.
+
+    costs   of a channel, by bits
+    sizes   channels / 8 of each group
+    """
+    budget = average * sum(sizes)
     cost = np.zeros(budget + 1)  # least cost of the groups so far, by the bits that they may take
     chosen = np.empty((len(costs), budget + 1), np.uint8)
-    for g, choices in enumerate(costs):
+    for g, (choices, size) in enumerate(zip(costs, sizes, strict=True)):
         best = np.full(budget + 1, np.inf)
         for width, own in choices.items():
-            if width <= budget:
+            if (taken := size * width) <= budget:
                 trial = np.full(budget + 1, np.inf)
-                trial[width:] = cost[: budget + 1 - width] + own
+                trial[taken:] = cost[: budget + 1 - taken] + size * own
                 chosen[g, trial < best] = width
                 best = np.minimum(best, trial)
         cost = best
     widths, left = np.empty(len(costs), np.uint8), budget
     for g in reversed(range(len(costs))):
         widths[g] = chosen[g, left]
-        left -= int(widths[g])
+        left -= sizes[g] * int(widths[g])
     return widths
 
 
-def allocate(variances: NDArray[np.float64], bits: int, power: float = 1.0) -> NDArray[np.uint8]:
-    """Widths of groups that sum to at most bits * groups and have the least sum of
-    variance^(1 + power) * distortion(width). Power 0 is the mean squared error of vectors; power 1 that of scores, if
-    queries vary as the vectors do."""
+def allocate(
+    variances: NDArray[np.float64], sizes: NDArray[np.int64], bits: int, power: float = 1.0
+) -> NDArray[np.uint8]:
+    """Widths of groups of sizes channels / 8 that are at most `bits` on average and have the least sum of
+    variance^(1 + power) * distortion(width) over channels. Power 0 is the mean squared error of vectors; power 1 that
+    of scores, if queries vary as the vectors do."""
     costs = [{width: v ** (1 + power) * error for width, error in _DISTORTION.items()} for v in variances.tolist()]
-    return _cheapest(costs, bits * len(variances))
+    return _cheapest(costs, sizes.tolist(), bits)
 
 
-def leading(variances: NDArray[np.float64], bits: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def leading(variances: NDArray[np.float64], sizes: NDArray[np.int64], bits: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """How many bits of each group the scan reads, one on average, for the best estimate of scores. A group without any
     is estimated as 0, also for neighbours, whose coordinates resemble the query's. That is a bias and no noise, so its
     error counts five times (of 1, 5, 20 and 60 the best on MiniLM)."""
@@ -171,7 +185,7 @@ def leading(variances: NDArray[np.float64], bits: NDArray[np.uint8]) -> NDArray[
         {lead: v**2 * _core.index_lead_error(b, lead) * (1 if lead else 5) for lead in range(min(b, 6) + 1)}
         for v, b in zip(variances.tolist(), bits.tolist(), strict=True)
     ]
-    lead = _cheapest(costs, len(bits))
+    lead = _cheapest(costs, sizes.tolist(), 1)
     if not lead.any():  # the core needs at least one
         lead[int(np.argmax(bits))] = 1
     return lead
@@ -183,33 +197,39 @@ class Axes:
     def __init__(self, base: Transform, sample: Floats) -> None:
         self.centred = with_mean(base, sample)
         assert self.centred.mean is not None
-        x = np.zeros((len(sample), base.padded))
+        x = np.zeros((len(sample), base.channels))
         x[:, : base.dim] = sample.astype(np.float64) - self.centred.mean
         values, vectors = np.linalg.eigh(x.T @ x / len(x))
         self.axes = vectors[:, ::-1].T
-        self.variances = np.maximum(values[::-1], 0).reshape(-1, GROUP).mean(axis=1)
+        self.sizes = eights(base.channels)
+        self.starts = np.arange(0, base.channels, GROUP)
+        self.variances = np.add.reduceat(np.maximum(values[::-1], 0), self.starts) / (EIGHT * self.sizes)
 
     def transform(self, bits: int, power: float, together: bool) -> Transform | None:
         """Groups of 32 axes with widths after their variances (`allocate`). A random rotation mixes the axes of each
         group, or `together` those of all groups of one width. None if the sample has no variance, or less than float32
         holds."""
         seed, variances = self.centred.seed, self.variances
-        widths = allocate(variances, bits, power)
+        widths = allocate(variances, self.sizes, bits, power)
         blocks = [np.flatnonzero(widths == width) for width in np.unique(widths)] if together else []
         matrix = np.empty_like(self.axes)
         if together:
             variances = variances.copy()
             for groups in blocks:
-                variances[groups] = variances[groups].mean()
-                rows = (GROUP * groups[:, None] + np.arange(GROUP)).ravel()
+                variances[groups] = np.average(variances[groups], weights=self.sizes[groups])
+                rows = np.concatenate(
+                    [np.arange(self.starts[g], self.starts[g] + EIGHT * self.sizes[g]) for g in groups]
+                )
                 normal = np.random.default_rng(seed).standard_normal((len(rows), len(rows)))
                 matrix[rows] = np.linalg.qr(normal)[0] @ self.axes[rows]
         else:
-            mix = _core.haar(seed, GROUP).astype(np.float64)
             for g in range(0, len(matrix), GROUP):
-                matrix[g : g + GROUP] = mix @ self.axes[g : g + GROUP]
+                own = self.axes[g : g + GROUP]
+                matrix[g : g + GROUP] = _core.haar(seed, len(own)).astype(np.float64) @ own
         steps = np.sqrt(np.maximum(variances, variances[0] * 1e-8)).astype(np.float32)
         if not steps.min() >= np.finfo(np.float32).tiny:
             return None
         turned = np.ascontiguousarray(matrix.T.astype(np.float32))
-        return replace(self.centred, bits=widths, lead=leading(variances, widths), steps=steps, matrix=turned)
+        return replace(
+            self.centred, bits=widths, lead=leading(variances, self.sizes, widths), steps=steps, matrix=turned
+        )
