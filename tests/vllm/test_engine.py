@@ -136,3 +136,14 @@ def test_sinks_bring_four_bits_nearer(stock, with_sinks, windows):
     assert 3.7 < with_sinks[1] / stock[1] < 3.8
     far, near = (abs(found - stock[0]).mean() for found in (without, with_sinks[0]))
     assert near < 0.15 and near < 0.8 * far
+
+
+@pytest.mark.parametrize("settings", [{"sinks": 0}, {}], ids=["all packed", "sinks"])
+def test_a_prefix_hit_gives_what_a_miss_gives(settings, ids):
+    """Bit for bit, with chunks that end where the hit ends, so that both multiply matrices of the same sizes."""
+    prompt = ids[:870]
+    with Engine(settings, enable_prefix_caching=True, max_num_batched_tokens=128) as engine:
+        miss, hit = (engine.generate([prompt], max_tokens=20, logprobs=0, **GREEDY)[0] for _ in range(2))
+        assert (miss.num_cached_tokens, hit.num_cached_tokens) == (0, 768)
+    for a, b in zip(miss.outputs[0].logprobs, hit.outputs[0].logprobs, strict=True):
+        assert {token: x.logprob for token, x in a.items()} == {token: x.logprob for token, x in b.items()}
