@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -26,11 +27,15 @@ class Operators(SphinxDirective):
 
         registered = (name.split("::") for name in torch._C._dispatch_get_all_op_names())
         lines = []
-        for name in sorted(name for library, name in registered if library == "turboquant"):
+        names = {name.partition(".")[0] for library, name in registered if library == "turboquant"}
+        for name in sorted(names):
             head, _, text = getattr(torch.ops.turboquant, name).__doc__.partition("\n\n")
-            call, _, returned = " ".join(head.split()).partition(" -> ")
+            overloads = [one.partition(" -> ") for one in re.split(rf" (?={name}\.)", " ".join(head.split()))]
+            returned = overloads[0][2]
             body = to_rst([f"Returns ``{returned}``.", "", *(line.removeprefix("    ") for line in text.split("\n"))])
-            lines += [f".. py:function:: torch.ops.turboquant.{call}", ""]
+            for start, (call, _, _) in zip((".. py:function::", *["                "] * len(overloads)), overloads):
+                lines.append(f"{start} torch.ops.turboquant.{call}")
+            lines.append("")
             lines += [*(f"   {line}" for line in "\n".join(body).split("\n")), ""]
         parent = nodes.Element()
         self.state.nested_parse(StringList(lines, "torch.ops.turboquant"), 0, parent)
