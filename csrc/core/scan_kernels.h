@@ -23,9 +23,9 @@ typedef struct {
 typedef struct {
     const tq_index_layout *layout;
     const tq_index_book *books; /* [TQ_WIDE_BITS + 1], by bits */
-    int32_t groups, eights;     /* of 32 channels, the last filled up with 0; groups of 8 in a last one that is not full */
-    int32_t coded;              /* channels that have bits */
-    int32_t even_bits;          /* bits of all groups, if they are equal and 1 or 2 of them lead; else 0 */
+    int32_t groups, eights; /* of 32 channels, the last filled up with 0; groups of 8 in a last one that is not full */
+    int32_t coded;          /* channels that have bits */
+    int32_t even_bits;      /* bits of all groups, if they are equal and 1 or 2 of them lead; else 0 */
 } tq_scan_layout;
 
 typedef struct {
