@@ -70,7 +70,7 @@ def waving(batch=1, tokens=420, padding=(0,), size=30.0, noise=1.0):
 def test_attention_is_that_of_the_keys(what, fields):
     """It is close to exact attention in a prefill, in chunks and token by token. With a wave, keys are little else."""
     stream, moments = waving(size=30.0 if "centre" in what else 1.0)
-    spec = bare(5, 5, prefill="packed").with_(**fields)
+    spec = bare(5, 5, prefill="packed", tries=0).with_(**fields)
     errors = []
     for cache in (
         TurboQuantCache(CONFIG, spec.with_(**what), profile=profile_of(moments)),
@@ -84,7 +84,7 @@ def test_attention_is_that_of_the_keys(what, fields):
         errors.append(((torch.cat(outs, 2) - want).norm() / want.norm()).item())
     assert errors[0] < 0.1
     if "centre" in what:
-        assert errors[1] > 2.8 * errors[0]  # without a centre, the large wave itself is quantised
+        assert errors[1] > 3 * errors[0]  # without a centre, the large wave itself is quantised
 
 
 @pytest.mark.parametrize("decodes", [False, True], ids=["packed", "decoded"])

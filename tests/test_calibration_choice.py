@@ -101,10 +101,11 @@ def test_a_side_has_1_bit_where_another_one_costs_40_times_as_much():
 def test_costs_of_sides_are_what_they_do(model, texts, found, window):
     """The estimate from a backward pass predicts the KL divergence that one side adds with 3 bits instead of 6."""
     quiet = {i: {"key_bits": 6, "value_bits": 6} for i in range(3)}
-    specs = {"quiet": CacheSpec(overrides=quiet, sinks=4, window=window)}
+    specs = {"quiet": CacheSpec(overrides=quiet, sinks=4, window=window, tries=0)}
     for layer, side in np.ndindex(3, 2):
         name = ("key_bits", "value_bits")[side]
-        specs[layer, side] = CacheSpec(overrides={**quiet, layer: {**quiet[layer], name: 3}}, sinks=4, window=window)
+        overrides = {**quiet, layer: {**quiet[layer], name: 3}}
+        specs[layer, side] = CacheSpec(overrides=overrides, sinks=4, window=window, tries=0)
 
     def cache(model, spec, profile):
         return TurboQuantCache(model, spec, profile=profile or profile_of(found.moments["text"]))
@@ -117,7 +118,7 @@ def test_costs_of_sides_are_what_they_do(model, texts, found, window):
     costs = np.mean([trial.side_costs(model, one, found.moments["text"], seed, window)
                      for seed, one in enumerate(texts)], 0)  # fmt: skip
     ratio = added / (costs * (distortions()[3] - distortions()[6]))
-    assert ratio.min() > 0.55 and ratio.max() < 1.6, ratio
+    assert ratio.min() > 0.6 and ratio.max() < 1.6, ratio
 
 
 # ---- what is chosen ----

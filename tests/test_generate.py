@@ -88,10 +88,10 @@ def test_packed_logits_are_close_and_sliding_layers_stay_small(kind):
 
     want = logits(DynamicCache(config=model.config))
     for bits in (3, 5):
-        spec = bare(bits, bits, prefill="packed", **WAVE)
+        spec = bare(bits, bits, prefill="packed", tries=0, **WAVE)
         cache = TurboQuantCache(turboquant.patch(model, spec), spec)
         error[bits] = ((logits(cache) - want).norm() / want.norm()).item()
-    assert error[5] < 0.5 * error[3] and error[5] < 0.1, error
+    assert error[5] < 0.4 * error[3] and error[5] < 0.1, error
     for layer in cache.layers:
         held = [sum(page != -1 for page in row) for row in layer.storage.table.rows]
         assert held == ([3, 3] if not layer.storage.sliding_window else [2, 2])
