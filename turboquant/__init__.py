@@ -2,6 +2,7 @@
 
     Quantizer, Codes         vectors, with NumPy alone
     Index                    vector search, with NumPy alone
+    search_shards            the same over several files; write_manifest, verify_shards
     CacheSpec, preset(s)     how a cache quantises
     Plan                     how one layer's vectors become bytes
     TurboQuantCache          a `transformers.Cache`                               needs transformers
@@ -22,6 +23,9 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Index": "index",
+    "search_shards": "index",
+    "verify_shards": "index",
+    "write_manifest": "index",
     "Codes": "quantizer",
     "Quantizer": "quantizer",
     "CacheSpec": "spec",
@@ -52,7 +56,10 @@ __all__ = [
     "patch",
     "preset",
     "presets",
+    "search_shards",
     "unpatch",
+    "verify_shards",
+    "write_manifest",
 ]
 
 if TYPE_CHECKING:
@@ -64,6 +71,9 @@ if TYPE_CHECKING:
     from .hf.patching import patch as patch
     from .hf.patching import unpatch as unpatch
     from .index import Index as Index
+    from .index import search_shards as search_shards
+    from .index import verify_shards as verify_shards
+    from .index import write_manifest as write_manifest
     from .measured import Profile as Profile
     from .moments.measure import measure as measure
     from .named_specs import preset as preset

@@ -1,0 +1,241 @@
+"""Indexes in several files, searched as one: here or by an executor's workers. A manifest names the files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..files import existing_file, file_name, write_whole
+from .index import Index
+from .inputs import Floats, Ids, id_array
+
+__all__ = ["search_shards", "verify_shards", "write_manifest"]
+
+FORMAT = "turboquant-shards-1"
+_ALIKE = "shards must have one transform: fill copies of one index, trained or not"
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """The absolute path of an index's file, and what a manifest says of it."""
+
+    path: str
+    checksum: str | None = None
+    transform: str | None = None
+
+    def check(self, opened: _Opened) -> None:
+        """ValueError unless the opened file is the one that the manifest names."""
+        if self.checksum not in (None, opened.checksum):
+            raise ValueError(f"{self.path!r} must be the file that the manifest names, its checksum differs")
+        if self.transform not in (None, opened.transform):
+            raise ValueError(f"{_ALIKE}; that of {self.path!r} differs from the manifest's")
+
+
+@dataclass(frozen=True)
+class _Opened:
+    index: Index
+    checksum: str
+    transform: str
+
+
+def _open(path: str) -> _Opened:
+    index = Index.load(path)
+    return _Opened(index, _checksum(index), _transform_checksum(index))
+
+
+def _checksum(index: Index) -> str:
+    """SHA-256 of what the header of an index's file says. With the CRC-32 of each array, it stands for the file."""
+    assert index._loaded is not None
+    meta, arrays = index._loaded
+    shapes = {name: [array.dtype.str, array.shape] for name, array in arrays.items()}
+    return hashlib.sha256(json.dumps([meta, shapes], sort_keys=True).encode()).hexdigest()
+
+
+def _transform_checksum(index: Index) -> str:
+    """SHA-256 of what decides the codes and the scores of a vector."""
+    t = index._contents.transform
+    mean = None if t.mean is None else np.ldexp(t.mean.astype(np.float64), t.exponent)
+    digest = hashlib.sha256(json.dumps([index.d, index.metric, t.seed]).encode())
+    for name, array in (("bits", t.bits), ("lead", t.lead), ("steps", t.steps), ("mean", mean), ("matrix", t.matrix)):
+        if array is not None:
+            digest.update(f"{name} {array.nbytes} ".encode() + np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+# ---- search ----
+
+# What this process has opened, by path, with what tells a replaced file. Two threads may both open one; then one of the
+# two is kept.
+_OPENED: dict[str, tuple[tuple[int, ...], _Opened]] = {}
+
+
+def _opened(path: str) -> _Opened:
+    """A mapped file, from an earlier search if it is the same file still."""
+    about = os.stat(existing_file(path, "a file of an index"))
+    identity = about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+    held = _OPENED.get(path)
+    if held is None or held[0] != identity:
+        held = _OPENED[path] = identity, _open(path)
+    return held[1]
+
+
+def _search_one(shard: _Shard, queries: Any, k: int, options: dict[str, Any]) -> tuple[str, str, Floats, Ids]:
+    """(checksum of the transform, metric, scores, ids) of one shard; what workers do."""
+    opened = _opened(shard.path)
+    shard.check(opened)
+    try:
+        found = opened.index.search(queries, k, **options)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{shard.path!r}: {error}") from None
+    return opened.transform, opened.index.metric, *found
+
+
+def search_shards(
+    paths: Any,
+    queries: Any,
+    k: int,
+    executor: Any = None,
+    *,
+    filter: Any = None,
+    threads: int = 0,
+    sigmas: float | None = None,
+) -> tuple[Floats, Ids]:
+    """The k best vectors of each query in several files of indexes: (scores, ids) as `Index.search` returns them,
+    merged by score, then id. Each process maps a file once, and anew where it was replaced.
+
+    paths: the path of a manifest (`write_manifest`), or a list of paths of files that `Index.save` wrote. Their indexes
+        must have one transform: fill copies of one index, trained or not. Ids must differ between files, which
+        `write_manifest` checks, and this does not.
+    queries, k, threads, sigmas: as in `Index.search`, for each file. `queries` is sent to each worker.
+    executor: whatever has `submit` as the executors of `concurrent.futures` do, such as one of processes, or Dask's
+        `client.get_executor()`. Workers open the files by their absolute paths. None: one file after the other, here.
+    filter: ids to search among, whichever files they are in; no mask.
+
+    Each file bounds its rows by its own best ones, so that at the same `sigmas` a few ids may be others than those of
+    one index of all rows. With `sigmas=math.inf` they are the same.
+
+    Raises ValueError or TypeError for wrong arguments, a damaged file, and files that the manifest does not name or
+    whose transforms differ; FileNotFoundError for one that is not there.
+    """
+    shards = _shards(paths)
+    if executor is not None and not callable(getattr(executor, "submit", None)):
+        raise TypeError(f"search_shards: `executor` must be one as in concurrent.futures, got {executor!r:.80}")
+    among = None if filter is None else id_array("search_shards", filter, "filter")
+    options = {"filter": among, "threads": threads, "sigmas": sigmas}
+    if executor is None:
+        found = [_search_one(shard, queries, k, options) for shard in shards]
+    else:
+        futures = [executor.submit(_search_one, shard, queries, k, options) for shard in shards]
+        try:
+            found = [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()  # of no effect where it has run
+    transforms, metrics, scores, ids = zip(*found, strict=True)
+    for shard, transform in zip(shards, transforms, strict=True):
+        if transform != transforms[0]:
+            raise ValueError(f"search_shards: {_ALIKE}; that of {shard.path!r} differs from {shards[0].path!r}'s")
+    return _merged(np.concatenate(scores, axis=-1), np.concatenate(ids, axis=-1), k, metrics[0])
+
+
+def _merged(scores: Floats, ids: Ids, k: int, metric: str) -> tuple[Floats, Ids]:
+    """The k best along the last axis. Where there is none, ids are -1 and scores worse than any."""
+    order = np.lexsort((ids, scores if metric == "l2" else -scores), axis=-1)[..., :k]
+    return np.take_along_axis(scores, order, axis=-1), np.take_along_axis(ids, order, axis=-1)
+
+
+# ---- manifests ----
+
+
+def write_manifest(path: str | os.PathLike[str], shards: Iterable[str | os.PathLike[str]]) -> None:
+    """Write the JSON file that names files of indexes for `search_shards`, whole or not at all: the paths from its own
+    folder, the checksum of each, and that of their transform.
+
+    Every byte of the files is checked. ValueError for a damaged one, if transforms differ, or if two files have the
+    same id; FileNotFoundError for one that is not there. Then nothing is written.
+    """
+    listed = _listed("shards", shards)
+    folder = os.path.dirname(os.path.abspath(file_name(path)))
+    opened = _checked(listed)
+    entries = [
+        {"file": os.path.relpath(shard.path, folder), "checksum": one.checksum}
+        for shard, one in zip(listed, opened, strict=True)
+    ]
+    text = json.dumps({"format": FORMAT, "transform": opened[0].transform, "shards": entries}, indent=1)
+    write_whole(path, [text.encode() + b"\n"])
+
+
+def verify_shards(path: str | os.PathLike[str]) -> None:
+    """Check every byte of the files of a manifest as `write_manifest` does, and that they are the files that it names.
+    Errors as there."""
+    _checked(_read_manifest(path))
+
+
+def _checked(shards: list[_Shard]) -> list[_Opened]:
+    opened = []
+    for shard in shards:
+        one = _open(shard.path)
+        shard.check(one)
+        try:
+            one.index.verify()
+        except ValueError as error:
+            raise ValueError(f"{shard.path!r}: {error}") from None
+        opened.append(one)
+        if one.transform != opened[0].transform:
+            raise ValueError(f"{_ALIKE}; that of {shard.path!r} differs from {shards[0].path!r}'s")
+    _check_ids(shards, opened)
+    return opened
+
+
+def _check_ids(shards: list[_Shard], opened: list[_Opened]) -> None:
+    """ValueError if two files have the same id. Only files whose ranges of ids overlap are compared."""
+    held = [one.index.ids for one in opened]
+    ranges = sorted((int(ids.min()), int(ids.max()), i) for i, ids in enumerate(held) if len(ids))
+    for at, (_, last, i) in enumerate(ranges):
+        for low, _, j in ranges[at + 1 :]:
+            if low > last:
+                break
+            if len(both := np.intersect1d(held[i], held[j])):
+                raise ValueError(
+                    f"shards must have different ids, got {both[0]} in {shards[i].path!r} and {shards[j].path!r}"
+                )
+
+
+def _shards(paths: Any) -> list[_Shard]:
+    if isinstance(paths, str | bytes | os.PathLike):
+        return _read_manifest(paths)
+    return _listed("paths", paths)
+
+
+def _listed(argument: str, paths: Any) -> list[_Shard]:
+    if isinstance(paths, str | bytes | os.PathLike) or not isinstance(paths, Iterable):
+        raise TypeError(f"`{argument}` must be a list of paths, got {paths!r:.80}")
+    listed = [_Shard(os.path.abspath(file_name(path, f"{argument}[{i}]"))) for i, path in enumerate(paths)]
+    if not listed:
+        raise ValueError(f"`{argument}` must name at least one file")
+    return listed
+
+
+def _read_manifest(path: Any) -> list[_Shard]:
+    name = existing_file(path, "a manifest of shards")
+    folder = os.path.dirname(os.path.abspath(name))
+    try:
+        with open(name, "rb") as file:
+            said = json.loads(file.read())
+        if said["format"] != FORMAT:
+            raise ValueError(f"its format must be {FORMAT}, got {said['format']!r:.80}")
+        transform, entries = said["transform"], [(entry["file"], entry["checksum"]) for entry in said["shards"]]
+        if not entries or not all(isinstance(text, str) for entry in entries for text in (transform, *entry)):
+            raise TypeError
+    except (KeyError, TypeError, RecursionError, UnicodeError, json.JSONDecodeError):
+        why = "it is not one that turboquant wrote; files of indexes go into a list"
+        raise ValueError(f"`path` must be a manifest of shards, got {name!r}: {why}") from None
+    except ValueError as error:
+        raise ValueError(f"`path` must be a manifest of shards, got {name!r}: {error}") from None
+    return [_Shard(os.path.join(folder, file), checksum, transform) for file, checksum in entries]
