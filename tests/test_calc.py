@@ -381,7 +381,7 @@ def test_the_table_needs_neither_torch_nor_transformers(tmp_path):
         run = subprocess.run([sys.executable, "-c", f"{blocked}sys.exit(main(['calc', {model!r}]))"], cwd=ROOT,
                              capture_output=True, text=True)  # fmt: skip
         assert run.returncode == code, run.stderr
-    assert "calc needs: pip install 'turboquant-attention[hf,cli]'" in run.stderr
+    assert "calc needs: pip install 'turboquant-attention[hf]'" in run.stderr
 
 
 def test_dtypes_are_those_of_torch():

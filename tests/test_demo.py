@@ -10,7 +10,6 @@ import sys
 import forks
 import pytest
 
-pytest.importorskip("tqdm")
 pytest.importorskip("turboquant._core")
 import models  # noqa: F401  skips without torch and transformers
 
@@ -20,7 +19,7 @@ from turboquant.cli import main
 def test_demo(capsys):
     assert main(["demo", "--prompt-tokens", "300", "--tokens", "5"]) == 0
     text, noise = capsys.readouterr()
-    assert re.fullmatch(r"(turboquant: \w+ runs once over .*\n)?", noise)  # progress bars are for terminals
+    assert not noise  # the root logger has the lines
     assert text.startswith("A Christmas Carol, by Charles Dickens (1843)")
     rows = dict(re.findall(r"^(full precision|\d bits(?:, all packed)?) {2,}(.*)$", text, re.MULTILINE))
     assert list(rows) == [

@@ -38,7 +38,7 @@ def _missing(error: ImportError, command: str) -> str:
     """What is missing and how to install it: as the error says, or all that the commands need."""
     if error.name is None:  # ours
         return str(error)
-    extra = "demo" if command == "demo" else "hf,cli"
+    extra = "demo" if command == "demo" else "hf"
     return f"{error}; {command} needs: pip install 'turboquant-attention[{extra}]'"
 
 

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from tqdm import tqdm
 from transformers import DynamicCache, LlamaForCausalLM
 from transformers import logging as transformers_logging
 from transformers.generation.streamers import BaseStreamer
@@ -37,6 +36,7 @@ from .hf.cache import TurboQuantCache
 from .hf.names import CACHE
 from .hf.notices import quiet
 from .named_specs import preset
+from .progress import Progress
 from .spec import CacheSpec
 
 __all__ = ["main"]
@@ -78,15 +78,15 @@ _Measured = tuple[_Row, torch.Tensor, list[str]]  # a row, its new tokens, its c
 
 
 class _Clock(BaseStreamer):  # type: ignore[misc]
-    """Moves the bar with each token that `generate` makes, and notes when."""
+    """Counts each token that `generate` makes as done, and notes when."""
 
-    def __init__(self, bar: Any) -> None:
-        self.bar = bar
+    def __init__(self, shown: Progress) -> None:
+        self.shown = shown
         self.times: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
         self.times.append(time.perf_counter())  # the first one is the prompt
-        self.bar.update()
+        self.shown.add()
 
     def end(self) -> None:
         pass
@@ -120,19 +120,17 @@ def _measure(model: Any, ids: torch.Tensor, prompt: int, tokens: int, seed: int)
     some = ids[:, :64]
     for cache in (DynamicCache(config=model.config), TurboQuantCache(model)):  # warm up
         model.generate(some, attention_mask=torch.ones_like(some), max_new_tokens=8, **{CACHE: cache})
-    # disable=None: a bar on terminals alone. A log would keep every step of it.
-    total = len(rows) * (tokens + 2)
-    with tqdm(total=total, unit="token", file=sys.stderr, leave=False, disable=None, mininterval=0.5) as bar:
+    with Progress("demo", len(rows) * (tokens + 2), "tokens") as shown:
         for row in rows:
-            bar.set_description(row.name)
+            shown.what = row.name
             got = _log_probabilities(model, ids, row.spec)
-            bar.update()
+            shown.add()
             want = got if want is None else want
             divergence = (want.exp() * (want - got)).sum(-1).mean().item()
             same = (want.argmax(-1) == got.argmax(-1)).float().mean().item()
             cache = DynamicCache(config=model.config) if row.spec is None else TurboQuantCache(model, row.spec)
             torch.manual_seed(seed)
-            clock = _Clock(bar)
+            clock = _Clock(shown)
             text = model.generate(
                 ids[:, :prompt],
                 attention_mask=torch.ones_like(ids[:, :prompt]),

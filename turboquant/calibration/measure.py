@@ -15,8 +15,8 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from numbers import Real
 from pathlib import Path
@@ -33,6 +33,7 @@ from ..hf.tap import Tap, tapped
 from ..measured.profile import Profile
 from ..models.identity import describe, fingerprint, layer_sizes
 from ..models.placement import device_of, is_offloaded
+from ..progress import Progress
 from ..spec import LEAST_AVERAGE, MOST_SIDE_BITS
 from .axes import plan_axes, singular_axes, variance_along
 from .data import Calibration
@@ -221,9 +222,9 @@ def gradients(
         yield layer, side, x, gradient
 
 
-def _measure_costs(model: Any, tap: Tap, batches: Sequence[Batch], run: _Run, step: Callable[..., Any]) -> None:
+def _measure_costs(model: Any, tap: Tap, batches: Sequence[Batch], run: _Run, shown: Progress) -> None:
     skip = skipped(model)
-    step(run.probed)
+    shown.skip(_numbers(batches[: run.probed]))
     for i, batch in enumerate(batches[run.probed :], run.probed):
         real = _counted(batch, skip)
         for layer, side, _, gradient in gradients(model, tap, batch, run.seed + i):
@@ -234,7 +235,7 @@ def _measure_costs(model: Any, tap: Tap, batches: Sequence[Batch], run: _Run, st
         run.costs.tokens += _count(batch, skip)
         run.probed += 1
         run.save()
-        step()
+        shown.add(_numbers([batch]))
 
 
 def _kept(model: Any) -> AbstractContextManager[Any]:
@@ -351,7 +352,7 @@ def calibrate(
     seed     0..2**63 - 1, for the Hadamard signs inside groups and the samples of sensitivities. The same model,
              batches and seed give the same calibration.
     source   which text it was, in words; kept in the file. Without batches it is "the text of the package".
-    progress   a bar on stderr, one step per batch and pass; needs tqdm.
+    progress   how far each phase is, on stderr.
     checkpoint  a file that keeps what was found after every batch, so that an interrupted calibration goes on where it
              was. It is not removed at the end: remove it once the result is saved.
 
@@ -408,12 +409,14 @@ def _learned(
 ) -> Calibration:
     """The result of both passes."""
     layers = mark["layers"]
-    with _bar(len(batches) + len(probes), progress) as step, tapped(model) as tap:
-        _measure_moments(model, tap, batches, run, step, layers)
+    with tapped(model) as tap:
+        with _progress("keys and values", batches, progress) as shown:
+            _measure_moments(model, tap, batches, run, shown, layers)
         mean, second = run.moments.means(layers)
         covariance = second - mean[..., :, None] * mean[..., None, :]
         tables = _measure_tables(model, tap, batches[0], singular_axes(mean[:, 0], covariance[:, 0]))
-        _measure_costs(model, tap, probes, run, step)
+        with _progress("what errors cost", probes, progress) as shown:
+            _measure_costs(model, tap, probes, run, shown)
     cost = run.costs.means(layers)[1] / 2
     axes = plan_axes(covariance, cost)
     made = (mean, covariance, axes, variance_along(axes, covariance), variance_along(axes, cost), tables)
@@ -558,21 +561,17 @@ def _identity(mark: dict[str, Any], texts: Sequence[Sequence[Batch]], probes: in
     return digest.hexdigest()
 
 
-@contextmanager
-def _bar(total: int, shown: bool) -> Iterator[Callable[..., Any]]:
-    if not shown:
-        yield lambda n=1: None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=total, unit="batch", desc="calibrate", disable=None) as bar:
-        yield bar.update
+def _progress(what: str, batches: Sequence[Batch], shown: bool) -> Progress:
+    return Progress(f"calibrate, {what}", _numbers(batches), "tokens", shown)
 
 
-def _measure_moments(
-    model: Any, tap: Tap, batches: Sequence[Batch], run: _Run, step: Callable[..., Any], layers: int
-) -> None:
-    step(run.done)
+def _numbers(batches: Sequence[Batch]) -> int:
+    """Tokens of batches, padding included."""
+    return sum(batch["input_ids"].numel() for batch in batches)
+
+
+def _measure_moments(model: Any, tap: Tap, batches: Sequence[Batch], run: _Run, shown: Progress, layers: int) -> None:
+    shown.skip(_numbers(batches[: run.done]))
     for batch in batches[run.done :]:
         real = _counted(batch, skipped(model))
 
@@ -595,5 +594,5 @@ def _measure_moments(
         run.moments.tokens += _count(batch, skipped(model))
         run.done += 1
         run.save()
-        step()
+        shown.add(_numbers([batch]))
     tap.hook = None

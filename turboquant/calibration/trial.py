@@ -21,6 +21,7 @@ from ..hf.tap import tapped
 from ..measured.profile import Profile
 from ..moments import Moments
 from ..moments.text import kinds
+from ..progress import steps
 from ..spec import BUDGET_BITS, CacheSpec
 from .choice import NOISE, WINDOWS, Trial, chosen
 from .data import Calibration
@@ -177,7 +178,8 @@ class _Measure:
         specs = {_name(window, average, method, group):
                  CacheSpec(budget=average, method=method, group=group, sinks=SINKS, window=window)
                  for average, method, group in which}  # fmt: skip
-        for i, batch in _shown(self.places, self.progress, f"try {len(specs)} of the methods and averages"):
+        what = f"calibrate, {len(specs)} trials with the last {window} tokens exact"
+        for i, batch in steps(list(enumerate(self.places)), what, "texts", self.progress):
             left = {name: spec for name, spec in specs.items() if f"{i} {name}" not in self.done}
             if not left:
                 continue
@@ -221,12 +223,3 @@ class _Measure:
 
 def _name(window: int, average: float, method: str, group: int) -> str:
     return f"{window} {average:g} {method} {group}"
-
-
-def _shown(places: list[Batch], progress: bool, what: str) -> Any:
-    numbered = list(enumerate(places))
-    if not progress:
-        return numbered
-    from tqdm import tqdm
-
-    return tqdm(numbered, unit="text", desc=what, disable=None)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from ..measured import Profile
 from ..models.placement import device_of
 from ..named_specs import resolve
 from ..plan import PAGE_TOKENS
+from ..progress import Progress
 from ..spec import CacheSpec
 from .attention import NAME, PackedAttention, Pass, plain_attention
 from .layers import packed_layers
@@ -111,13 +111,13 @@ def evaluate(
     chosen = {name: resolve(spec) for name, spec in specs.items()}
     packed = {name: _layers(model, spec, given) for name, spec in chosen.items()}
     tallies = {name: _Tally() for name in chosen}
-    with evaluating(model), _bar(len(batches) * (1 + len(chosen)), progress) as step:
+    with evaluating(model), Progress("evaluate", len(batches) * (1 + len(chosen)), "runs", progress) as shown:
         for batch in batches:
             reference = _outputs(model, base, batch, None)
-            step()
+            shown.add()
             for name, layers in packed.items():
                 tallies[name].add(batch, reference, _outputs(model, base, batch, layers))
-                step()
+                shown.add()
     return {name: tallies[name].result(spec, packed[name], base, batches) for name, spec in chosen.items()}
 
 
@@ -202,17 +202,6 @@ def cosine_losses(
         for name, layers in packed.items():
             losses[name] = float((1 - torch.cosine_similarity(plain, states(layers).double(), dim=-1)).mean())
     return losses
-
-
-@contextmanager
-def _bar(total: int, shown: bool) -> Iterator[Any]:
-    if not shown:
-        yield lambda: None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=total, unit="batch", desc="evaluate", disable=None) as bar:
-        yield bar.update
 
 
 class _Packed:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ..hf.routing import routed
 from ..measured import Profile
 from ..models.placement import device_of
+from ..progress import steps
 from ..spec import CacheSpec
 from .attention import NAME, plain_attention
 from .context import ContextCache, Letters
@@ -75,7 +76,7 @@ def masked_marginals(
                each position
     spec, profile   how the shared context is packed, as in `ContextCache`; ignored if `context` is given
     context    a ContextCache of this model that has read this sequence, to be used again
-    batch_size   masked copies that run together.  progress: a bar on stderr; needs tqdm
+    batch_size   masked copies that run together.  progress: how far it is, on stderr
 
     ValueError for wrong letters, no positions, and a context of another model or without this sequence; IndexError for
     a position outside, TypeError for one that is no integer; RuntimeError for a context whose model has changed;
@@ -93,9 +94,9 @@ def masked_marginals(
     with torch.no_grad(), routed(base, NAME):
         if shared_context:
             cache, protein = _filled(model, sequence, tokens, spec, profile, context)
-            parts = [_from_context(cache, protein, batch) for batch in _shown(batches, progress)]
+            parts = [_from_context(cache, protein, batch) for batch in steps(batches, "scan", "batches", progress)]
         else:
-            parts = [_exactly(model, tokens, batch) for batch in _shown(batches, progress)]
+            parts = [_exactly(model, tokens, batch) for batch in steps(batches, "scan", "batches", progress)]
     return _scan(tokens, at, torch.cat(parts))
 
 
@@ -196,11 +197,3 @@ def _states(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Last hidden states of the model's own full pass, [batch, tokens, hidden], of unpadded token ids."""
     states: torch.Tensor = checked_model(model)(input_ids=ids, turboquant_context=_Plain()).last_hidden_state
     return states
-
-
-def _shown(batches: Sequence[Any], progress: bool) -> Sequence[Any]:
-    if not progress:
-        return batches
-    from tqdm import tqdm
-
-    return tqdm(batches, unit="batch", desc="scan", disable=None)  # type: ignore[no-any-return]

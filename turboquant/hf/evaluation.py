@@ -31,6 +31,7 @@ from ..models.identity import fingerprint
 from ..models.placement import device_of
 from ..models.wrappers import checked_base_model
 from ..named_specs import resolve
+from ..progress import Progress, steps
 from ..spec import CacheSpec
 from .cache import TurboQuantCache, checked_config
 from .kinds import kinds_of, packed_indices
@@ -209,9 +210,9 @@ def evaluate_all(
     free: dict[str, FreeRunning] = {}
     with _ready(model, chosen, profile) as caches:
         tallies = {name: _Tally() for name in chosen}
-        steps = [(start, name) for start in range(0, len(windows), batch) for name in ("", *chosen)]
+        runs = [(start, name) for start in range(0, len(windows), batch) for name in ("", *chosen)]
         reference = None
-        for start, name in _shown(steps, progress):
+        for start, name in steps(runs, "evaluate", "runs", progress):
             ids = windows[start : start + batch].to(device_of(model))
             if not name:
                 reference = None  # the one of the last windows goes before another is made
@@ -276,14 +277,6 @@ def _ready(model: Any, specs: Mapping[str, CacheSpec], profile: AnyProfile) -> I
             unpatch(model)
 
 
-def _shown(steps: Sequence[Any], progress: bool, what: str = "evaluate") -> Iterator[Any]:
-    if not progress:
-        return iter(steps)
-    from tqdm import tqdm
-
-    return iter(tqdm(steps, unit="run", desc=what, disable=None))
-
-
 def _pieces(spec: CacheSpec, prefill: str, tokens: int, chunk: int) -> list[tuple[int, int]]:
     """(start, stop) of each forward."""
     size = {"packed": tokens, "chunked": chunk, "decode": 1}[prefill]
@@ -318,11 +311,13 @@ def _free_running(
     if tokens < 1:
         return {}
     equal: dict[str, list[int]] = {name: [] for name in specs}
-    for start in _shown(range(0, len(prompts), batch), progress, "generate"):
-        ids = prompts[start : start + batch]
-        full = _Kept(_greedy(model, ids, DynamicCache(config=model.config)))
-        for name in specs:
-            equal[name] += _until_parted(full, _greedy(model, ids, caches(name)), len(ids), tokens)
+    with Progress("generate", len(prompts) * len(specs), "texts", progress) as shown:
+        for start in range(0, len(prompts), batch):
+            ids = prompts[start : start + batch]
+            full = _Kept(_greedy(model, ids, DynamicCache(config=model.config)))
+            for name in specs:
+                equal[name] += _until_parted(full, _greedy(model, ids, caches(name)), len(ids), tokens)
+                shown.add(len(ids))
     return {name: FreeRunning(prompts.shape[1], tokens, tuple(each)) for name, each in equal.items()}
 
 

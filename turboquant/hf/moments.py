@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from ..models.placement import on_all_ranks
 from ..models.wrappers import base_model
 from ..moments import Moments
 from ..moments.data import RANDOM_IDS
+from ..progress import log
 from ..spec import CacheSpec
 from .routing import measuring
 
@@ -95,7 +95,7 @@ def _holds(known: _Measured | None, model: torch.nn.Module, tokenizer: Any) -> b
 def _measured_anew(model: Any, tokenizer: Any, known: _Measured | None) -> _Measured:
     identity = Identity.of(model.base_model)
     if known is None or known.tokenizer is not tokenizer:
-        return _Measured(tokenizer, identity, _measure(model, tokenizer, says=True), {})
+        return _Measured(tokenizer, identity, _measure(model, tokenizer), {})
     changed = known.identity.changes(identity)
     if on_all_ranks(model, not changed):
         return replace(known, identity=identity)
@@ -106,8 +106,7 @@ def _measured_anew(model: Any, tokenizer: Any, known: _Measured | None) -> _Meas
     found = others.get(identity.digest) if seen else None
     if not on_all_ranks(model, found is not None):
         which = f" ({_some(changed)})" if changed else ""  # other ranks may have more
-        print(f"turboquant: weights of {type(model).__name__} have changed{which}: its moments are measured anew",
-              file=sys.stderr)  # fmt: skip
+        log.info("weights of %s have changed%s: its moments are measured anew", type(model).__name__, which)
         # Not kept in a file: a model in training has other weights for each cache.
         found = _measure(model, tokenizer, read=seen, write=False)
     assert found is not None
@@ -135,22 +134,11 @@ def _some(names: Sequence[str]) -> str:
     return f"{names[0]:.200}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
 
 
-def _measure(
-    model: torch.nn.Module, tokenizer: Any, read: bool = True, write: bool = True, says: bool = False
-) -> Moments:
-    """says: prints a line before it runs the model."""
-    from ..moments.measure import cache_folder, measure_model
-
-    def before(tokens: int) -> None:
-        if not says:
-            return
-        folder = cache_folder() if write else None
-        kept = "" if folder is None else f", kept in {folder}"
-        what = f"{type(model).__name__} runs once over {tokens:,} tokens, to measure the moments that its caches need"
-        print(f"turboquant: {what}{kept}", file=sys.stderr)
+def _measure(model: torch.nn.Module, tokenizer: Any, read: bool = True, write: bool = True) -> Moments:
+    from ..moments.measure import measure_model
 
     try:
-        return measure_model(model, tokenizer, read=read, write=write, before=before)
+        return measure_model(model, tokenizer, read=read, write=write)
     except (NotImplementedError, ValueError) as error:
         raise type(error)(f"{error}: {_WAY_OUT}") from error
 

@@ -11,7 +11,7 @@ import inspect
 import json
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from ..measured.profile import FORMAT, Profile
 from ..models.identity import describe, fingerprint, weight_sums
 from ..models.placement import device_of, on_all_ranks
 from ..models.wrappers import checked_base_model
+from ..progress import Progress, log
 from .data import LayerMoments, Moments
 from .metric import averaged_over_positions, chosen_pairs, metric_of, turn_back
 from .rotary import Rotary, probe
@@ -68,10 +69,8 @@ def measure_model(
     text: str | None = None,
     read: bool = True,
     write: bool = True,
-    before: Callable[[int], None] = lambda tokens: None,
 ) -> Moments:
-    """As `measure`. read, write: whether a file of the cache folder may be used, or made. before: is called with the
-    number of tokens that the model is about to run over."""
+    """As `measure`. read, write: whether a file of the cache folder may be used, or made."""
     base = checked_base_model(model)
     name, proteins = type(base).__name__, base.config.model_type == "esm"
     if not proteins and not uses_interface(base):
@@ -89,7 +88,8 @@ def measure_model(
     everywhere = on_all_ranks(base, kept is not None)
     if kept is not None and everywhere:
         return kept
-    before(sum(one.shape[1] for one in ids))
+    where = f", kept in {folder}" if write and folder is not None else ""
+    log.info("%s runs once over %s tokens, to measure its moments%s", name, f"{sum(map(torch.numel, ids)):,}", where)
     parts = _weighted(ids, 1.0)
     layers = _of_proteins(base, parts) if proteins else _measured(base, parts, limit)
     moments = Moments(layers, mark, sum(map(_counted, ids)), source)
@@ -167,17 +167,19 @@ def _measured(model: Any, parts: Sequence[tuple[torch.Tensor, float]], limit: in
         def hook(
             module: torch.nn.Module, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
         ) -> None:
+            shown.add()
             known = found[len(sums)] or Rotary.none()
             sums.append(_sums(query[0, :, SINKS:], key[0, :, SINKS:], known))
             slots.append(getattr(module, "layer_idx", None))
 
         tap.hook = hook
-        for ids, weight in parts:
-            sums.clear()
-            slots.clear()
-            run(input_ids=ids)
-            part = [(weight * mean, weight * moment) for mean, moment in sums]
-            means = [(m + a, s + b) for (m, s), (a, b) in zip(means, part)] if means else part
+        with Progress("moments", len(parts) * layers, "layers") as shown:
+            for ids, weight in parts:
+                sums.clear()
+                slots.clear()
+                run(input_ids=ids)
+                part = [(weight * mean, weight * moment) for mean, moment in sums]
+                means = [(m + a, s + b) for (m, s), (a, b) in zip(means, part)] if means else part
         tap.hook = None
     order = range(layers)
     if None not in slots and len({*slots}) == layers:  # models may call a module several times, in the order of layers
@@ -200,9 +202,11 @@ def _of_proteins(model: Any, parts: Sequence[tuple[torch.Tensor, float]]) -> tup
     known = Rotary.of_esm(model.config.hidden_size // model.config.num_attention_heads)
 
     def watch(layer: int, query: torch.Tensor, key: torch.Tensor) -> None:
+        shown.add()
         of_layers[layer].append(_sums(query[0, :, SINKS:], key[0, :, SINKS:], known))
 
-    run_watched(model, [ids for ids, _ in parts], watch)
+    with Progress("moments", len(parts) * len(of_layers), "layers") as shown:
+        run_watched(model, [ids for ids, _ in parts], watch)
     shares = [share for _, share in parts]
     return tuple(
         _layer(i, known, *(sum(share * one for share, one in zip(shares, sums)) for sums in zip(*each)))
