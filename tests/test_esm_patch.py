@@ -180,6 +180,7 @@ def test_twice_inner_and_two_models():
         assert torch.equal(twin(ids).logits, coarse)
         turboquant.unpatch(twin)
         assert not twin.esm._forward_pre_hooks and torch.equal(twin(ids).logits, plain)
+        assert not turboquant.is_patched(model)
         turboquant.unpatch(model)  # not patched any more: nothing happens
         assert state(model) == before
 

@@ -325,6 +325,9 @@ REFUSED: dict[str, tuple[type[Exception], Any, str]] = {
         lambda k, p: ops.append(p, k[0, 0, 0], k[0, 0, 0]),
         "append: `k` must be [batch, kv_heads, tokens, head_dim], got (64,)",
     ),
+    "a number that is none": (ValueError, lambda k, p: ops.pack(k * torch.nan, k, PLAN), "pack: `k[0]` must be finite"),
+    "keys in float64": (TypeError, lambda k, p: ops.pack(k.double(), k.double(), PLAN), "pack: `k` must be float32, "),
+    "fewer values": (ValueError, lambda k, p: ops.pack(k, k[:, :1], PLAN), "pack: `v` must be float32 [2, 3, 140, 64]"),
     "room for less than nothing": (
         ValueError,
         lambda k, p: ops.pack(k, k, PLAN, max_tokens=-1),

@@ -95,6 +95,21 @@ def test_an_unknown_prefill_is_refused():
     assert state(model) == before
 
 
+def test_a_number_of_bits_instead_of_a_spec():
+    model = tiny()
+    assert not turboquant.is_patched(model)
+    assert turboquant.patch(model, 3)._turboquant.spec == CacheSpec(3, 3) and turboquant.is_patched(model)
+    assert turboquant.patch(model, bits=3)._turboquant.spec == CacheSpec(3, 3)
+    assert not turboquant.is_patched(turboquant.unpatch(model))
+
+
+def test_float64_is_refused_before_anything_is_measured(monkeypatch):
+    model = tiny(dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match=r"its weights are float64; use float32, .*model.to\(torch.float32\)"):
+        turboquant.patch(model)
+    assert not turboquant.is_patched(model) and not turboquant.is_patched(object())
+
+
 def test_patch_twice_replaces_the_spec():
     model = tiny()
     before = state(model)
@@ -357,7 +372,8 @@ def test_other_wrong_arguments():
     for error, message, arguments in [
         (TypeError, "`model` must be a transformers model, got Linear", (torch.nn.Linear(2, 2),)),
         (ValueError, "did you mean 'default'", (model, "defalt")),
-        (TypeError, "`spec` must be", (model, 4)),
+        (TypeError, "`spec` must be", (model, [4])),
+        (ValueError, "`spec` must be a preset or a number of bits, got 7", (model, 7)),
         (ValueError, "`overrides` must name layers", (model, bare(overrides={7: {"sinks": 1}}))),
         (ValueError, "`key_bits`", (model, bare(key_bits=(4, 4, 4)))),
         (ValueError, "`head_dim` .*got 12", (tiny(head_dim=12),)),

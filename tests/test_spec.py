@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import json
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -261,12 +262,13 @@ def test_presets():
 def test_unknown_presets():
     with pytest.raises(ValueError, match="got 'defalt': did you mean 'default'"):
         preset("defalt")
-    with pytest.raises(ValueError, match="got 'xyz': there are default, esm-default, near-lossless, compact"):
+    with pytest.raises(ValueError, match="got 'xyz': such as 'default', .*\\? `turboquant presets` lists them"):
         preset("xyz")
     with pytest.raises(ValueError, match="did you mean .*'skainet-balanced'"):
         preset("SKaiNET-balance")
-    with pytest.raises(TypeError, match="`spec` must be a CacheSpec or the name of a preset"):
-        resolve({"key_bits": 4})
+    for wrong in ({"key_bits": 4}, True, None):
+        with pytest.raises(TypeError, match="must be a CacheSpec, the name of a preset or a number of bits, got"):
+            resolve(wrong)
     with pytest.raises(ValueError, match="`spec` must be a preset, got 'xyz'"):
         resolve("xyz")
     assert preset("calibrated-3.3") == CacheSpec(budget=3.3)
@@ -274,6 +276,46 @@ def test_unknown_presets():
         ValueError, match="must be a preset, such as calibrated-N with an N in 2..6, got .calibrated-1.5"
     ):
         preset("calibrated-1.5")
+
+
+def test_a_number_of_bits_is_a_spec():
+    assert resolve(3) == resolve(3.0) == CacheSpec(3, 3) and resolve(2.5) == CacheSpec(2.5, 2.5)
+    for wrong in (0, 7, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="`spec` must be a preset or a number of bits, got "):
+            resolve(wrong)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (CacheSpec(), "CacheSpec()  # 4 bits"),
+        (CacheSpec(8), "CacheSpec(key_bits=8)  # keys 8 bits, values 4"),
+        (CacheSpec(3, 3, sinks=0), "CacheSpec(key_bits=3, value_bits=3, sinks=0)"),
+        (CacheSpec(budget=2.5), "CacheSpec(budget=2.5)"),
+    ],
+    ids=["default", "keys", "both", "budget"],
+)
+def test_what_a_spec_prints_says_its_bits(spec, said):
+    assert repr(spec) == said and eval(said) == spec
+
+
+def test_the_command_presets(capsys):
+    from turboquant.cli import main
+
+    assert main(["presets"]) == 0
+    head, *lines = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert head.split()[:3] == ["preset", "codes", "bits"] and [line.split()[0] for line in lines] == [*presets()]
+    assert re.split(r" {2,}", lines[0]) == [
+        "default",
+        "4 bits",
+        "4.125",
+        "first 4, last 128",
+        "moments, measured by itself",
+    ]
+    assert re.split(r" {2,}", next(x for x in lines if x.startswith("calibrated-3 "))) == [
+        "calibrated-3", "3 bits on average", "3.125", "first 4, last 128", "turboquant calibrate"]  # fmt: skip
+    assert re.split(r" {2,}", next(x for x in lines if x.startswith("paper-mse-4 "))) == [
+        "paper-mse-4", "4 bits", "4.125", "none", "nothing"]  # fmt: skip
 
 
 def test_fields_that_are_not_named_are_those_of_the_preset_default():

@@ -9,7 +9,7 @@
     measure, calibrate       a Profile of a model, measured once                  need transformers
     Profile                  what they found, as one object and one file; NumPy
     evaluate                 what a spec costs in quality, on text                needs transformers
-    patch, unpatch           make a model's `generate` use one                    needs transformers
+    patch, unpatch, is_patched   make a model's `generate` use one                needs transformers
     ops                      `torch.ops.turboquant.*`, loaded by importing it     needs torch
     esm                      ESM-2: context caches, variant scans                 needs transformers
 
@@ -39,6 +39,7 @@ _HOMES = {
     "TurboQuantCache": "hf.cache",
     "patch": "hf.patching",
     "unpatch": "hf.patching",
+    "is_patched": "hf.patching",
 }
 __all__ = [
     "CacheSpec",
@@ -51,6 +52,7 @@ __all__ = [
     "calibrate",
     "esm",
     "evaluate",
+    "is_patched",
     "measure",
     "ops",
     "patch",
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
     from .calibration.measure import calibrate as calibrate
     from .hf.cache import TurboQuantCache as TurboQuantCache
     from .hf.evaluation import evaluate as evaluate
+    from .hf.patching import is_patched as is_patched
     from .hf.patching import patch as patch
     from .hf.patching import unpatch as unpatch
     from .index import Index as Index

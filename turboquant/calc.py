@@ -23,9 +23,10 @@ from typing import Any
 from .arguments import bounded
 from .calc_table import GPUS, ITEM_BYTES, MODELS, TIMED, TIMED_BYTES, TIMES, Row
 from .modes import is_split
-from .named_specs import preset
+from .named_specs import named, of_bits
 from .plan import MAX_HEAD_DIM, MAX_RANK, PAGE_TOKENS, PAIR_MULTIPLE, Plan
 from .spec import CacheSpec
+from .tables import table
 
 __all__ = ["FULL", "MOST_TOKENS", "UNITS", "Layer", "Model", "bytes_read", "calc", "decode_seconds", "full_bytes",
            "packed_parts", "read_model", "runs", "spec_named", "timed_as", "tokens_that_fit"]  # fmt: skip
@@ -451,14 +452,8 @@ def spec_named(name: str) -> CacheSpec:
     try:
         bits = float(name)
     except ValueError:
-        try:
-            return preset(name)
-        except ValueError as error:
-            raise ValueError(f"--spec must be presets or numbers of bits: {error}") from None
-    try:
-        return preset("default").with_(key_bits=bits, value_bits=bits)
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"--spec must be presets or numbers of bits, got {name!r}: {error}") from None
+        return named(name, "--spec")
+    return of_bits(bits, "--spec")
 
 
 def _memory(text: str | None) -> int | None:
@@ -476,26 +471,27 @@ def _print_table(
 ) -> None:
     batch, context, item_bytes = chosen.batch, chosen.context, ITEM_BYTES[chosen.dtype]
     bf16 = full_bytes(model, batch, context, 2)
-    fit = "" if memory is None else f"tokens in {chosen.memory.strip()}".rjust(20)
+    fit = [] if memory is None else [f"tokens in {chosen.memory.strip()}"]
     step = f"step, {gpu.upper()}{'' if gpu in TIMES else ' (guess)'}"
-    print(f"{'':16} {'bytes':>20} {'GiB':>10} {'to bf16':>9}{fit} {step:>22}")
+    rows = [["", "bytes", "GiB", "to bf16", *fit, step]]
 
     def line(name: str, size: Callable[[int], int], spec: CacheSpec | int) -> None:
         held = size(context)
-        tokens = "" if memory is None else _count(tokens_that_fit(size, memory)).rjust(20)
+        tokens = [] if memory is None else [_count(tokens_that_fit(size, memory))]
         try:
             seconds = decode_seconds(model, spec, batch, context, gpu, item_bytes)
             share = bytes_read(model, spec, batch, context, item_bytes) / seconds / GPUS[gpu]
             time = f"{1e3 * seconds:,.3f} ms, {share:4.0%}"
         except NotImplementedError:
             time = "not timed"
-        print(f"{name:16} {held:20,} {held / 2**30:10,.3f} {bf16 / held:8.2f}x{tokens} {time:>22}")
+        rows.append([name, f"{held:,}", f"{held / 2**30:,.3f}", f"{bf16 / held:.2f}x", *tokens, time])
 
     for name, bytes_ in FULL.items():
         line(name, lambda n, bytes_=bytes_: full_bytes(model, batch, n, bytes_), bytes_)  # type: ignore[misc]
     for name, spec in specs.items():
         line(name, lambda n, spec=spec: sum(packed_parts(model, spec, batch, n, item_bytes).values()), spec)  # type: ignore[misc]
     how = "as measured" if gpu in TIMES else "a guess from an H100 and the bandwidths"
+    print(table(rows))
     print("\nBytes are those of the cache alone. A step is an estimate without weights and the rest of the model:\n"
           f"attention of all layers, {how}, and its share of the {GPUS[gpu] / 1e12:.2f} TB/s that the GPU reads.\n"
           "fp32 and fp8 are timed as bf16 over their bytes.")  # fmt: skip

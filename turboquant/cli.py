@@ -1,4 +1,4 @@
-"""The command line, also as ``python -m turboquant``: info, doctor, calc, demo, measure, calibrate, eval, esm-scan."""
+"""The command line, also as ``python -m turboquant``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from .calc_table import GPUS, ITEM_BYTES
 from .doctor import doctor, info
 from .findings import device_code, installed, library
 from .kernels import print_kernels
+from .named_specs import print_presets
 
 if TYPE_CHECKING:
     from .esm.fasta import Entries
@@ -122,9 +123,12 @@ def _check_kind(name: str, proteins: bool) -> None:
 
 
 def _tokenizer(name: str) -> Any:
-    from transformers import AutoTokenizer
+    from .moments.text import tokenizer_at
 
-    return AutoTokenizer.from_pretrained(name)
+    found, why = tokenizer_at(name)
+    if found is None:
+        raise ValueError(f"MODEL must be a folder or a name with the files of a tokenizer (tokenizer.json), got {why}")
+    return found
 
 
 def _model(chosen: argparse.Namespace) -> Any:
@@ -448,9 +452,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="turboquant", description="KV-cache quantisation and attention on packed bytes."
     )
     parser.add_argument("--version", action="version", version=turboquant.__version__)
-    commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{info,doctor,calc,demo,measure,calibrate,eval,esm-scan}"
-    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     one = commands.add_parser("info", help="versions, instruction set, threads, CUDA build and device")
     one.add_argument(
         "--kernels",
@@ -469,6 +471,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     one.set_defaults(run=_doctor)
     _add_calc(commands)
+    one = commands.add_parser("presets", help="all presets: their bits, exact tokens and what they need")
+    one.set_defaults(run=lambda chosen: print_presets())
     # No help of its own: `demo --help` is answered by the demo.
     commands.add_parser("demo", help="a passage continued through packed caches of 4, 3 and 2 bits", add_help=False)
     one = commands.add_parser(

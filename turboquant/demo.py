@@ -38,6 +38,7 @@ from .hf.notices import quiet
 from .named_specs import preset
 from .progress import Progress
 from .spec import CacheSpec
+from .tables import table
 
 __all__ = ["main"]
 
@@ -158,9 +159,7 @@ def _paragraph(text: str) -> str:
 def _print_table(measured: list[_Measured]) -> None:
     lines = [["cache", "bytes", "x smaller", "KL/token", "top-1", "tokens/s"]]
     lines += [[row.name, *cells] for row, _, cells in measured]
-    print()
-    for name, *cells in lines:
-        print(name.ljust(22) + "".join(cell.rjust(12) for cell in cells))
+    print(f"\n{table(lines)}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

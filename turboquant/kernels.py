@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from .tables import table
+
 if TYPE_CHECKING:
     import torch
 
@@ -25,12 +27,12 @@ def print_kernels(shapes: Sequence[str], device_name: str) -> int:
     shapes = shapes or SHAPES
     sizes, device = [_sizes(shape) for shape in shapes], torch.device(device_name)
     print(f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}, bfloat16, sequences of equal length")
-    print(f"{'shape':24} {'bits':>4}  {'attention of a step':44} {'a token appended':24} a prompt appended")
+    rows = [("shape", "bits", "attention of a step", "a token appended", "a prompt appended")]
     for shape, (batch, kv_heads, group, tokens, head_dim) in zip(shapes, sizes, strict=True):
         for bits in (4, 3, 2):
             plan = Plan(head_dim, bits, bits)
-            attend, token, prompt = _kernels(batch, kv_heads, group, tokens, plan, device)
-            print(f"{shape:24} {bits:4}  {attend:44} {token:24} {prompt}")
+            rows.append((shape, str(bits), *_kernels(batch, kv_heads, group, tokens, plan, device)))
+    print(table(rows, left=(0, 2, 3, 4)))
     return 0
 
 

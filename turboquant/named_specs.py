@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 from .spec import LEAST_AVERAGE, MOST_SIDE_BITS, CacheSpec
+from .tables import table
 
-__all__ = ["OTHERS", "OURS", "preset", "presets", "resolve"]
+__all__ = ["OTHERS", "OURS", "named", "of_bits", "preset", "presets", "print_presets", "resolve"]
 
 # Switches off the defaults of CacheSpec that no other scheme has.
 _OFF: dict[str, Any] = {"centre": "none", "metric": "none", "sinks": 0, "window": 0}
@@ -76,7 +78,7 @@ def presets() -> dict[str, CacheSpec]:
 
 def preset(name: str) -> CacheSpec:
     """The spec of that name; "calibrated-N" for any average N in 2..6. TypeError for another object, ValueError for an
-    unknown name; the message lists the names, the likeliest first."""
+    unknown name; the message has those most like it."""
     if not isinstance(name, str):
         raise TypeError(f"`name` must be the name of a preset, got {name!r}")
     return named(name, "`name`")
@@ -92,16 +94,50 @@ def named(name: str, argument: str) -> CacheSpec:
         return CacheSpec(budget=average)
     if name not in _PRESETS:
         near = difflib.get_close_matches(name.lower(), _PRESETS, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-        raise ValueError(f"{argument} must be a preset, got {name!r}: {hint}there are {', '.join(_PRESETS)}")
+        hint = f"did you mean {' or '.join(map(repr, near))}" if near else f"such as {', '.join(map(repr, OURS))}"
+        raise ValueError(f"{argument} must be a preset, got {name!r}: {hint}? `turboquant presets` lists them")
     return _PRESETS[name]
 
 
-def resolve(spec: CacheSpec | str) -> CacheSpec:
-    """A spec as it is, or the preset of that name."""
+def of_bits(bits: Any, argument: str) -> CacheSpec:
+    """The preset default with this number of bits for keys and values. ValueError, which calls it `argument`, for a
+    number that is none."""
+    try:
+        return OURS["default"].with_(key_bits=float(bits), value_bits=float(bits))
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{argument} must be a preset or a number of bits, got {bits:g}: {error}") from None
+
+
+def resolve(spec: CacheSpec | str | float) -> CacheSpec:
+    """A spec as it is, the preset of that name, or the preset default with that number of bits."""
     if isinstance(spec, CacheSpec):
         return spec
     if isinstance(spec, str):
         return named(spec, "`spec`")
-    wanted = "a CacheSpec or the name of a preset"
+    if isinstance(spec, Real) and not isinstance(spec, bool):
+        return of_bits(spec, "`spec`")
+    wanted = "a CacheSpec, the name of a preset or a number of bits"
     raise TypeError(f"`spec` must be {wanted}, got {'a mapping' if isinstance(spec, Mapping) else repr(spec)}")
+
+
+_HEAD_DIM = 128  # of the bits that are printed
+
+
+def print_presets() -> int:
+    """Print all presets: their bits, what they keep exact and what they need."""
+    rows = [("preset", "codes", "bits", "exact tokens", "needs")]
+    rows += [(name, spec.bits_in_words(), f"{spec.effective_bits(_HEAD_DIM, 32):.3f}", _exact(spec), _needs(spec))
+             for name, spec in _PRESETS.items()]  # fmt: skip
+    print(table(rows, left=(0, 1, 3, 4)))
+    print(f"\nBits are those of a packed number, scales included, with {_HEAD_DIM} channels a head.\n"
+          f"calibrated-N takes any average N in {LEAST_AVERAGE}..{MOST_SIDE_BITS}.")  # fmt: skip
+    return 0
+
+
+def _exact(spec: CacheSpec) -> str:
+    parts = [f"{word} {count}" for word, count in (("first", spec.sinks), ("last", spec.window)) if count]
+    return ", ".join(parts) or "none"
+
+
+def _needs(spec: CacheSpec) -> str:
+    return "turboquant calibrate" if spec.calibrated else "moments, measured by itself" if spec.measured else "nothing"

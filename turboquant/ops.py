@@ -353,7 +353,10 @@ def pack(
             transforms=given,
             **exact,
         )
-    _append(plan.words, k, v, packed.lengths, packed.pages, packed.block_table, **packed.arguments())
+    try:
+        _append(plan.words, k, v, packed.lengths, packed.pages, packed.block_table, **packed.arguments())
+    except (TypeError, ValueError) as error:  # of the arguments of `pack`, which the operator knows as its own
+        raise type(error)(str(error).replace("append: ", "pack: ", 1)) from None
     return packed
 
 

@@ -236,9 +236,19 @@ class CacheSpec:
         return super().__new__(cls)
 
     def __repr__(self) -> str:
-        """The fields that are not those of the preset "default": they make an equal spec."""
-        given = (f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
-        return f"CacheSpec({', '.join(f'{name}={getattr(self, name)!r}' for name in given)})"
+        """The fields that are not those of the preset "default", which make an equal spec, and as a comment the bits
+        where these fields do not say them."""
+        given = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        made = f"CacheSpec({', '.join(f'{name}={getattr(self, name)!r}' for name in given)})"
+        told = self.budget is not None or {"key_bits", "value_bits"} <= {*given}
+        return made if told else f"{made}  # {self.bits_in_words()}"
+
+    def bits_in_words(self) -> str:
+        """Such as "4 bits", "keys 8 bits, values 4" or "3 bits on average"."""
+        if self.budget is not None:
+            return f"{self.budget:g} bits on average"
+        key, value = self._meant("key_bits"), self._meant("value_bits")
+        return f"{key} bits" if key == value else f"keys {key} bits, values {value}"
 
     def __post_init__(self) -> None:
         put = object.__setattr__

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from ..plan import FINE_GROUP, GROUP
 from ..spec import LEAST_SIDE_BITS, MOST_SIDE_BITS, CacheSpec
+from ..tables import table as written
 from .distortion import distortions
 
 __all__ = ["METHODS", "WINDOWS", "Trial", "chosen", "side_widths", "table", "uniform_widths"]
@@ -162,15 +163,15 @@ def table(trials: Sequence[Trial]) -> str:
 def _table(trials: Sequence[Trial]) -> str:
     labels = list(dict.fromkeys(trial.label for trial in trials))
     at = {(trial.average, trial.label): trial for trial in trials}
-    lines = [f"| bits | {' | '.join(labels)} | chosen |", f"| ---: |{' ---: |' * len(labels)} --- |"]
+    rows = [["bits", *labels, "chosen"]]
     reasons = []
     for average in dict.fromkeys(trial.average for trial in trials):
         here = [at.get((average, label)) for label in labels]
         (best,) = (trial for trial in here if trial is not None and trial.chosen)
         (plain,) = (trial for trial in here if trial is not None and trial.method == "none")
-        lines.append(f"| {average:g} | {' | '.join(map(_cell, here))} | {best.label} |")
+        rows.append([f"{average:g}", *map(_cell, here), best.label])
         reasons.append(f"{average:g} bits: {best.label}, {_reason(best, plain, [t for t in here if t is not None])}.")
-    return "\n".join([*lines, "", *reasons])
+    return "\n".join([written(rows, [len(labels) + 1], markdown=True), "", *reasons])
 
 
 def _cell(trial: Trial | None) -> str:

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from ..calibration import measure
 from ..measured import Profile
 from ..spec import CacheSpec
+from ..tables import table
 from .context import ContextCache
 from .fasta import Entries, Protein, doubts, read_entries
 from .heatmap import figure_class, heat_map
@@ -107,17 +108,16 @@ def evaluated(
 def markdown(found: Mapping[str, ProteinEvaluation]) -> str:
     """A table of results, and below it what they were measured on."""
     head = ("spec", "final cosine", "worst residue", "KL divergence", "perplexity", "bits", "bytes per token")
-    rows = [head, ("---", *["---:"] * (len(head) - 1))]
+    rows = [head]
     for name, e in found.items():
         rows.append((name, f"{e.final_cosine_mean:.5f}", f"{e.final_cosine_min:.4f}", f"{e.masked_kl_divergence:.5f}",
                      f"{e.masked_perplexity:.3f}", f"{e.effective_bits:.3f}", f"{e.bytes_per_token:,.0f}"))  # fmt: skip
-    lines = [f"| {' | '.join(row)} |" for row in rows]
     notes = dict.fromkeys(f"{e.proteins} proteins, {e.residues:,} residues, {e.masked:,} of them masked for divergence "
                           f"and perplexity ({e.reference_perplexity:.3f} alone); all keys and values packed, "
                           f"{e.packed_bits:.3f} bits without the empty places of last pages"
                           + (f"; exact: {e.spec.sinks} sinks" if e.spec.sinks else "")
                           for e in found.values())  # fmt: skip
-    return "\n".join([*lines, "", *(f"{note}." for note in notes)])
+    return "\n".join([table(rows, markdown=True), "", *(f"{note}." for note in notes)])
 
 
 def scan(model: Any, chosen: argparse.Namespace, profile: Profile | None, read: Read = None) -> int:

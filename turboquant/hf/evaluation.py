@@ -33,6 +33,7 @@ from ..models.wrappers import checked_base_model
 from ..named_specs import resolve
 from ..progress import Progress, steps
 from ..spec import CacheSpec
+from ..tables import table
 from .cache import TurboQuantCache, checked_config
 from .kinds import kinds_of, packed_indices
 from .names import CACHE, cache_argument
@@ -441,20 +442,19 @@ def markdown(found: Mapping[str, Evaluation]) -> str:
     if free:
         head += ["texts part after", *(f"equal {n:,}" for n in AGREEMENTS)]
     head += ["bits", "bytes per token"]
-    rows = [head, ["---", *["---:"] * (len(head) - 1)]]
+    rows = [head]
     for name, e in found.items():
         row = [name, f"{e.kl_divergence:.5f}", f"{e.kl_divergence_p99:.4f}", f"{e.kl_divergence_p999:.4f}",
                f"{e.kl_divergence_max:.3f}", f"{e.perplexity:.3f}", f"{e.top1_agreement:.4f}"]  # fmt: skip
         if free:
             row += _free_cells(e.free_running)
         rows.append([*row, f"{e.effective_bits:.3f}", f"{e.bytes_per_token:,.0f}"])
-    lines = [f"| {' | '.join(row)} |" for row in rows]
     notes = dict.fromkeys(f"{e.windows} x {e.length} tokens, {e.exact}, prefill {e.prefill}; perplexity with the full "
                           f"cache {e.reference_perplexity:.3f}" for e in found.values())  # fmt: skip
     for one in free[:1]:
         notes[f"Greedy texts of {one.tokens:,} tokens after prompts of {one.prompt_tokens:,}: when they part from the "
               "full cache's (median, in tokens), and the share whose first tokens are all equal"] = None  # fmt: skip
-    return "\n".join([*lines, "", *(f"{note}." for note in notes)])
+    return "\n".join([table(rows, markdown=True), "", *(f"{note}." for note in notes)])
 
 
 def _free_cells(free: FreeRunning | None) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..plan import PAGE_TOKENS
+from ..tables import table
 from .pages import RELEASED
 from .storage import LayerStorage
 
@@ -88,11 +89,9 @@ class CacheReport:
         for layer in self.layers:
             cells = (layer.tokens, *(layer.parts.get(n, 0) for n in names), layer.nbytes)
             alike.setdefault(cells, []).append(layer.layer)
-        heads = {cells: _ranges(layers) for cells, layers in alike.items()}
-        width = max(8, *(2 + len(head) for head in heads.values()))
-        lines = ["".join(["each of".ljust(width), *(n.rjust(13) for n in ("tokens", *names, "bytes"))])]
-        for cells, head in heads.items():
-            lines.append("".join([head.ljust(width), *(f"{cell:,}".rjust(13) for cell in cells)]))
+        rows = [["each of", "tokens", *names, "bytes"]]
+        rows += [[_ranges(layers), *(f"{cell:,}" for cell in cells)] for cells, layers in alike.items()]
+        lines = [table(rows)]
         lines += [f"{part + ' (all layers)':<24}{size:,}" for part, size in self.shared.items()]
         if not self.numbers:
             return "\n".join([*lines, f"{self.nbytes:,} bytes: no token is stored yet", *self.notes])

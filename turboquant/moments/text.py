@@ -12,7 +12,8 @@ import torch
 from ..calibration.measure import vocabulary
 from .data import PROTEINS, RANDOM_IDS
 
-__all__ = ["PACKAGE", "TOKENS", "Sample", "check_tokenizer", "found_tokenizer", "kinds", "protein_sample", "sample"]
+__all__ = ["PACKAGE", "TOKENS", "Sample", "check_tokenizer", "found_tokenizer", "kinds", "protein_sample", "sample",
+           "tokenizer_at"]  # fmt: skip
 
 TOKENS = 2048  # beside BOS
 PACKAGE = "the text of the package"
@@ -98,19 +99,24 @@ def protein_sample(model: Any, tokenizer: Any = None, text: str | None = None) -
 
 def found_tokenizer(model: Any) -> tuple[Any, str]:
     """(tokenizer, ""), or (None, why there is none): what is at `model.name_or_path`, local files only."""
-    from transformers import AutoTokenizer
-
     name = getattr(model, "name_or_path", "") or ""
     if not name:
         return None, "the model's `name_or_path` is empty, so no tokenizer is known"
+    return tokenizer_at(name, "the model's `name_or_path` ", local_files_only=True)
+
+
+def tokenizer_at(name: str, called: str = "", local_files_only: bool = False) -> tuple[Any, str]:
+    """(tokenizer, ""), or (None, why there is none), of a folder or a name on the hub. called: goes before the name."""
+    from transformers import AutoTokenizer
+
     try:
-        found = AutoTokenizer.from_pretrained(name, local_files_only=True)
+        found = AutoTokenizer.from_pretrained(name, local_files_only=local_files_only)
         if {*_tokens(found, "The quick brown fox")} <= {*found.all_special_ids}:  # transformers makes one of no file
-            return None, f"the tokenizer at the model's `name_or_path` {name!r} knows no words"
+            return None, f"the tokenizer at {called}{name!r} knows no words"
         return found, ""
     except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0].partition(". ")[0]
-        return None, f"no tokenizer can be read at the model's `name_or_path` {name!r} ({reason})"
+        return None, f"no tokenizer can be read at {called}{name!r} ({reason})"
 
 
 def _tensor(ids: list[int]) -> torch.Tensor:

@@ -9,6 +9,8 @@ import os
 from numbers import Real
 from typing import Any, TypeVar
 
+import torch
+
 from ...measured import Profile
 from ...models.wrappers import base_model, checked_base_model
 from ...moments.text import check_tokenizer
@@ -16,14 +18,14 @@ from ...named_specs import resolve
 from ...spec import CacheSpec
 from . import esm, llama
 
-__all__ = ["check", "patch", "unpatch"]
+__all__ = ["check", "is_patched", "patch", "unpatch"]
 
 _Model = TypeVar("_Model")
 
 
 def patch(
     model: _Model,
-    spec: CacheSpec | str = "default",
+    spec: CacheSpec | str | float = "default",
     *,
     bits: float | None = None,
     profile: Profile | str | os.PathLike[str] | None = None,
@@ -41,7 +43,7 @@ def patch(
     model   a causal language model of transformers whose attention goes through its AttentionInterface (Llama, Mistral,
             Qwen2, Qwen3, ...), also with a vision or audio tower, which is left as it is; or an ESM-2 model; or a
             PeftModel, whose base model is patched
-    spec    a CacheSpec or the name of a preset
+    spec    a CacheSpec, the name of a preset, or a number of bits for the preset default, such as 4
     bits    of keys and values, in place of the spec's own, such as 3; not with a spec that has a budget
     profile   a Profile of the model or its file: of `turboquant.calibrate` for a spec that needs one, such as
               "calibrated-3"; else of `turboquant.measure` or `turboquant.calibrate`. None: what the spec takes is
@@ -78,6 +80,7 @@ def patch(
     _refuse_unknown({"uniform": uniform or None, "memory": memory, "tokens": tokens, "quality": quality})
     chosen = _chosen(spec, bits, prefill)
     base = checked_base_model(model)
+    _check_dtype(base)
     given = None if profile is None else Profile.of(profile)
     check_tokenizer(tokenizer)
     if _family(base) is esm:
@@ -102,7 +105,7 @@ def _refuse_unknown(given: dict[str, Any]) -> None:
             raise NotImplementedError(f"`{name}` is not supported yet, got {value!r}: give `bits`, or another `spec`")
 
 
-def _chosen(spec: CacheSpec | str, bits: float | None, prefill: str | None) -> CacheSpec:
+def _chosen(spec: CacheSpec | str | float, bits: float | None, prefill: str | None) -> CacheSpec:
     """The spec with the changes that arguments of `patch` ask for."""
     chosen = resolve(spec)
     if bits is not None:
@@ -115,10 +118,24 @@ def _chosen(spec: CacheSpec | str, bits: float | None, prefill: str | None) -> C
     return chosen if prefill is None else chosen.with_(prefill=prefill)
 
 
+def _check_dtype(model: Any) -> None:
+    """NotImplementedError for weights whose keys and values could not be stored."""
+    if getattr(model, "dtype", None) == torch.float64:
+        raise NotImplementedError(f"{type(model).__name__} cannot be patched: its weights are float64; use float32, "
+                                  "bfloat16 or float16 (model.to(torch.float32))")  # fmt: skip
+
+
 def check(model: Any, spec: CacheSpec | str = "default") -> None:
     """Raises what `patch` would raise, and changes nothing. The weights may be on the meta device."""
     base = checked_base_model(model)
+    _check_dtype(base)
     _family(base).check(base, resolve(spec), None)
+
+
+def is_patched(model: Any) -> bool:
+    """Whether `patch` has prepared a model, or the base model of a PeftModel, and `unpatch` has not undone that."""
+    base = base_model(model)
+    return hasattr(base.base_model if _family(base) is esm else base, "_turboquant")
 
 
 def unpatch(model: _Model) -> _Model:
