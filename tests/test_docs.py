@@ -70,6 +70,7 @@ def test_commands(name: str, tmp_path: Path) -> None:
 
     make_hub(forks.hub(), shape_alone="doctor" in block)  # doctor wants the real sizes, and no weights
     (tmp_path / "book.txt").symlink_to(ROOT / "demo" / "turboquant_demo" / "a_christmas_carol.txt")
+    (tmp_path / "vectors.npy").symlink_to(ROOT / "tests" / "data" / "sentences.npy")
     (tmp_path / "proteins.fasta").write_text("".join(f">p{i}\n{protein(60, i)}\n" for i in range(8)))
     done = forks.python(RUN, [json.dumps([command for command, _ in commands(block)])], tmp_path)
     assert done.returncode == 0, done.stderr
@@ -88,7 +89,7 @@ def test_commands_stand_in_blocks_that_run() -> None:
 
 def test_flags_exist() -> None:
     """The scripts, flags and make targets that pages name, in blocks or in lines of text, exist."""
-    cli = (ROOT / "turboquant" / "cli.py").read_text() + (ROOT / "turboquant" / "demo.py").read_text()
+    cli = "".join((ROOT / "turboquant" / f"{name}.py").read_text() for name in ("cli", "demo", "index_commands"))
     makefile = (ROOT / "Makefile").read_text()
     for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
         text = page.read_text()

@@ -64,7 +64,7 @@ NEEDS_TORCH = {"torch", "transformers", "safetensors", "tokenizers"}
 
 # What each part of the package may not import, not even in a function: packed caches do not depend on transformers, and
 # modules that quantise do not depend on models.
-_COMMANDS = [f"turboquant.{name}" for name in ("calc", "cli", "demo", "doctor", "kernels")]
+_COMMANDS = [f"turboquant.{name}" for name in ("calc", "cli", "demo", "doctor", "index_commands", "kernels")]
 _MODELS = [
     *_COMMANDS,
     *("transformers turboquant.hf turboquant.models turboquant.esm turboquant.calibration.measure".split()),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from operator import index
+from pathlib import Path
 from typing import Any
 
-__all__ = ["BOUNDS", "bounded", "integer", "integer_in"]
+__all__ = ["BOUNDS", "STANDARD_OUTPUT", "bounded", "check_output", "integer", "integer_in"]
 
 _MOST = 2**31 - 1
 
@@ -77,3 +80,38 @@ def integer_in(value: Any, what: str, low: int, high: int) -> int:
 def bounded(what: str, value: Any) -> int:
     """`integer_in` the bounds of `what`. Options of commands are named without the command."""
     return integer_in(value, what.rpartition(": ")[2] if ": --" in what else what, *BOUNDS[what])
+
+
+# ---- files that commands write ----
+
+STANDARD_OUTPUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
+# Other names of open files. They must not be replaced: every other program would lose /dev/stdout.
+STREAMS = ("/dev/stdin", "/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
+
+
+def check_output(path: str | None, option: str, others: Mapping[str, str | None], moved: bool = False) -> None:
+    """Checks that an output file can be written and is none of `others`, whose keys are what users call them.
+
+    moved: it is written as FILE.part, which then replaces FILE; both are checked, and neither may be a device.
+    """
+    if path is None:
+        return
+    if moved and (path == "-" or os.path.abspath(path).startswith(STREAMS)):
+        raise ValueError(f"{option} must be a file that can be replaced, got {path!r}")
+    wants = f"{option} must be a file in a folder that can be written to, got {path!r}"
+    for written in (path, f"{path}.part") if moved else (path,):
+        if not path or not os.access(Path(written).absolute().parent, os.W_OK):
+            raise ValueError(wants)
+        if path.endswith(os.sep) or os.path.isdir(written):
+            raise ValueError(f"{wants}: {written!r} is a folder")
+        if os.path.exists(written) and not (os.path.isfile(written) if moved else os.access(written, os.W_OK)):
+            raise ValueError(f"{option} must be a file that can be written, got {path!r}: {written!r} is none")
+        for name, other in others.items():
+            if other is not None and _same_file(written, other):
+                raise ValueError(f"{option} must be another file than {name}, got {path!r}")
+
+
+def _same_file(one: str, other: str) -> bool:
+    if os.path.exists(one) and os.path.exists(other):
+        return os.path.samefile(one, other)
+    return os.path.realpath(one) == os.path.realpath(other)

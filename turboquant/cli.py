@@ -10,16 +10,17 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import turboquant
 
-from .arguments import bounded
+from .arguments import STANDARD_OUTPUT, bounded, check_output
 from .calc_table import GPUS, ITEM_BYTES
 from .doctor import doctor, info
 from .findings import device_code, installed, library
+from .index_commands import add_parser as add_index_parser
 from .kernels import print_kernels
 from .named_specs import print_presets
 
@@ -29,10 +30,7 @@ if TYPE_CHECKING:
 CALIBRATION_TOKENS, CALIBRATION_WINDOW = 16384, 2048
 HELD_OUT = 4  # 1 token in 4 of a text is held out, to try methods on
 EVALUATED_PROTEINS = 60
-STANDARD_OUTPUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 _MODEL = "MODEL must be a folder or a name on the Hugging Face hub"
-# Other names of open files. They must not be replaced: every other program would lose /dev/stdout.
-STREAMS = ("/dev/stdin", "/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
 
 
 def _missing(error: ImportError, command: str) -> str:
@@ -48,34 +46,6 @@ def demo(arguments: Sequence[str]) -> int:
     from .demo import main as run
 
     return run(arguments)
-
-
-def _check_output(path: str | None, option: str, others: Mapping[str, str | None], moved: bool = False) -> None:
-    """Checks that an output file can be written and is none of `others`, whose keys are what users call them.
-
-    moved: it is written as FILE.part, which then replaces FILE; both are checked, and neither may be a device.
-    """
-    if path is None:
-        return
-    if moved and (path == "-" or os.path.abspath(path).startswith(STREAMS)):
-        raise ValueError(f"{option} must be a file that can be replaced, got {path!r}")
-    wants = f"{option} must be a file in a folder that can be written to, got {path!r}"
-    for written in (path, f"{path}.part") if moved else (path,):
-        if not path or not os.access(Path(written).absolute().parent, os.W_OK):
-            raise ValueError(wants)
-        if path.endswith(os.sep) or os.path.isdir(written):
-            raise ValueError(f"{wants}: {written!r} is a folder")
-        if os.path.exists(written) and not (os.path.isfile(written) if moved else os.access(written, os.W_OK)):
-            raise ValueError(f"{option} must be a file that can be written, got {path!r}: {written!r} is none")
-        for name, other in others.items():
-            if other is not None and _same_file(written, other):
-                raise ValueError(f"{option} must be another file than {name}, got {path!r}")
-
-
-def _same_file(one: str, other: str) -> bool:
-    if os.path.exists(one) and os.path.exists(other):
-        return os.path.samefile(one, other)
-    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _checked_files(chosen: argparse.Namespace) -> tuple[str, Entries | None]:
@@ -160,7 +130,7 @@ def calibrate(chosen: argparse.Namespace) -> int:
     """Measure a model's keys and values and what errors in them cost, and write what calibrated specs need."""
     from .calibration.measure import checked_seed
 
-    _check_output(chosen.out, "--out", {"--text": chosen.text, "--fasta": chosen.fasta}, moved=True)
+    check_output(chosen.out, "--out", {"--text": chosen.text, "--fasta": chosen.fasta}, moved=True)
     checked_seed(chosen.seed, "--seed")
     if chosen.text is chosen.fasta is None and chosen.tokens is not None:
         raise ValueError(f"--tokens must be given with --text or --fasta only, got {chosen.tokens}")
@@ -205,7 +175,7 @@ def loaded_profile(path: str) -> Any:
 def measure(chosen: argparse.Namespace) -> int:
     """Measure where a model's keys lie and its queries look, and write that: by default to the file in the cache folder
     where engines look for it."""
-    _check_output(chosen.out, "--out", {}, moved=True)
+    check_output(chosen.out, "--out", {}, moved=True)
     _check_name(chosen.model)
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
@@ -325,7 +295,7 @@ def evaluate(chosen: argparse.Namespace) -> int:
         bounded(f"eval: --{name}", getattr(chosen, name))
     read = {"--text": chosen.text, "--fasta": chosen.fasta, "--profile": chosen.profile}
     if chosen.json not in STANDARD_OUTPUT:
-        _check_output(chosen.json or None, "--json", read)
+        check_output(chosen.json or None, "--json", read)
     found = None if chosen.profile is None else loaded_profile(chosen.profile)
     text, proteins = _checked_files(chosen)
     if chosen.fasta is None:
@@ -404,8 +374,8 @@ def esm_scan(chosen: argparse.Namespace) -> int:
     if chosen.csv in STANDARD_OUTPUT:
         chosen.csv = "-"
     else:
-        _check_output(chosen.csv, "--csv", read, moved=True)
-    _check_output(chosen.heatmap or None, "--heatmap", {**read, "--csv": None if chosen.csv == "-" else chosen.csv})
+        check_output(chosen.csv, "--csv", read, moved=True)
+    check_output(chosen.heatmap or None, "--heatmap", {**read, "--csv": None if chosen.csv == "-" else chosen.csv})
     bounded("esm-scan: --batch", chosen.batch)
     if chosen.heatmap and Path(chosen.heatmap).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--heatmap must end in .png, .svg or .pdf, got {chosen.heatmap!r}")
@@ -529,6 +499,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--json", metavar="OUT", help="file to write; - for standard output, with the table on standard "
                      "error")  # fmt: skip
     one.set_defaults(run=evaluate)
+    add_index_parser(commands)
     one = commands.add_parser("esm-scan", help="score every mutation of proteins with an ESM-2 model")
     one.add_argument("fasta", metavar="FASTA", help="proteins, plain or compressed by gzip")
     one.add_argument("--model", metavar="MODEL", required=True, help="a folder, or a name on the Hugging Face hub")

@@ -105,6 +105,12 @@ class Index:
         return copy.deepcopy(self._contents.transform.training)
 
     @property
+    def sigmas(self) -> float:
+        """The width of a search's bound in standard deviations of the estimate from the leading bits, wide enough for
+        the rows that are there. Infinite: searches read all bits of all rows."""
+        return self._contents.sigmas
+
+    @property
     def ids(self) -> Ids:
         """The ids of all vectors, in the order in which they were added."""
         return self._contents.ids

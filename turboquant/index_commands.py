@@ -1,0 +1,225 @@
+"""`turboquant index build | search | info | verify`: an index of the vectors in a .npy file. NumPy only."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import sys
+from typing import TYPE_CHECKING, Any, TextIO
+
+from .arguments import STANDARD_OUTPUT, check_output
+from .progress import Progress, log
+
+if TYPE_CHECKING:
+    from .index import Index
+
+_TOGETHER = 1024  # queries that are searched, then written
+_ROWS = 16_384  # vectors that are added, then counted: a segment
+
+
+# ---- files of vectors ----
+
+
+def mapped(path: str, name: str) -> Any:
+    """The vectors of a .npy file, [n, dim], mapped: they are read where they are used. name: what users call it."""
+    import numpy as np
+
+    wanted = f"{name} must be a .npy file of numbers, [n, dim]"
+    if not os.path.isfile(path):
+        raise ValueError(f"{wanted}, got {path!r}, {'a folder' if os.path.isdir(path) else 'which is no file'}")
+    try:
+        with open(path, "rb") as file:
+            if file.read(6) != b"\x93NUMPY":
+                raise ValueError("it does not begin as one")
+        x = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:  # also for objects
+        raise ValueError(f"{wanted}, got {path!r}: {error}") from None
+    if x.ndim != 2 or not len(x) or x.dtype.kind not in "biuf":
+        raise ValueError(f"{wanted}, got {path!r} of {x.dtype}, {list(x.shape)}")
+    return x
+
+
+def _loaded(path: str) -> Index:
+    from .files import path_called
+    from .index import Index
+
+    with path_called("INDEX"):
+        return Index.load(path)
+
+
+# ---- commands ----
+
+
+def build(chosen: argparse.Namespace) -> int:
+    """Fill an index with the vectors of a file, whose rows are the ids."""
+    from .index import Index, inputs
+
+    check_output(chosen.out, "--out", {"VECTORS": chosen.vectors}, moved=True)
+    x = mapped(chosen.vectors, "VECTORS")
+    index = Index(x.shape[1], chosen.bits, chosen.metric, chosen.seed)
+    if chosen.train:
+        _train(index, x, chosen.vectors)
+    with Progress("index build", len(x), "vectors") as progress:
+        for at in range(0, len(x), _ROWS):
+            part = inputs.as_float32(x[at : at + _ROWS])
+            try:
+                index.add(part)
+            except ValueError:
+                inputs.check("add", chosen.vectors, part, chosen.metric, at)  # names the row of the file
+                raise
+            progress.add(len(part))
+    index.save(chosen.out)
+    print(f"{chosen.out}: {index!r}, {os.path.getsize(chosen.out):,} bytes")
+    return 0
+
+
+def _train(index: Index, x: Any, path: str) -> None:
+    import numpy as np
+
+    from .index import inputs, training
+
+    step = -(-len(x) // training.JUDGES)
+    sample = inputs.as_float32(x[::step])
+    log.info("index build: training on %s of %s vectors", f"{len(sample):,}", f"{len(x):,}")
+    try:
+        index.train(sample)
+    except ValueError:
+        inputs.check("train", path, sample, index.metric, np.arange(0, len(x), step))
+        raise
+
+
+def search(chosen: argparse.Namespace) -> int:
+    """Search an index for the vectors of a file; writes CSV, a line for each that was found."""
+    read = {"INDEX": chosen.index, "QUERIES": chosen.queries, "--refine": chosen.refine}
+    if chosen.csv not in STANDARD_OUTPUT:
+        check_output(chosen.csv, "--csv", read, moved=True)
+    queries = mapped(chosen.queries, "QUERIES")
+    vectors = None if chosen.refine is None else mapped(chosen.refine, "--refine")
+    index = _loaded(chosen.index)
+    options = {"threads": chosen.threads, "refine": vectors, "factor": chosen.factor}
+    if chosen.csv in STANDARD_OUTPUT:
+        _write(sys.stdout, index, queries, chosen.k, options)
+        return 0
+    unfinished = f"{chosen.csv}.part"
+    with open(unfinished, "w", newline="", encoding="utf-8") as file:
+        _write(file, index, queries, chosen.k, options)
+    os.replace(unfinished, chosen.csv)
+    return 0
+
+
+def _write(file: TextIO, index: Index, queries: Any, k: int, options: dict[str, Any]) -> None:
+    writer = csv.writer(file)
+    with Progress("index search", len(queries), "queries", shown=file is not sys.stdout) as progress:
+        for at in range(0, len(queries), _TOGETHER):
+            scores, ids = index.search(queries[at : at + _TOGETHER], k, **options)
+            if not at:  # not before the first search, which finds what is wrong with the arguments
+                writer.writerow(("query", "rank", "id", "score"))
+            for i, (own, its) in enumerate(zip(scores.tolist(), ids.tolist(), strict=True), at):
+                writer.writerows((i, r, n, f"{s:.7g}") for r, (s, n) in enumerate(zip(own, its, strict=True)) if n >= 0)
+            progress.add(len(scores))
+
+
+def info(chosen: argparse.Namespace) -> int:
+    """Print what is in an index."""
+    index = _loaded(chosen.index)
+    n = len(index)
+    a_vector = f", {(index.nbytes - index.fixed_nbytes) / n:,.1f} a vector" if n else ""
+    bound = f"{index.sigmas:g} standard deviations" if index.sigmas < float("inf") else "none: searches read all bits"
+    rows = {
+        "vectors": f"{n:,} of {index.d} numbers",
+        "metric": index.metric,
+        "bits": f"{index.bits} a number",
+        "bytes": f"{index.nbytes:,}, of which {index.fixed_nbytes:,} whatever the number of vectors{a_vector}",
+        "bound": bound,
+        **_training(index.training),
+    }
+    for name, text in rows.items():
+        print(f"{name:10}{text}")
+    for name, share in (index.training or {}).get("recall", {}).items():
+        print(f"{'':10}{share:.4f}  {name}")
+    return 0
+
+
+def _training(found: dict[str, Any] | None) -> dict[str, str]:
+    """What training chose, and what the recall of its candidates is about."""
+    if found is None:
+        return {"training": "none"}
+    chosen = found["chosen"]
+    if chosen == "axes":
+        widths = found["widths"]
+        counts = ", ".join(f"{widths.count(width)} of {width}" for width in sorted(set(widths), reverse=True))
+        chosen += f", widths of groups of 32 in bits: {counts}; power {found['power']:g}"
+        chosen += ", rotated together" if found["together"] else ""
+    rows = {"training": chosen}
+    if found["recall"]:
+        rows["recall"] = f"of the 10 nearest of {found['queries']:,} rows of the sample, by what was tried"
+    return rows
+
+
+def verify(chosen: argparse.Namespace) -> int:
+    """Check every byte of indexes against their checksums."""
+    for path in chosen.index:
+        index = _loaded(path)
+        try:
+            index.verify()
+        except ValueError as error:
+            raise ValueError(f"{path!r}: {error}") from None
+        print(f"{path}: sound, {len(index):,} vectors, {os.path.getsize(path):,} bytes")
+    return 0
+
+
+# ---- their arguments ----
+
+
+def add_parser(commands: Any) -> None:
+    group = commands.add_parser("index", help="build and search an index of vectors")
+    actions = group.add_subparsers(dest="action", required=True, metavar="{build,search,info,verify}")
+    _add_build(actions)
+    _add_search(actions)
+    one = actions.add_parser("info", help="vectors, bytes, the bound of searches, and what training chose")
+    one.add_argument("index", metavar="INDEX", help="a file of an index; it is mapped, and its vectors are not read")
+    one.set_defaults(run=info, command="index info")
+    one = actions.add_parser("verify", help="check every byte; exit status 2 for a damaged file")
+    one.add_argument("index", metavar="INDEX", nargs="+", help="files of indexes")
+    one.set_defaults(run=verify, command="index verify")
+
+
+def _add_build(actions: Any) -> None:
+    one = actions.add_parser(
+        "build",
+        help="fill an index with vectors",
+        description="Fill an index with the vectors of a file. It cannot be resumed: the file of the index is written "
+        "at the end, whole or not at all. Example: turboquant index build vectors.npy --bits 3 --metric cosine "
+        "--train --out vectors.safetensors",
+    )
+    one.add_argument("vectors", metavar="VECTORS", help="a .npy file of numbers, [n, dim], which is mapped; rows, from "
+                     "0 on, are the ids")  # fmt: skip
+    one.add_argument("--out", "-o", metavar="FILE", required=True, help="the index")
+    one.add_argument("--bits", type=int, choices=(1, 2, 3, 4, 5, 6, 8), default=3, help="of a number (default 3)")
+    one.add_argument("--metric", choices=("ip", "cosine", "l2"), default="ip", help="inner product (the default), "
+                     "cosine, or squared distance")  # fmt: skip
+    one.add_argument("--train", action="store_true", help="first learn a mean, axes and widths from up to 100,000 of "
+                     "the vectors, spread evenly; what does not help is not kept")  # fmt: skip
+    one.add_argument("--seed", type=int, metavar="N", default=0, help="of the random rotation (default 0)")
+    one.set_defaults(run=build, command="index build")
+
+
+def _add_search(actions: Any) -> None:
+    one = actions.add_parser(
+        "search",
+        help="find the best vectors of each query, as CSV",
+        description="Find the best vectors of each query. Writes CSV: query and id are rows of their files, from 0 on; "
+        "rank counts from 0, best first. Example: turboquant index search vectors.safetensors queries.npy -k 10 "
+        "--refine vectors.npy",
+    )
+    one.add_argument("index", metavar="INDEX", help="a file of an index, which is mapped")
+    one.add_argument("queries", metavar="QUERIES", help="a .npy file of numbers, [n, dim]")
+    one.add_argument("-k", type=int, metavar="N", default=10, help="vectors to find for each query (default 10)")
+    one.add_argument("--refine", metavar="VECTORS", help="the .npy file that the index was built from: what is found "
+                     "is sorted by exact scores")  # fmt: skip
+    one.add_argument("--factor", type=int, metavar="N", help="with --refine, how many times k vectors are scored "
+                     "exactly (default 10 at 1 bit, 3 at 2 bits, otherwise 2)")  # fmt: skip
+    one.add_argument("--threads", type=int, metavar="N", default=0, help="at most (default: one a core)")
+    one.add_argument("--csv", metavar="FILE", default="-", help="FILE.part while it runs (default: standard output)")
+    one.set_defaults(run=search, command="index search")
