@@ -31,7 +31,7 @@ LENGTHS = (1, 5, 19, 20, 21, 132, 133, 260, 261, 700)
 
 def counted(model, name="small"):
     """A Model of a transformers model, as read from its configuration."""
-    return Model(name, "", calc._layers_of(model.config, name))
+    return Model(name, "", calc.layers_of(model.config, name))
 
 
 def held(model, spec, batch, tokens, **given):
@@ -186,7 +186,7 @@ def test_rows_are_those_of_transformers(name):
     if not hasattr(transformers, kind):
         pytest.skip(f"this transformers has no {kind}")
     config = getattr(transformers, kind)(**fields)
-    assert calc._layers_of(config, name) == read_model(name).layers
+    assert calc.layers_of(config, name) == read_model(name).layers
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "gemma-3-4b", "qwen3-8b", "mistral-7b-v0.1", "deepseek-v3",
@@ -215,7 +215,7 @@ def test_layers_with_heads_of_their_own():
     text = config(num_hidden_layers=30, num_attention_heads=16, **sliding, **full)
     if not getattr(text, "per_layer_attributes", None):
         pytest.skip("this transformers has one configuration for all layers")
-    assert calc._layers_of(text, "gemma 4") == read_model("gemma-4-26b-a4b").layers
+    assert calc.layers_of(text, "gemma 4") == read_model("gemma-4-26b-a4b").layers
 
 
 def test_the_table(capsys):

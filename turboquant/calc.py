@@ -130,7 +130,7 @@ def _from_row(name: str, row: Row) -> Model:
         kind = _LETTERS[letter]
         kv_heads, head_dim = row.full if row.full and kind == "full" else (row.kv_heads, row.head_dim)
         layers.append(_layer(kind, kv_heads, head_dim, row.window, i >= row.layers - row.shared))
-    return Model(name, row.source, tuple(layers), _refused(layers))
+    return Model(name, row.source, tuple(layers), refused(layers))
 
 
 def _layer(kind: str, kv_heads: int, head_dim: int, window: int, shared: bool) -> Layer:
@@ -139,7 +139,7 @@ def _layer(kind: str, kv_heads: int, head_dim: int, window: int, shared: bool) -
     return Layer(kind, kv_heads, head_dim, window if kind in ("sliding", "chunked") else 0, shared)
 
 
-def _refused(layers: Sequence[Layer]) -> str:
+def refused(layers: Sequence[Layer]) -> str:
     """Why the bytes are not counted: sizes that differ by layer, or heads that are too wide."""
     kinds = {one.kind for one in layers}
     if "latent" in kinds:
@@ -167,11 +167,11 @@ def _from_file(path: str) -> Model:
     if getattr(config, "is_encoder_decoder", False) or config.model_type == "esm":
         raise _no_decoder(config, path)
     text = config.get_text_config(decoder=True)
-    layers = _layers_of(text, path)
-    return Model(Path(path).resolve().name, path, layers, _refused_by_patch(text) or _refused(layers))
+    layers = layers_of(text, path)
+    return Model(Path(path).resolve().name, path, layers, _refused_by_patch(text) or refused(layers))
 
 
-def _layers_of(text: Any, path: str) -> tuple[Layer, ...]:
+def layers_of(text: Any, path: str) -> tuple[Layer, ...]:
     """The layers of a transformers configuration."""
     count = getattr(text, "num_hidden_layers", None)
     if not isinstance(count, int):

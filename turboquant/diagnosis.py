@@ -13,20 +13,20 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from ..findings import Finding
-from ..kvcache.latent import latent_spec
-from ..models.identity import describe, layer_sizes
-from ..moments.data import PROTEINS
-from ..moments.measure import cache_folder
-from ..moments.text import found_tokenizer
-from ..named_specs import resolve
-from ..spec import CacheSpec
-from .kinds import kinds_of, latent_size, packed_indices
-from .patching import check
+from .calc import Model, full_bytes, layers_of, packed_parts, refused
+from .findings import Finding
+from .hf.kinds import kinds_of, latent_size, packed_indices
+from .hf.patching import check
+from .models.identity import describe, layer_sizes
+from .moments.data import PROTEINS
+from .moments.measure import cache_folder
+from .moments.text import found_tokenizer
+from .named_specs import resolve
+from .spec import CacheSpec
 
 __all__ = ["diagnose"]
 
-_HELP = "docs/troubleshooting.md says what is supported; the model runs without a patch as before"
+_HELP = "the model runs without a patch as before, on a cache of transformers"
 
 
 def diagnose(name: str, spec: str, tokens: int) -> Iterator[Finding]:
@@ -63,9 +63,8 @@ def diagnose(name: str, spec: str, tokens: int) -> Iterator[Finding]:
     windows, count = [_window(text, i) for i in packed_indices(text)], len(kinds_of(text))
     yield Finding("layers", f"{layers} of {count} packed, {_heads(facts)}; {_kinds(windows)}")
     yield Finding("preset", f"{spec} fits: {_words(chosen)}")
-    latents = latent_size(text) > 0
-    yield _savings(latent_spec(chosen) if latents else chosen, facts, windows, tokens, latents)
-    if not latents:
+    yield _savings(name, text, chosen, tokens)
+    if not latent_size(text):
         yield _moments(model, name, spec, chosen)
 
 
@@ -135,15 +134,16 @@ def _words(spec: CacheSpec) -> str:
     return f"{bits}; exact are the first {spec.sinks} tokens and the last {spec.window}"
 
 
-def _savings(spec: CacheSpec, facts: dict[str, Any], windows: list[int], tokens: int, latents: bool) -> Finding:
-    """Bytes of one sequence: in bfloat16, and with all but the exact tokens packed."""
-    full = held = 0
-    for width, (kv_heads, head_dim) in zip(windows, layer_sizes(facts), strict=True):
-        per_token = 2 * (2 - latents) * kv_heads * head_dim
-        packed_per_token = spec.bytes_per_token(head_dim, kv_heads, facts["layers"]) / facts["layers"] / (1 + latents)
-        stored = min(tokens, width or tokens)
-        exact = min(stored, spec.sinks + spec.window)
-        full += stored * per_token
-        held += round(exact * per_token + (stored - exact) * packed_per_token)
-    text = f"{full / 2**20:,.1f} MiB in bfloat16, {held / 2**20:,.1f} MiB packed: {full / held:.2f}x smaller"
-    return Finding("cache", f"{tokens:,} tokens of one sequence: {text}")
+def _savings(name: str, text: Any, spec: CacheSpec, tokens: int) -> Finding:
+    """Bytes of the cache of one sequence, as `turboquant calc` counts them."""
+    try:
+        layers = layers_of(text, name)
+    except ValueError as error:
+        return Finding("cache", f"its bytes are not counted: {error}")
+    model = Model(name, name, layers, refused(layers))
+    full = full_bytes(model, 1, tokens, 2)
+    before = f"{tokens:,} tokens of one sequence: {full / 2**20:,.1f} MiB in bfloat16"
+    if model.refused:
+        return Finding("cache", f"{before}; packed it is not counted, because {model.refused}")
+    held = sum(packed_parts(model, spec, 1, tokens).values())
+    return Finding("cache", f"{before}, {held / 2**20:,.1f} MiB packed: {full / held:.2f}x smaller")
