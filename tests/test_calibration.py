@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -26,7 +27,9 @@ from turboquant.calibration.axes import plan_axes, variance_along
 from turboquant.calibration.data import group_mix, widths_of
 from turboquant.calibration.distortion import distortions, errors
 from turboquant.calibration.measure import token_divergence
+from turboquant.calibration.unfinished import FORMAT
 from turboquant.esm import protein_batches
+from turboquant.files import read_arrays, write_arrays
 from turboquant.hf import tap
 from turboquant.hf.evaluation import evaluate_all
 from turboquant.hf.tap import tapped
@@ -406,10 +409,44 @@ def test_an_interrupted_run_goes_on(after, model, batches, measured, tmp_path, m
     found = calibrate(model, batches, checkpoint=file)
     assert same(found, measured)
     whole = len(batches) + 1 + len(batches)  # moments, tables, sensitivities
-    assert len(calls) == after + 1 + whole - (min(after, 3) + max(after - 4, 0))
-    calls.clear()  # the file stays until the result is saved; from it, only the tables are measured again
+    assert len(calls) == after + 1 + whole - after
+    calls.clear()  # the file stays until the result is saved; with it, nothing is measured again
     monkeypatch.setattr(measure, "_forward", lambda *args: calls.append(1) or plain(*args))
-    assert same(calibrate(model, batches, checkpoint=file), measured) and len(calls) == 1
+    monkeypatch.setattr("turboquant.moments.measure.measure_model", None)
+    assert same(calibrate(model, batches, checkpoint=file), measured) and not calls
+
+
+@pytest.mark.parametrize("window", [0, 40])
+def test_gradients_are_those_of_a_plain_backward_pass(window, model, monkeypatch):
+    """Layers run again for the backward pass, and the likelihood is taken in slices: the numbers are the same, and
+    layers keep less."""
+    batch = prompts(2, 300)
+
+    def found():
+        sizes = []
+
+        def kept(tensor):
+            sizes.append(tensor.numel())
+            return tensor
+
+        with tapped(model) as tapping, torch.autograd.graph.saved_tensors_hooks(kept, lambda tensor: tensor):
+            return [gradient for *_, gradient in measure.gradients(model, tapping, batch, 5, window)], sum(sizes)
+
+    class Plain:
+        @staticmethod
+        def apply(logits, levels):
+            log_p = logits.float().log_softmax(-1)
+            drawn = (log_p.detach().exp().cumsum(-1) < levels).sum(-1, keepdim=True).clamp(max=logits.shape[-1] - 1)
+            return log_p.gather(-1, drawn)[..., 0]
+
+    ours, kept = found()
+    monkeypatch.setattr(measure, "_DrawnTokens", Plain)
+    monkeypatch.setattr(measure, "_kept", lambda model: contextlib.nullcontext())
+    plain, all_kept = found()
+    assert len(ours) == 6 and kept < all_kept / 3
+    for one, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
+    assert "forward" not in vars(model.model.layers[0])
 
 
 def test_a_disk_too_full_for_a_checkpoint(model, batches, tmp_path):
@@ -440,9 +477,25 @@ def test_a_checkpoint_of_something_else(model, batches, tmp_path):
         with pytest.raises(ValueError) as refused:
             calibrate(model, batches, checkpoint=file)
         assert "weights_only" not in str(refused.value) and "\n" not in str(refused.value)
-    torch.save({"identity": "other"}, file)
+    file.unlink()
+    calibrate(model, batches[:2], checkpoint=file)
     with pytest.raises(ValueError, match=r"remove it to start again \(it is of another run\)"):
         calibrate(model, batches, checkpoint=file)
+    file.unlink()
+    calibrate(model, batches, checkpoint=file)
+    described, arrays = read_arrays(file, FORMAT, "")
+    sums = {"keys_and_values/0.0.second": np.zeros((2, 32, 31))}, {"keys_and_values/0.0.first": np.zeros(2)}
+    for wrong, why in (
+        *(({"arrays": {**arrays, **one}}, "its sums of layer 0 do not fit together") for one in sums),
+        ({"arrays": {}}, "its counts must fit its sums, got"),
+        ({"counts": {"keys_and_values": [3, "many"], "gradients": [0, 0]}}, "its counts must fit its sums, got"),
+        ({"trials": {"a": "b"}}, "could not convert"),
+        ({"moments": 3}, "has no attribute"),
+    ):
+        given = wrong.pop("arrays", arrays)
+        write_arrays(file, FORMAT, {**described, **wrong}, given)
+        with pytest.raises(ValueError, match=f"remove it to start again.*{why}"):
+            calibrate(model, batches, checkpoint=file)
     for place in (tmp_path, tmp_path / "absent" / "half"):
         with pytest.raises(ValueError, match="`checkpoint` must be a file in a folder that is there, got"):
             calibrate(model, batches, checkpoint=place)

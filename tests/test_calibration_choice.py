@@ -17,6 +17,7 @@ from turboquant import CacheSpec, TurboQuantCache, preset
 from turboquant.calibration import layer_specs, trial
 from turboquant.calibration.choice import POWER, SECOND_BIT, Trial, chosen, side_widths, table, uniform_widths
 from turboquant.calibration.distortion import distortions
+from turboquant.calibration.unfinished import Unfinished
 from turboquant.esm import protein_batches
 from turboquant.hf.evaluation import evaluate_all
 from turboquant.moments import text
@@ -141,13 +142,20 @@ def test_the_best_is_chosen_and_none_is_always_there():
     assert "2 bits: none, since axes, groups of 32 costs 7% more on another kind of text." in printed
 
 
+def earlier(trials):
+    """What a calibration had found before."""
+    run = Unfinished("", None)
+    run.trials = trials
+    return run
+
+
 def test_other_kinds_of_text_are_judged_over_all_averages():
     ratios = {(1, 3): 1.2, (1, 4): 0.9, (2, 3): 1.02, (2, 4): 1.0}  # by place and average; place 0 is held-out text
     done = {f"{i} 8 {average} none 32": 0.1 for i, average in ratios}
     done |= {f"{i} 8 {average} widths 32": 0.1 * ratio for (i, average), ratio in ratios.items()}
     given = [Trial(8, average, method, 32, 0.1) for average in (3.0, 4.0) for method in ("none", "widths")]
     for kinds, wanted in (([{}, {}], [1.0, 1.08**0.5] * 2), ([], [None] * 4)):
-        measure = trial._Measure(None, None, [{}], kinds, done, None, False)
+        measure = trial._Measure(None, None, [{}], kinds, earlier(done), False)
         assert [t.elsewhere for t in measure.elsewhere(given)] == [x and pytest.approx(x) for x in wanted]
 
 
@@ -156,7 +164,7 @@ def test_divergences_that_are_rounding_have_a_ratio():
     done = {"0 8 3 none 32": 0.0, "0 8 3 widths 32": -1e-8, "1 8 3 none 32": -1e-9, "1 8 3 widths 32": 2e-8}
     given = [Trial(8, 3.0, method, 32, 0.1) for method in ("none", "widths")]
     for kinds, texts in (([{}, {}], []), ([{}], [{}])):
-        measure = trial._Measure(None, None, texts, kinds, done, None, False)
+        measure = trial._Measure(None, None, texts, kinds, earlier(done), False)
         assert [t.elsewhere for t in measure.elsewhere(given)] == [1.0, 1.0]
     marked = chosen(trials((3.0, "none", 0.0, 1.0), (3.0, "widths", -1e-8, 1.0)))
     assert [t.chosen for t in marked] == [True, False] and "3 bits: none, nothing diverges 5% less." in table(marked)

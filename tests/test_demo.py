@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -67,6 +68,18 @@ def test_ctrl_c_ends_a_command_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr("turboquant.calc.calc", interrupted)
     assert main(["calc"]) == 130
     assert capsys.readouterr().err == "\nturboquant: calc: interrupted\n"
+
+
+def test_ctrl_c_tells_how_a_calibration_goes_on(tmp_path, monkeypatch, capsys):
+    def interrupted(chosen):
+        (tmp_path / "it's.part").write_bytes(b"")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("turboquant.cli.calibrate", interrupted)
+    command = ["calibrate", "model", "--bits", "3,2", "--out", str(tmp_path / "it's")]
+    assert main(command) == 130
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert shlex.split(last.partition("To go on: ")[2]) == ["turboquant", *command]
 
 
 def test_without_its_model_the_demo_says_what_to_install(tmp_path, monkeypatch, capsys):

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import platform
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -102,12 +103,11 @@ def _tokenizer(name: str) -> Any:
 
 
 def _model(chosen: argparse.Namespace) -> Any:
-    import torch
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
     device = _device(chosen.device)
     family = AutoModelForCausalLM if chosen.fasta is None else AutoModelForMaskedLM
-    model = family.from_pretrained(chosen.model, dtype=getattr(torch, chosen.dtype)).eval()
+    model = family.from_pretrained(chosen.model, dtype=chosen.dtype).eval()
     return model.to(device)
 
 
@@ -177,14 +177,13 @@ def measure(chosen: argparse.Namespace) -> int:
     where engines look for it."""
     check_output(chosen.out, "--out", {}, moved=True)
     _check_name(chosen.model)
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
     from .moments.measure import measure as run
 
     kind = AutoConfig.from_pretrained(chosen.model).model_type
     family = AutoModelForMaskedLM if kind == "esm" else AutoModelForCausalLM
-    model = family.from_pretrained(chosen.model, dtype=getattr(torch, chosen.dtype)).eval()
+    model = family.from_pretrained(chosen.model, dtype=chosen.dtype).eval()
     digest = _checkpoint(chosen.model)
     out = Path(_kept_profile(digest, chosen.model) if chosen.out is None else chosen.out)
     found = dataclasses.replace(run(model.to(_device(chosen.device))), checkpoint=digest)
@@ -333,7 +332,7 @@ def evaluate(chosen: argparse.Namespace) -> int:
                 "text": Path(chosen.text or chosen.fasta).name,
                 **{field: getattr(one, field) for field in named},
                 "device": model.device.type,
-                "dtype": chosen.dtype,
+                "dtype": str(model.dtype).removeprefix("torch."),
                 "calibrated_on": found.calibration.source if found is not None and specs[name].calibrated else None,
             }
             rows.append({"bench": bench, "params": params, "metrics": one.metrics()})
@@ -386,18 +385,21 @@ def esm_scan(chosen: argparse.Namespace) -> int:
     return commands.scan(_model(chosen), chosen, found, proteins)
 
 
-def _add_model_options(parser: argparse.ArgumentParser, required: bool = True) -> None:
+def _add_model_options(parser: argparse.ArgumentParser, required: bool = True, own_dtype: bool = False) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder, or a name on the Hugging Face hub")
     source = parser.add_mutually_exclusive_group(required=required)
     source.add_argument("--text", metavar="FILE", help="UTF-8 text, for a causal language model")
     source.add_argument("--fasta", metavar="FILE", help="proteins, for an ESM-2 model")
-    _add_device_options(parser)
+    _add_device_options(parser, own_dtype)
 
 
-def _add_device_options(parser: argparse.ArgumentParser) -> None:
+def _add_device_options(parser: argparse.ArgumentParser, own_dtype: bool = False) -> None:
+    """own_dtype: the default is the dtype that the model's files name."""
     parser.add_argument("--device", help="such as cpu or cuda:0; the default is a GPU if there is one")
-    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32",
-                        help="dtype of the model; the default, float32, adds no rounding of its own")  # fmt: skip
+    usual = "auto, is the model's own" if own_dtype else "float32, adds no rounding of its own"
+    parser.add_argument("--dtype", choices=("auto", "float32", "float16", "bfloat16"),
+                        default="auto" if own_dtype else "float32",
+                        help=f"dtype of the model; the default, {usual}")  # fmt: skip
 
 
 def _add_calc(commands: Any) -> None:
@@ -451,14 +453,14 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("model", metavar="MODEL", help="a folder, or a name on the Hugging Face hub")
     one.add_argument("--out", "-o", metavar="FILE", help="the profile (default: the file in the cache folder where "
                      "turboquant.vllm looks for it)")  # fmt: skip
-    _add_device_options(one)
+    _add_device_options(one, own_dtype=True)
     one.set_defaults(run=measure)
     one = commands.add_parser(
         "calibrate",
         help="measure a model once, try what fits it best, for calibrated presets; without "
         "--text and --fasta, on the text of the package",
     )
-    _add_model_options(one, required=False)
+    _add_model_options(one, required=False, own_dtype=True)
     one.add_argument(
         "--out", "-o", metavar="FILE", required=True, help="the profile; FILE.part while it runs, to resume"
     )
@@ -541,6 +543,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print(f"\nturboquant: {chosen.command}: interrupted", file=sys.stderr)
+        if chosen.command == "calibrate" and os.path.exists(f"{chosen.out}.part"):
+            print(f"{chosen.out}.part has what was found so far. To go on: {shlex.join(['turboquant', *given])}",
+                  file=sys.stderr)  # fmt: skip
         return 128 + signal.SIGINT
 
 

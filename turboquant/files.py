@@ -33,9 +33,9 @@ _MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors
 _MOST_EXTENTS = 8  # dimensions of a tensor
 _OLD_CODES = b"TQCODES\0"  # what a file of codes of version 1 begins with
 _READS_VERSION_1 = "commit 14a37f9 of turboquant reads; make the file anew"
-_BYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4, "U32": 4, "I64": 8}
+_BYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4, "U32": 4, "I64": 8, "F64": 8}
 _NUMPY: dict[str, np.dtype[Any]] = {
-    name: np.dtype(kind) for name, kind in {"U8": "u1", "F32": "<f4", "I32": "<i4", "U32": "<u4", "I64": "<i8"}.items()
+    name: np.dtype(kind) for name, kind in dict(U8="u1", F32="<f4", F64="<f8", I32="<i4", U32="<u4", I64="<i8").items()
 }
 _NAMES = {dtype: name for name, dtype in _NUMPY.items()}
 

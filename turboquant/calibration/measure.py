@@ -13,31 +13,33 @@ divergence is 1 minus their cosine.
 from __future__ import annotations
 
 import hashlib
-import io
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import chain
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.checkpoint import checkpoint as run_again
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..arguments import bounded, integer
-from ..files import file_name, write_whole
 from ..hf.kinds import latent_size, sources_of
-from ..hf.routing import text_config, uses_interface
+from ..hf.routing import evaluating, text_config, uses_interface
 from ..hf.tap import Tap, tapped
 from ..measured.profile import Profile
 from ..models.identity import describe, fingerprint, layer_sizes
 from ..models.placement import device_of, is_offloaded
-from ..progress import Progress
+from ..progress import Progress, clock, log
 from ..spec import LEAST_AVERAGE, MOST_SIDE_BITS
 from .axes import plan_axes, singular_axes, variance_along
 from .data import Calibration
 from .tables import kmeans_table
+from .unfinished import Unfinished
 
 __all__ = [
     "calibrate",
@@ -63,38 +65,6 @@ def _is_esm(model: Any) -> bool:
 
 
 # ---- first pass: moments ----
-
-
-class _SecondMoments:
-    """Sums of vectors and of their outer products, float64, one entry per layer and side on that layer's device."""
-
-    def __init__(self, what: str) -> None:
-        self.what, self.tokens = what, 0
-        self.sums: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def add(self, layer: int, side: int, x: torch.Tensor, real: torch.Tensor | None) -> None:
-        """x [batch, kv_heads, tokens, head_dim]; real [batch, tokens] bool or None."""
-        rows = x.transpose(0, 1).flatten(1, 2) if real is None else x.transpose(1, 2)[real.to(x.device)].transpose(0, 1)
-        rows = rows.to(torch.float64)
-        first, second = rows.sum(1), rows.mT @ rows
-        if (layer, side) in self.sums:
-            held = self.sums[layer, side]
-            first, second = held[0].to(first.device) + first, held[1].to(first.device) + second
-        self.sums[layer, side] = first, second
-
-    def means(self, layers: int) -> tuple[np.ndarray, np.ndarray]:
-        """([layers, 2, kv_heads, head_dim], [.., head_dim, head_dim]): means of vectors and of outer products."""
-        first, second = [], []
-        for at in ((layer, side) for layer in range(layers) for side in range(2)):
-            one, two = (t.cpu().numpy() for t in self.sums[at])
-            if not np.isfinite(two).all():
-                raise ValueError(f"`model` must give finite {self.what}, got others in layer {at[0]}")
-            first.append(one / self.tokens)
-            second.append(two / self.tokens)
-        if len({x.shape for x in second}) > 1:
-            raise NotImplementedError("layers whose heads differ in number or channels cannot be calibrated")
-        shape = layers, 2, *first[0].shape
-        return np.stack(first).reshape(shape), np.stack(second).reshape(*shape, shape[-1])
 
 
 def skipped(model: Any) -> int:
@@ -138,8 +108,7 @@ def token_divergence(reference: torch.Tensor, logits: torch.Tensor) -> torch.Ten
     """Kullback-Leibler divergence of each next-token distribution from the reference's, in nats: float32 [batch,
     tokens] of two tensors of logits [batch, tokens, vocabulary]. It works in slices, to save memory."""
     out = torch.empty(logits.shape[:2], dtype=torch.float32, device=logits.device)
-    for b, start in ((b, s) for b in range(len(logits)) for s in range(0, logits.shape[1], 256)):
-        at = b, slice(start, start + 256)
+    for at in _slices(logits):
         want = torch.log_softmax(reference[at].to(logits.device).float(), -1)
         got = torch.log_softmax(logits[at].float(), -1)
         out[at] = (want.exp() * (want - got)).sum(-1)
@@ -164,14 +133,44 @@ def _score(model: Any, output: torch.Tensor, real: torch.Tensor | None, seed: in
         across = random - (random * fixed).sum(-1, keepdim=True) / length.square() * fixed
         scores = (output.float() * across / length).sum(-1)
     else:
-        log_p = output.float().log_softmax(-1)
-        # By the cumulated distribution, on its own device: torch.multinomial takes seconds for a large vocabulary.
-        levels = torch.rand((*log_p.shape[:2], 1), generator=generator, dtype=torch.float32, device="cpu")
-        below = log_p.detach().exp().cumsum(-1) < levels.to(log_p.device)
-        drawn = below.sum(-1, keepdim=True).clamp(max=log_p.shape[-1] - 1)
-        scores = log_p.gather(-1, drawn)[..., 0]
+        levels = torch.rand((*output.shape[:2], 1), generator=generator, dtype=torch.float32, device="cpu")
+        scores = _DrawnTokens.apply(output, levels.to(output.device))  # type: ignore[no-untyped-call]
     total: torch.Tensor = scores.sum() if real is None else scores[real.to(scores.device)].sum()
     return total
+
+
+class _DrawnTokens(torch.autograd.Function):
+    """log p(y) [batch, tokens] of logits [batch, tokens, vocabulary], for the y at which the cumulated distribution
+    reaches a level, [batch, tokens, 1]. In slices: torch.log_softmax would hold several tensors as large as the logits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+        drawn = torch.empty(levels.shape, dtype=torch.int64, device=logits.device)
+        scores = torch.empty(levels.shape, dtype=torch.float32, device=logits.device)
+        for at in _slices(logits):
+            log_p = logits[at].float().log_softmax(-1)
+            # torch.multinomial takes seconds for a large vocabulary
+            below = log_p.exp().cumsum(-1) < levels[at]
+            drawn[at] = below.sum(-1, keepdim=True).clamp(max=logits.shape[-1] - 1)
+            scores[at] = log_p.gather(-1, drawn[at])
+        ctx.save_for_backward(logits, drawn)
+        return scores[..., 0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        logits, drawn = ctx.saved_tensors
+        found = torch.empty_like(logits)
+        for at in _slices(logits):
+            one = logits[at].float().softmax(-1).neg_()
+            one.scatter_add_(-1, drawn[at], torch.ones_like(drawn[at], dtype=one.dtype))
+            found[at] = one * gradients[0][at][..., None]
+        return found, None
+
+
+def _slices(logits: torch.Tensor) -> list[tuple[int, slice]]:
+    """Places of 256 tokens of one sequence each, which together are all of logits [batch, tokens, vocabulary]."""
+    return [(b, slice(start, start + 256)) for b in range(len(logits)) for start in range(0, logits.shape[1], 256)]
 
 
 def of_tokens(gradient: torch.Tensor, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
@@ -201,9 +200,10 @@ def gradients(
     def hook(
         module: torch.nn.Module, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        errors = [torch.zeros_like(x, requires_grad=True) for x in (key, value)]
-        held.update({(layer, side): (x.detach(), errors[side]) for side, x in enumerate((key, value))})
-        return key + errors[0], value + errors[1]
+        for side, x in enumerate((key, value)):
+            if (layer, side) not in held:  # or the layer runs again, in the backward pass
+                held[layer, side] = x.detach(), torch.zeros_like(x, requires_grad=True)
+        return key + held[layer, 0][1], value + held[layer, 1][1]
 
     # By name: hooks that offload weights make new parameters in each forward.
     trained = [name for name, weight in model.named_parameters(remove_duplicate=False) if weight.requires_grad]
@@ -222,32 +222,46 @@ def gradients(
         yield layer, side, x, gradient
 
 
-def _measure_costs(model: Any, tap: Tap, batches: Sequence[Batch], run: _Run, shown: Progress) -> None:
+def _measure_costs(model: Any, tap: Tap, batches: Sequence[Batch], run: Unfinished, shown: Progress, seed: int) -> None:
     skip = skipped(model)
-    shown.skip(_numbers(batches[: run.probed]))
-    for i, batch in enumerate(batches[run.probed :], run.probed):
+    sums = run.gradients
+    shown.skip(_numbers(batches[: sums.batches]))
+    for i, batch in enumerate(batches[sums.batches :], sums.batches):
         real = _counted(batch, skip)
-        for layer, side, _, gradient in gradients(model, tap, batch, run.seed + i):
+        for layer, side, _, gradient in gradients(model, tap, batch, seed + i):
             if (layer, side) == (0, 1):
-                run.costs.add(layer, side, of_tokens(gradient, batch["input_ids"], real), None)
+                sums.add(layer, side, of_tokens(gradient, batch["input_ids"], real), None)
             else:
-                run.costs.add(layer, side, gradient, real)
-        run.costs.tokens += _count(batch, skip)
-        run.probed += 1
+                sums.add(layer, side, gradient, real)
+        sums.tokens += _count(batch, skip)
+        sums.batches += 1
         run.save()
         shown.add(_numbers([batch]))
 
 
 def _kept(model: Any) -> AbstractContextManager[Any]:
-    """Where tensors for the backward pass are kept: where they were made, or in main memory if weights are offloaded,
-    because these are among them and would not fit on their device together."""
-    return torch.autograd.graph.save_on_cpu() if is_offloaded(model) else nullcontext()
+    """What the backward pass needs of the forward pass: each layer's input, from which the layer runs again. If weights
+    are offloaded, all tensors, in main memory, because weights are among them and would not fit on their device
+    together."""
+    return torch.autograd.graph.save_on_cpu() if is_offloaded(model) else _layers_run_again(model)
+
+
+@contextmanager
+def _layers_run_again(model: Any) -> Iterator[None]:
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and "forward" not in vars(m)]
+    try:
+        for layer in layers:
+            layer.forward = partial(run_again, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        yield
+    finally:
+        for layer in layers:
+            vars(layer).pop("forward", None)
 
 
 # ---- tables of levels ----
 
 
-def _measure_tables(model: Any, tap: Tap, batch: Batch, axes: np.ndarray) -> np.ndarray:
+def _measure_tables(model: Any, tap: Tap, batch: Batch, axes: np.ndarray, progress: bool) -> np.ndarray:
     """[layers, 2, kv_heads, 9] of one batch: K-means of keys along their singular axes [layers, kv_heads, head_dim,
     head_dim], and of plain values."""
     tables: dict[tuple[int, int], np.ndarray] = {}
@@ -260,60 +274,16 @@ def _measure_tables(model: Any, tap: Tap, batch: Batch, axes: np.ndarray) -> np.
             if side == 0:
                 heads = heads @ axes[layer].swapaxes(-1, -2)
             tables[layer, side] = np.stack([kmeans_table(head) for head in heads])
+        shown.add()
 
     tap.hook = hook
-    _forward(model, batch)
+    with Progress("calibrate, tables of levels", len(axes), "layers", progress) as shown:
+        _forward(model, batch)
     tap.hook = None
     return np.stack([np.stack([tables[layer, side] for side in range(2)]) for layer in range(len(axes))])
 
 
 # ---- calibrate ----
-
-
-class _Run:
-    """What a calibration has found so far, kept in a file if there is a checkpoint."""
-
-    def __init__(self, identity: str, seed: int, file: str | os.PathLike[str] | None) -> None:
-        self.moments, self.costs = _SecondMoments("keys and values"), _SecondMoments("gradients")
-        self.done = self.probed = 0  # batches of each pass
-        self.trials: dict[str, float] = {}  # what `trial.tried` has measured
-        self.identity, self.seed, self.file = identity, seed, None
-        if file is None:
-            return
-        self.file = Path(file_name(file, "checkpoint"))
-        if self.file.is_dir() or not self.file.absolute().parent.is_dir():
-            raise ValueError(f"`checkpoint` must be a file in a folder that is there, got {str(file)!r}")
-        if self.file.exists():
-            self._load(self.file)
-
-    def _load(self, file: Path) -> None:
-        wrong = f"`checkpoint` must be one of this model, these batches and this seed, got {str(file)!r}"
-        try:
-            held = torch.load(file, weights_only=True, map_location="cpu")
-            if held["identity"] != self.identity:
-                raise ValueError("it is of another run")
-            self.done, self.moments.tokens, self.moments.sums = held["moments"]
-            self.probed, self.costs.tokens, self.costs.sums = held["costs"]
-            self.trials = held["trials"]
-        except OSError:
-            raise
-        except Exception as error:  # what torch raises depends on the bytes
-            # cut torch's advice to unpickle anything
-            reason = str(error).partition(". ")[0].partition("\n")[0]
-            raise ValueError(f"{wrong}: remove it to start again ({reason})") from error
-
-    def save(self) -> None:
-        if self.file is None:
-            return
-        state = {
-            "identity": self.identity,
-            "moments": (self.done, self.moments.tokens, self.moments.sums),
-            "costs": (self.probed, self.costs.tokens, self.costs.sums),
-            "trials": self.trials,
-        }
-        written = io.BytesIO()  # on a full disk, torch.save raises a RuntimeError about positions
-        torch.save(state, written)
-        write_whole(self.file, [written.getbuffer()])
 
 
 def calibrate(
@@ -384,18 +354,52 @@ def calibrate(
             f"`batches` must hold more tokens than a head has channels ({mark['head_dim']}), got {tokens}: more text"
         )
     probes = given[: bounded("calibrate: `sensitivity_batches`", sensitivity_batches)]
-    run = _Run(_identity(mark, [given, tests], len(probes), seed), seed, checkpoint)
-    found = _learned(model, mark, given, probes, run, source, progress)
+    run = Unfinished(_identity(mark, [given, tests], len(probes), seed), checkpoint)
+    if progress:
+        log.info("%s", _announced(model, given, probes, tests, len(averages), 0 if batches is None else tokens))
+    found = _learned(model, mark, given, probes, run, seed, source, progress)
     if batches is not None and not tests:
         from ..moments.measure import measure_model
 
-        return Profile(measure_model(model, tokenizer), found)
+        return Profile(run.measured("model", lambda: measure_model(model, tokenizer)), found)
     from .trial import tried, with_moments
 
     own = ([], []) if batches is None else (given, probes)
-    found = with_moments(found, model, tokenizer, *own, tests)
-    found = tried(found, model, tokenizer, tests, averages, run.trials, run.save, progress)
+    found = with_moments(found, model, tokenizer, *own, tests, run, progress)
+    found = tried(found, model, tokenizer, tests, averages, run, progress)
     return Profile(found.moments["model"], found)
+
+
+def _announced(
+    model: Any, batches: Sequence[Batch], probes: Sequence[Batch], tests: Sequence[Batch], averages: int, own: int
+) -> str:
+    """How long a calibration will take, judged by one forward, and about how much memory. own: tokens of a text that is
+    not the package's, 0 if there is none."""
+    from ..moments.text import OF_A_KIND, TOKENS
+
+    some = {name: x[:1, :256] for name, x in batches[0].items()}
+    for _ in range(2):  # the first one may compile, or read weights from a disk
+        started = time.monotonic()
+        with evaluating(model):
+            _forward(model, some)
+    pace = some["input_ids"].numel() / (time.monotonic() - started)
+    kinds = 0 if _is_esm(model) else 4 * OF_A_KIND
+    windows = 1 if _is_esm(model) else 2
+    tried = _numbers(tests) + kinds
+    specs = averages * (2 if not own else 3) + (3 if own else 0)  # methods at all averages, and more at one
+    passes = {
+        "keys and values, moments": _numbers(batches) + TOKENS + own + batches[0]["input_ids"].numel(),
+        "gradients": 4 * _numbers(probes),  # forward, forward again and backward
+        "costs of sides": 4 * windows * (_numbers(probes) * bool(own) + kinds),
+        "trials": windows * tried * (1 + specs) if tests or not own else 0,
+    }
+    text = text_config(model)
+    size = max(parameter.element_size() for parameter in model.parameters())
+    most = max(_numbers([batch]) for batch in (*probes, *tests))
+    held = len(text.layer_types) if getattr(text, "layer_types", None) else text.num_hidden_layers
+    numbers = most * (3 * vocabulary(model) + (2 * held + 60) * text.hidden_size)  # logits, layers' inputs, one layer
+    return (f"calibrate: {sum(passes.values()):,} tokens in about {clock(sum(passes.values()) / pace)} "
+            f"({pace:,.0f} a second), with about {size * numbers / 2**30:.1f} GiB beside the model")  # fmt: skip
 
 
 def _learned(
@@ -403,7 +407,8 @@ def _learned(
     mark: dict[str, Any],
     batches: Sequence[Batch],
     probes: Sequence[Batch],
-    run: _Run,
+    run: Unfinished,
+    seed: int,
     source: str,
     progress: bool,
 ) -> Calibration:
@@ -412,17 +417,18 @@ def _learned(
     with tapped(model) as tap:
         with _progress("keys and values", batches, progress) as shown:
             _measure_moments(model, tap, batches, run, shown, layers)
-        mean, second = run.moments.means(layers)
+        mean, second = run.keys_and_values.means(layers)
         covariance = second - mean[..., :, None] * mean[..., None, :]
-        tables = _measure_tables(model, tap, batches[0], singular_axes(mean[:, 0], covariance[:, 0]))
+        singular = singular_axes(mean[:, 0], covariance[:, 0])
+        tables = run.array("tables", lambda: _measure_tables(model, tap, batches[0], singular, progress))
         with _progress("what errors cost", probes, progress) as shown:
-            _measure_costs(model, tap, probes, run, shown)
-    cost = run.costs.means(layers)[1] / 2
+            _measure_costs(model, tap, probes, run, shown, seed)
+    cost = run.gradients.means(layers)[1] / 2
     axes = plan_axes(covariance, cost)
     made = (mean, covariance, axes, variance_along(axes, covariance), variance_along(axes, cost), tables)
-    parts = dict(zip(("centre", "covariance", "axes", "variance", "sensitivity", "tables"), made))
+    parts: Any = dict(zip(("centre", "covariance", "axes", "variance", "sensitivity", "tables"), made))
     return Calibration(**{name: x.astype(np.float32) for name, x in parts.items()}, fingerprint=mark,
-                       tokens=run.moments.tokens, seed=run.seed, source=source)  # fmt: skip
+                       tokens=run.keys_and_values.tokens, seed=seed, source=source)  # fmt: skip
 
 
 def _text_of_the_package(model: Any, tokenizer: Any, why: str, held_out: Any) -> list[Batch]:
@@ -570,9 +576,12 @@ def _numbers(batches: Sequence[Batch]) -> int:
     return sum(batch["input_ids"].numel() for batch in batches)
 
 
-def _measure_moments(model: Any, tap: Tap, batches: Sequence[Batch], run: _Run, shown: Progress, layers: int) -> None:
-    shown.skip(_numbers(batches[: run.done]))
-    for batch in batches[run.done :]:
+def _measure_moments(
+    model: Any, tap: Tap, batches: Sequence[Batch], run: Unfinished, shown: Progress, layers: int
+) -> None:
+    sums = run.keys_and_values
+    shown.skip(_numbers(batches[: sums.batches]))
+    for batch in batches[sums.batches :]:
         real = _counted(batch, skipped(model))
 
         def hook(
@@ -583,16 +592,16 @@ def _measure_moments(model: Any, tap: Tap, batches: Sequence[Batch], run: _Run, 
             value: torch.Tensor,
             real: torch.Tensor | None = real,
         ) -> None:
-            run.moments.add(layer, 0, key, real)
-            run.moments.add(layer, 1, value, real)
+            sums.add(layer, 0, key, real)
+            sums.add(layer, 1, value, real)
 
         tap.hook = hook
         _forward(model, batch)
         if len(tap.order) != layers:
             raise NotImplementedError(f"{type(model).__name__} cannot be calibrated: the attention of {len(tap.order)} "
                                       f"of its {layers} layers goes through AttentionInterface")  # fmt: skip
-        run.moments.tokens += _count(batch, skipped(model))
-        run.done += 1
+        sums.tokens += _count(batch, skipped(model))
+        sums.batches += 1
         run.save()
         shown.add(_numbers([batch]))
     tap.hook = None

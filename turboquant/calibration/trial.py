@@ -9,8 +9,9 @@ of last hidden states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,12 @@ from ..hf.tap import tapped
 from ..measured.profile import Profile
 from ..moments import Moments
 from ..moments.text import kinds
-from ..progress import steps
+from ..progress import Progress, steps
 from ..spec import BUDGET_BITS, CacheSpec
 from .choice import NOISE, WINDOWS, Trial, chosen
 from .data import Calibration
 from .measure import SINKS, gradients, of_tokens, skipped
+from .unfinished import Unfinished
 
 __all__ = ["side_costs", "tried", "with_moments"]
 
@@ -45,6 +47,8 @@ def with_moments(
     batches: Sequence[Batch],
     probes: Sequence[Batch],
     held_out: Sequence[Batch],
+    run: Unfinished,
+    progress: bool,
 ) -> Calibration:
     """`found` with moments, and with costs of sides for each of `WINDOWS` that leaves something packed in the texts.
     Errors as of `turboquant.measure`. Batches, probes and text held out may be none: then all is of the package's text.
@@ -55,21 +59,31 @@ def with_moments(
     """
     from ..moments.measure import measure_model, measure_with_text
 
-    moments = {"model": measure_model(model, tokenizer)}
-    moments["text"] = measure_with_text(model, _rows(batches), tokenizer, found.source) if batches else moments["model"]
+    moments = {"model": run.measured("model", lambda: measure_model(model, tokenizer))}
+    moments["text"] = moments["model"]
+    if batches:
+        rows = _rows(batches)
+        moments["text"] = run.measured("text", lambda: measure_with_text(model, rows, tokenizer, found.source))
     own, others = _rows(probes), kinds(model, tokenizer)
 
     def shares(texts: Sequence[torch.Tensor], window: int) -> F64:
         """A text with a token that costs as much as thousands counts no more than another one."""
-        each = [side_costs(model, ids, moments["model"], found.seed + i, window) for i, ids in enumerate(texts)
-                if _packs(ids, window)]  # fmt: skip
+        each = []
+        for i, ids in ((i, ids) for i, ids in enumerate(texts) if _packs(ids, window)):
+            name = f"costs of {'own' if texts is own else 'kind'} {i}, window {window}"
+            measure = partial(side_costs, model, ids, moments["model"], found.seed + i, window)
+            each.append(run.array(name, measure))
+            shown.add(ids.numel())
         mean: F64 = np.mean([costs / (costs.sum() or 1) for costs in each], 0)
         return mean
 
     needed = [own, [batch["input_ids"] for batch in held_out], *([ids] for ids in others)]
     windows = _windows(model, [texts for texts in needed if texts])
-    costs = [np.mean([shares(texts, window) for texts in (own, others if window or not own else []) if texts], 0)
-             for window in windows]  # fmt: skip
+    used = {window: [texts for texts in (own, others if window or not own else []) if texts] for window in windows}
+    tokens = sum(ids.numel() for window, groups in used.items() for texts in groups for ids in texts
+                 if _packs(ids, window))  # fmt: skip
+    with Progress("calibrate, what sides cost", tokens, "tokens", progress) as shown:
+        costs = [np.mean([shares(texts, window) for texts in groups], 0) for window, groups in used.items()]
     return replace(found, moments=moments, windows=windows, side_costs=np.stack(costs).astype(np.float32))
 
 
@@ -128,20 +142,18 @@ def tried(
     tokenizer: Any,
     held_out: Sequence[Batch],
     averages: Sequence[float],
-    done: dict[str, float],
-    save: Callable[[], None],
+    run: Unfinished,
     progress: bool,
 ) -> Calibration:
     """`found` with its trials.
 
     held_out  batches without padding; none: the text of the package, with two methods.  averages  falling.
-    done      earlier results, by text, window, method and average; new ones are added, and `save` is called after each
-              text.
+    run       has earlier results; new ones are added, and it is saved after each text.
     """
     methods = [m for m in (_METHODS if held_out else _ON_THE_PACKAGE) if found.moments or m[0] in ("none", "axes")]
     first = min(averages, key=lambda average: abs(average - FIRST))
     others: list[Batch] = [{"input_ids": ids} for ids in kinds(model, tokenizer)]
-    measure = _Measure(found, model, list(held_out), others, done, save, progress)
+    measure = _Measure(found, model, list(held_out), others, run, progress)
     trials: list[Trial] = []
     for window in found.windows:
         here = measure(window, [(first, *method) for method in methods])
@@ -162,14 +174,13 @@ class _Measure:
         model: Any,
         texts: list[Batch],
         kinds: list[Batch],
-        done: dict[str, float],
-        save: Callable[[], None],
+        run: Unfinished,
         progress: bool,
     ) -> None:
         self.found, self.model, self.places = found, model, [*texts, *kinds]
         self.judged = range(len(texts) or len(kinds))
         self.kinds = range(len(texts), len(self.places))
-        self.done, self.save, self.progress = done, save, progress
+        self.run, self.done, self.progress = run, run.trials, progress
 
     def __call__(self, window: int, which: Sequence[tuple[float, str, int]]) -> list[Trial]:
         which = [one for one in which if one[1] != "axes" or one[0] <= BUDGET_BITS]
@@ -185,7 +196,7 @@ class _Measure:
                 continue
             losses = self._losses(batch, left)
             self.done.update({f"{i} {name}": loss for name, loss in losses.items()})
-            self.save()
+            self.run.save()
         sizes = [self.places[i]["input_ids"].numel() for i in self.judged]
         trials = []
         for (average, method, group), name in zip(which, specs):
