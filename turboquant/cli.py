@@ -31,6 +31,16 @@ if TYPE_CHECKING:
 CALIBRATION_TOKENS, CALIBRATION_WINDOW = 16384, 2048
 HELD_OUT = 4  # 1 token in 4 of a text is held out, to try methods on
 EVALUATED_PROTEINS = 60
+_EXAMPLES = {
+    "info": "info --kernels 16,8,4,32768,128",
+    "doctor": "doctor HuggingFaceTB/SmolLM2-135M-Instruct",
+    "calc": "calc llama-3.1-8b --batch 8 --memory 40GB --gpu h200",
+    "presets": "presets",
+    "measure": "measure HuggingFaceTB/SmolLM2-135M-Instruct --out smollm2.profile",
+    "calibrate": "calibrate HuggingFaceTB/SmolLM2-135M-Instruct --out smollm2.safetensors",
+    "eval": "eval HuggingFaceTB/SmolLM2-135M-Instruct --text book.txt --spec default,compact",
+    "esm-scan": "esm-scan proteins.fasta --model facebook/esm2_t6_8M_UR50D --csv scores.csv",
+}
 _MODEL = "MODEL must be a folder or a name on the Hugging Face hub"
 
 
@@ -419,7 +429,8 @@ def _add_calc(commands: Any) -> None:
     one.set_defaults(run=calc)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; shtab makes shell completion from it (docs/api/commands.md)."""
     parser = argparse.ArgumentParser(
         prog="turboquant", description="KV-cache quantisation and attention on packed bytes."
     )
@@ -523,6 +534,8 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--batch", type=int, default=32, help="masked copies that run together")
     _add_device_options(one)
     one.set_defaults(run=esm_scan)
+    for name, example in _EXAMPLES.items():
+        commands.choices[name].epilog = f"example: turboquant {example}"
     return parser
 
 
@@ -530,7 +543,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The entry point; returns the exit status. Ends with status 2 and a message if something cannot be done, and like
     other programs with 130 after Ctrl-C and 141 where nobody reads its output any more."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = _parser()
+    parser = make_parser()
     chosen, rest = parser.parse_known_args(given)
     if rest and chosen.command != "demo":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

@@ -164,7 +164,8 @@ def _print_table(measured: list[_Measured]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the demo and prints it. arguments: of the command line, without the program's name."""
-    parser = argparse.ArgumentParser(prog="turboquant demo", description="A small model writes from packed caches.")
+    parser = argparse.ArgumentParser(prog="turboquant demo", description="A small model writes from packed caches.",
+                                     epilog="example: turboquant demo --prompt-tokens 512")  # fmt: skip
     parser.add_argument("--prompt-tokens", type=int, default=1024, help="tokens of the prompt (default 1024)")
     parser.add_argument("--tokens", type=int, default=96, help="tokens to generate for each row (default 96)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
