@@ -82,6 +82,14 @@ def scanned(size: Any) -> None:
     check_batch_size(size)
 
 
+def embedded(memory: Any) -> None:
+    from esm_models import tiny_esm
+
+    from turboquant import esm
+
+    esm.embed(tiny_esm(), ["MK"], memory=memory)
+
+
 def eye() -> Any:
     return np.eye(64, dtype=np.float32)[:1]
 
@@ -165,6 +173,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
         model(), [torch.arange(200).view(2, 100) % 50], sensitivity_batches=n
     ),
     "`batch_size`": scanned,
+    "embed: `memory`": embedded,
     "calc: --batch": lambda n: main(["calc", "llama-3-8b", "--batch", str(n)]),
     "calc: --context": lambda n: main(["calc", "llama-3-8b", "--context", str(n)]),
     "doctor: --tokens": lambda n: main(["doctor", "--tokens", str(n)]),

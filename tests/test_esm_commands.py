@@ -6,6 +6,7 @@ import argparse
 import csv
 import gzip
 import json
+import lzma
 import math
 import os
 import subprocess
@@ -316,6 +317,18 @@ def test_scores_on_standard_output(stdout, folder, tmp_path, capsys, monkeypatch
     written = (tmp_path / "s.csv").read_text()
     assert main([*command, stdout]) == 0
     assert capsys.readouterr().out.splitlines() == written.splitlines() and os.listdir() == ["s.csv"]
+
+
+def test_fasta_compressed_by_xz(tmp_path):
+    file = tmp_path / "a.fa.xz"
+    text = b">a\nMKV\n>b\nACDEF\n"
+    file.write_bytes(lzma.compress(text[:8]) + lzma.compress(text[8:]))
+    assert read_fasta(file) == [("a", "MKV"), ("b", "ACDEF")]
+    whole = lzma.compress(text)
+    for damaged in (whole[:-5], whole[:30] + bytes([whole[30] ^ 255]) + whole[31:]):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"a\.fa\.xz: must be a whole xz file"):
+            read_fasta(file)
 
 
 def test_fasta_compressed_by_gzip(tmp_path):

@@ -172,7 +172,7 @@ def truncated(path):
     os.truncate(path, 300)
 
 
-NO_NPY = "does not begin as one"
+NO_NPY = "must be a file of embeddings"
 BAD_FILES = {
     "missing": (lambda path: None, "which is no file"),
     "a folder": (os.mkdir, "a folder"),
@@ -197,7 +197,10 @@ def test_bad_files_of_vectors(here, kind, capsys):
     for name, command in (("VECTORS", ["build", "bad.npy", "--out", "x"]), ("QUERIES", ["search", "x", "bad.npy"]),
                           ("--refine", ["search", "x", "queries.npy", "--refine", "bad.npy"])):  # fmt: skip
         said = fails(capsys, *command)
-        assert f"{name} must be a .npy file of numbers, [n, dim], got 'bad.npy'" in said and message in said
+        assert (
+            f"{name} must be a .npy file of numbers, [n, dim], or one of esm-embed, got 'bad.npy'" in said
+            and message in said
+        )
     assert (here / "x").read_bytes() == before
 
 

@@ -49,6 +49,7 @@ BOUNDS = {
     "text_windows: `length`": (2, 2**20),
     "calibrate: `sensitivity_batches`": (1, 2**20),
     "`batch_size`": (1, 2**16),
+    "embed: `memory`": (2**20, 2**50),
     "calc: --batch": (1, _MOST),
     "calc: --context": (1, _MOST),
     "doctor: --tokens": (1, _MOST),

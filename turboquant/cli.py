@@ -39,6 +39,7 @@ _EXAMPLES = {
     "measure": "measure HuggingFaceTB/SmolLM2-135M-Instruct --out smollm2.profile",
     "calibrate": "calibrate HuggingFaceTB/SmolLM2-135M-Instruct --out smollm2.safetensors",
     "eval": "eval HuggingFaceTB/SmolLM2-135M-Instruct --text book.txt --spec default,compact",
+    "esm-embed": "esm-embed proteins.fasta --model facebook/esm2_t33_650M_UR50D --out proteins.safetensors",
     "esm-scan": "esm-scan proteins.fasta --model facebook/esm2_t6_8M_UR50D --csv scores.csv",
 }
 _MODEL = "MODEL must be a folder or a name on the Hugging Face hub"
@@ -72,7 +73,7 @@ def _checked_files(chosen: argparse.Namespace) -> tuple[str, Entries | None]:
             raise ValueError(str(error).replace("`path`", "the FASTA file", 1)) from None
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(
-                f"the FASTA file must be one of text, plain or compressed by gzip, got {chosen.fasta!r}: {error}"
+                f"the FASTA file must be one of text, plain or compressed by gzip or xz, got {chosen.fasta!r}: {error}"
             ) from None
         _check_kind(chosen.model, proteins=True)
         return "", proteins
@@ -395,6 +396,20 @@ def esm_scan(chosen: argparse.Namespace) -> int:
     return commands.scan(_model(chosen), chosen, found, proteins)
 
 
+def esm_embed(chosen: argparse.Namespace) -> int:
+    """Embed proteins of any length: means, and on request every residue, and an index of the means."""
+    from .esm import commands
+
+    check_output(chosen.out, "--out", {"FASTA": chosen.fasta}, moved=True)
+    check_output(chosen.index, "--index", {"FASTA": chosen.fasta, "--out": chosen.out}, moved=True)
+    try:
+        chosen.layers = [int(layer) for layer in chosen.layers.split(",")]
+    except ValueError:
+        raise ValueError(f"--layers must be integers between commas, got {chosen.layers!r}") from None
+    _, proteins = _checked_files(chosen)
+    return commands.embedded(_model(chosen), chosen, proteins)
+
+
 def _add_model_options(parser: argparse.ArgumentParser, required: bool = True, own_dtype: bool = False) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder, or a name on the Hugging Face hub")
     source = parser.add_mutually_exclusive_group(required=required)
@@ -427,6 +442,32 @@ def _add_calc(commands: Any) -> None:
                      "(default h100)")  # fmt: skip
     one.add_argument("--dtype", choices=tuple(ITEM_BYTES), default="bfloat16", help="of the model (default bfloat16)")
     one.set_defaults(run=calc)
+
+
+def _add_esm_embed(commands: Any) -> None:
+    one = commands.add_parser(
+        "esm-embed",
+        help="embed proteins of any length with an ESM-2 model",
+        description="Embed proteins of any length with an ESM-2 model. The same command goes on after an interruption.",
+    )
+    one.add_argument("fasta", metavar="FASTA", help="proteins, plain or compressed by gzip or xz")
+    one.add_argument("--model", metavar="MODEL", required=True, help="a folder, or a name on the Hugging Face hub")
+    one.add_argument("--out", "-o", metavar="FILE", required=True, help="the embeddings; FILE.part and FILE.part.json "
+                     "while it runs, to resume")  # fmt: skip
+    one.add_argument("--layers", metavar="N[,N...]", default="-1", help="whose states are taken: 0 is the input of the "
+                     "first layer, -1 the model's output (the default)")  # fmt: skip
+    one.add_argument("--residues", choices=("none", "float16", "4bit"), default="none", help="beside the means also "
+                     "every residue, in float16 or packed (default none)")  # fmt: skip
+    one.add_argument("--index", metavar="FILE", help="also an index of the means of the last of the layers, with the "
+                     "names, for turboquant index search: 4 bits, cosine")  # fmt: skip
+    one.add_argument("--window", type=int, metavar="N", help="residues read together of a protein that has more "
+                     "(default: as many as the model has positions for)")  # fmt: skip
+    one.add_argument("--overlap", type=int, metavar="N", help="residues that neighbouring windows share at least "
+                     "(default: a quarter of a window)")  # fmt: skip
+    one.add_argument("--memory", type=int, metavar="MIB", default=1024, help="for what a layer computes, beside the "
+                     "model (default 1024)")  # fmt: skip
+    _add_device_options(one)
+    one.set_defaults(run=esm_embed)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -513,8 +554,9 @@ def make_parser() -> argparse.ArgumentParser:
                      "error")  # fmt: skip
     one.set_defaults(run=evaluate)
     add_index_parser(commands)
+    _add_esm_embed(commands)
     one = commands.add_parser("esm-scan", help="score every mutation of proteins with an ESM-2 model")
-    one.add_argument("fasta", metavar="FASTA", help="proteins, plain or compressed by gzip")
+    one.add_argument("fasta", metavar="FASTA", help="proteins, plain or compressed by gzip or xz")
     one.add_argument("--model", metavar="MODEL", required=True, help="a folder, or a name on the Hugging Face hub")
     one.add_argument(
         "--csv",

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Tensor", "array_bytes", "crc32", "existing_file", "file_name", "layout", "numpy_dtype", "read_arrays",
-           "read_header", "tensor", "write_arrays", "write_tensors", "write_whole"]  # fmt: skip
+__all__ = ["Tensor", "array_bytes", "crc32", "existing_file", "file_name", "header_of", "layout", "numpy_dtype",
+           "read_arrays", "read_header", "tensor", "write_arrays", "write_tensors", "write_whole"]  # fmt: skip
 
 _ALIGNMENT = 64
 _MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors
@@ -153,6 +153,18 @@ def layout(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return placed
 
 
+def header_of(form: str, meta: Mapping[str, Any], placed: Mapping[str, Tensor]) -> bytes:
+    """The bytes in front of the tensors that `layout` placed."""
+    text = json.dumps(meta, sort_keys=True, allow_nan=False)
+    entries: dict[str, Any] = {"__metadata__": {"format": form, "turboquant": text, "crc32": _sum_of(text)}}
+    for name, held in placed.items():
+        offsets = [held.start, held.start + held.nbytes]
+        entries[name] = {"dtype": held.dtype, "shape": list(held.shape), "data_offsets": offsets}
+    header = json.dumps(entries).encode()
+    header += b" " * (-(len(header) + 8) % _ALIGNMENT)
+    return len(header).to_bytes(8, "little") + header
+
+
 def write_tensors(
     path: str | bytes | os.PathLike[str] | os.PathLike[bytes],
     form: str,
@@ -162,16 +174,9 @@ def write_tensors(
 ) -> None:
     """Writes a file of the format `form`, whole or not at all. parts: the bytes of each tensor, in pieces."""
     placed = layout(tensors)
-    text = json.dumps(meta, sort_keys=True, allow_nan=False)
-    entries: dict[str, Any] = {"__metadata__": {"format": form, "turboquant": text, "crc32": _sum_of(text)}}
-    for name, held in placed.items():
-        offsets = [held.start, held.start + held.nbytes]
-        entries[name] = {"dtype": held.dtype, "shape": list(held.shape), "data_offsets": offsets}
-    header = json.dumps(entries).encode()
-    header += b" " * (-(len(header) + 8) % _ALIGNMENT)
 
     def pieces() -> Iterable[bytes | memoryview]:
-        yield len(header).to_bytes(8, "little") + header
+        yield header_of(form, meta, placed)
         for name, held in placed.items():
             if name in tensors:
                 yield from parts[name]

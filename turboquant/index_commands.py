@@ -1,4 +1,5 @@
-"""`turboquant index build | search | info | verify`: an index of the vectors in a .npy file. NumPy only."""
+"""`turboquant index build | search | info | verify`: an index of the vectors in a .npy file, or of the means that
+`turboquant esm-embed` wrote, with the names of the proteins. NumPy only."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import argparse
 import csv
 import os
 import sys
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from .arguments import STANDARD_OUTPUT, check_output
 from .progress import Progress, log
@@ -21,23 +23,36 @@ _ROWS = 16_384  # vectors that are added, then counted: a segment
 # ---- files of vectors ----
 
 
-def mapped(path: str, name: str) -> Any:
-    """The vectors of a .npy file, [n, dim], mapped: they are read where they are used. name: what users call it."""
+def mapped(path: str, name: str) -> tuple[Any, tuple[str, ...] | None]:
+    """The vectors of a .npy file or the means of a file of embeddings, [n, dim], mapped: they are read where they are
+    used; and the names of the latter. name: what users call the file."""
     import numpy as np
 
-    wanted = f"{name} must be a .npy file of numbers, [n, dim]"
+    from .esm.embeddings import Embeddings  # which needs no torch
+
+    wanted = f"{name} must be a .npy file of numbers, [n, dim], or one of esm-embed"
     if not os.path.isfile(path):
         raise ValueError(f"{wanted}, got {path!r}, {'a folder' if os.path.isdir(path) else 'which is no file'}")
     try:
         with open(path, "rb") as file:
             if file.read(6) != b"\x93NUMPY":
-                raise ValueError("it does not begin as one")
+                found = Embeddings.load(path)
+                return found.means(), found.names
         x = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:  # also for objects
         raise ValueError(f"{wanted}, got {path!r}: {error}") from None
     if x.ndim != 2 or not len(x) or x.dtype.kind not in "biuf":
         raise ValueError(f"{wanted}, got {path!r} of {x.dtype}, {list(x.shape)}")
-    return x
+    return x, None
+
+
+def check_names(names: Sequence[str], what: str) -> None:
+    """ValueError unless names differ."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"{what}: proteins must be named differently up to the first blank, got two {name!r}")
+        seen.add(name)
 
 
 def _loaded(path: str) -> Index:
@@ -53,25 +68,39 @@ def _loaded(path: str) -> Index:
 
 def build(chosen: argparse.Namespace) -> int:
     """Fill an index with the vectors of a file, whose rows are the ids."""
-    from .index import Index, inputs
+    from .index import Index
 
     check_output(chosen.out, "--out", {"VECTORS": chosen.vectors}, moved=True)
-    x = mapped(chosen.vectors, "VECTORS")
+    x, names = mapped(chosen.vectors, "VECTORS")
+    if names is not None:
+        check_names(names, chosen.vectors)
     index = Index(x.shape[1], chosen.bits, chosen.metric, chosen.seed)
-    if chosen.train:
-        _train(index, x, chosen.vectors)
+    fill(index, x, chosen.out, chosen.vectors, chosen.train, names)
+    return 0
+
+
+def fill(index: Index, x: Any, out: str, path: str, train: bool, names: Sequence[str] | None = None) -> None:
+    """Train an empty index on vectors, fill it and save it, with the names as documents. path: what errors call x."""
+    from .index import inputs
+    from .index.documents import Document, Documents
+
+    if train:
+        _train(index, x, path)
+    documents = None if names is None else Documents(index)
     with Progress("index build", len(x), "vectors") as progress:
         for at in range(0, len(x), _ROWS):
             part = inputs.as_float32(x[at : at + _ROWS])
             try:
-                index.add(part)
+                if documents is None or names is None:
+                    index.add(part)
+                else:
+                    documents.add([Document(name, None, {}) for name in names[at : at + len(part)]], list(part))
             except ValueError:
-                inputs.check("add", chosen.vectors, part, chosen.metric, at)  # names the row of the file
+                inputs.check("add", path, part, index.metric, at)  # names the row of the file
                 raise
             progress.add(len(part))
-    index.save(chosen.out)
-    print(f"{chosen.out}: {index!r}, {os.path.getsize(chosen.out):,} bytes")
-    return 0
+    (index if documents is None else documents).save(out)
+    print(f"{out}: {index!r}, {os.path.getsize(out):,} bytes")
 
 
 def _train(index: Index, x: Any, path: str) -> None:
@@ -91,32 +120,48 @@ def _train(index: Index, x: Any, path: str) -> None:
 
 def search(chosen: argparse.Namespace) -> int:
     """Search an index for the vectors of a file; writes CSV, a line for each that was found."""
+    from .files import path_called
+    from .index.documents import ids_by_number
+
     read = {"INDEX": chosen.index, "QUERIES": chosen.queries, "--refine": chosen.refine}
     if chosen.csv not in STANDARD_OUTPUT:
         check_output(chosen.csv, "--csv", read, moved=True)
-    queries = mapped(chosen.queries, "QUERIES")
-    vectors = None if chosen.refine is None else mapped(chosen.refine, "--refine")
+    queries, names = mapped(chosen.queries, "QUERIES")
+    vectors = None if chosen.refine is None else mapped(chosen.refine, "--refine")[0]
     index = _loaded(chosen.index)
+    with path_called("INDEX"):
+        ids = ids_by_number(index)
     options = {"threads": chosen.threads, "refine": vectors, "factor": chosen.factor}
+    rows = _found(index, queries, names, ids, chosen.k, options, shown=chosen.csv not in STANDARD_OUTPUT)
     if chosen.csv in STANDARD_OUTPUT:
-        _write(sys.stdout, index, queries, chosen.k, options)
+        csv.writer(sys.stdout).writerows(rows)
         return 0
     unfinished = f"{chosen.csv}.part"
     with open(unfinished, "w", newline="", encoding="utf-8") as file:
-        _write(file, index, queries, chosen.k, options)
+        csv.writer(file).writerows(rows)
     os.replace(unfinished, chosen.csv)
     return 0
 
 
-def _write(file: TextIO, index: Index, queries: Any, k: int, options: dict[str, Any]) -> None:
-    writer = csv.writer(file)
-    with Progress("index search", len(queries), "queries", shown=file is not sys.stdout) as progress:
+def _found(
+    index: Index,
+    queries: Any,
+    names: Sequence[str] | None,
+    ids: dict[int, str],
+    k: int,
+    options: dict[str, Any],
+    shown: bool,
+) -> Iterator[tuple[Any, ...]]:
+    """Rows of CSV. names, ids: what queries and vectors are called, where they are called anything."""
+    with Progress("index search", len(queries), "queries", shown) as progress:
         for at in range(0, len(queries), _TOGETHER):
-            scores, ids = index.search(queries[at : at + _TOGETHER], k, **options)
+            scores, found = index.search(queries[at : at + _TOGETHER], k, **options)
             if not at:  # not before the first search, which finds what is wrong with the arguments
-                writer.writerow(("query", "rank", "id", "score"))
-            for i, (own, its) in enumerate(zip(scores.tolist(), ids.tolist(), strict=True), at):
-                writer.writerows((i, r, n, f"{s:.7g}") for r, (s, n) in enumerate(zip(own, its, strict=True)) if n >= 0)
+                yield "query", "rank", "id", "score"
+            for i, (own, its) in enumerate(zip(scores.tolist(), found.tolist(), strict=True), at):
+                for rank, (score, number) in enumerate(zip(own, its, strict=True)):
+                    if number >= 0:
+                        yield i if names is None else names[i], rank, ids.get(number, number), f"{score:.7g}"
             progress.add(len(scores))
 
 
@@ -190,11 +235,11 @@ def _add_build(actions: Any) -> None:
         "build",
         help="fill an index with vectors",
         description="Fill an index with the vectors of a file. It cannot be resumed: the file of the index is written "
-        "at the end, whole or not at all. Example: turboquant index build vectors.npy --bits 3 --metric cosine "
-        "--train --out vectors.safetensors",
+        "at the end, whole or not at all.",
+        epilog="example: turboquant index build vectors.npy --bits 3 --metric cosine --train --out vectors.safetensors",
     )
     one.add_argument("vectors", metavar="VECTORS", help="a .npy file of numbers, [n, dim], which is mapped; rows, from "
-                     "0 on, are the ids")  # fmt: skip
+                     "0 on, are the ids; or means of esm-embed, with the names of their proteins")  # fmt: skip
     one.add_argument("--out", "-o", metavar="FILE", required=True, help="the index")
     one.add_argument("--bits", type=int, choices=(1, 2, 3, 4, 5, 6, 8), default=3, help="of a number (default 3)")
     one.add_argument("--metric", choices=("ip", "cosine", "l2"), default="ip", help="inner product (the default), "
@@ -209,12 +254,12 @@ def _add_search(actions: Any) -> None:
     one = actions.add_parser(
         "search",
         help="find the best vectors of each query, as CSV",
-        description="Find the best vectors of each query. Writes CSV: query and id are rows of their files, from 0 on; "
-        "rank counts from 0, best first. Example: turboquant index search vectors.safetensors queries.npy -k 10 "
-        "--refine vectors.npy",
+        description="Find the best vectors of each query. Writes CSV: query and id are rows of their files, from 0 on, "
+        "or names of proteins; rank counts from 0, best first.",
+        epilog="example: turboquant index search vectors.safetensors queries.npy -k 10 --refine vectors.npy",
     )
     one.add_argument("index", metavar="INDEX", help="a file of an index, which is mapped")
-    one.add_argument("queries", metavar="QUERIES", help="a .npy file of numbers, [n, dim]")
+    one.add_argument("queries", metavar="QUERIES", help="a .npy file of numbers, [n, dim], or one of esm-embed")
     one.add_argument("-k", type=int, metavar="N", default=10, help="vectors to find for each query (default 10)")
     one.add_argument("--refine", metavar="VECTORS", help="the .npy file that the index was built from: what is found "
                      "is sorted by exact scores")  # fmt: skip

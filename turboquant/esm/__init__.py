@@ -3,6 +3,7 @@
     ContextCache       proteins read once; changed or new residues run against their packed keys and values
     masked_marginals   the variant-effect scan, with a shared context or exactly
     wild_type_marginals   the same with nothing masked, in one pass
+    embed              means and residues of any number of proteins, of any length: Embeddings
     evaluate           what a spec costs in quality, on proteins
     protein_batches    proteins as `turboquant.calibrate` takes them
     read_fasta         names and sequences of a file
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 _HOMES = {
     "EXACT": "context",
+    "Embeddings": "embeddings",
+    "embed": "embedding",
     "ContextCache": "context",
     "Residues": "context",
     "ProteinEvaluation": "quality",
@@ -34,10 +37,12 @@ __all__ = [
     "AMINO_ACIDS",
     "EXACT",
     "ContextCache",
+    "Embeddings",
     "Protein",
     "ProteinEvaluation",
     "Residues",
     "Scan",
+    "embed",
     "evaluate",
     "heat_map",
     "masked_marginals",
@@ -50,6 +55,8 @@ if TYPE_CHECKING:
     from .context import EXACT as EXACT
     from .context import ContextCache as ContextCache
     from .context import Residues as Residues
+    from .embedding import embed as embed
+    from .embeddings import Embeddings as Embeddings
     from .fasta import Protein as Protein
     from .fasta import read_fasta as read_fasta
     from .heatmap import heat_map as heat_map

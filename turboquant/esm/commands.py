@@ -1,4 +1,4 @@
-"""Commands on proteins: `calibrate --fasta`, `eval --fasta`, `esm-scan`."""
+"""Commands on proteins: `calibrate --fasta`, `eval --fasta`, `esm-embed`, `esm-scan`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..calibration import measure
+from ..index import Index
+from ..index.training import LEAST
+from ..index_commands import check_names, fill
 from ..measured import Profile
 from ..spec import CacheSpec
 from ..tables import table
 from .context import ContextCache
+from .embedding import embed
 from .fasta import Entries, Protein, doubts, read_entries
 from .heatmap import figure_class, heat_map
-from .model import AMINO_ACIDS, checked_model, tokenise
+from .model import AMINO_ACIDS, checked_model, letter_tokens, tokenise
 from .quality import ProteinEvaluation, evaluate, protein_batches
 from .scan import Scan, masked_marginals, wild_type_marginals
 
-__all__ = ["calibrated", "evaluated", "markdown", "scan"]
+__all__ = ["calibrated", "embedded", "evaluated", "markdown", "scan"]
 
 
 HELD_OUT = 4  # 1 protein in 4 is held out of a calibration
@@ -29,8 +33,9 @@ Amount = tuple[int | None, int]  # the number asked for, or None, and the defaul
 Read = Entries | None  # the entries of a file that was read before: a pipe can be read only once
 
 
-def _usable(path: str, read: Read, model: Any) -> tuple[list[Protein], list[str]]:
-    """The proteins of a file that the model can read, and for each of the others an error that says why not.
+def _usable(path: str, read: Read, model: Any, any_length: bool = False) -> tuple[list[Protein], list[str]]:
+    """The proteins of a file that the model can read, at once or in windows (`any_length`), and for each of the others
+    an error that says why not.
 
     ValueError if there is none that it can read. Warns on stderr of entries that look like DNA or a PIR file.
     """
@@ -40,7 +45,10 @@ def _usable(path: str, read: Read, model: Any) -> tuple[list[Protein], list[str]
     usable, left_out = [], list(errors)
     for protein in proteins:
         try:
-            tokenise(protein.sequence, model.config, f"{path}: {protein.name}")
+            if any_length:
+                letter_tokens(protein.sequence, f"{path}: {protein.name}")
+            else:
+                tokenise(protein.sequence, model.config, f"{path}: {protein.name}")
         except ValueError as error:
             left_out.append(str(error))
         else:
@@ -120,6 +128,31 @@ def markdown(found: Mapping[str, ProteinEvaluation]) -> str:
     return "\n".join([table(rows, markdown=True), "", *(f"{note}." for note in notes)])
 
 
+def embedded(model: Any, chosen: argparse.Namespace, read: Read = None) -> int:
+    """Embeds the proteins of a file that the model can read; lists the others on stderr at the end."""
+    checked_model(model)
+    proteins, left_out = _usable(chosen.fasta, read, model, any_length=True)
+    names = [protein.name for protein in proteins]
+    if chosen.index is not None:
+        check_names(names, "--index")
+    found = embed(model, [protein.sequence for protein in proteins], names=names, layers=chosen.layers,
+                  residues=chosen.residues, out=chosen.out, window=chosen.window, overlap=chosen.overlap,
+                  memory=chosen.memory << 20, progress=True)  # fmt: skip
+    print(f"{chosen.out}: {found!r}, {os.path.getsize(chosen.out):,} bytes")
+    if chosen.index is not None:
+        means = found.means()
+        index = Index(means.shape[1], 4, "cosine")
+        fill(index, means, chosen.index, chosen.fasta, train=len(found) >= LEAST, names=names)
+    _list_left_out(proteins, left_out)
+    return 0
+
+
+def _list_left_out(proteins: Sequence[Protein], left_out: Sequence[str]) -> None:
+    if left_out:
+        print(f"left out {len(left_out)} of {len(proteins) + len(left_out)} proteins:", file=sys.stderr)
+        print(*(f"  {why}" for why in left_out), sep="\n", file=sys.stderr)
+
+
 def scan(model: Any, chosen: argparse.Namespace, profile: Profile | None, read: Read = None) -> int:
     """Marginals of the proteins of a file, by `--method`, as CSV and, if wanted, as pictures. Skips proteins that the
     model cannot read, and lists them on stderr at the end. An existing CSV file is replaced at the end; "-" is standard
@@ -144,9 +177,7 @@ def scan(model: Any, chosen: argparse.Namespace, profile: Profile | None, read: 
         with open(unfinished, "w", newline="", encoding="utf-8") as file:
             _write(file, model, chosen, proteins, context)
         os.replace(unfinished, chosen.csv)
-    if left_out:
-        print(f"left out {len(left_out)} of {len(proteins) + len(left_out)} proteins:", file=sys.stderr)
-        print(*(f"  {why}" for why in left_out), sep="\n", file=sys.stderr)
+    _list_left_out(proteins, left_out)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import lzma
 import os
 import re
 import warnings
@@ -16,6 +17,7 @@ from ..files import existing_file, file_name
 __all__ = ["Entries", "Protein", "doubts", "read_entries", "read_fasta"]
 
 GZIP = b"\x1f\x8b"  # the first bytes of every gzip file (RFC 1952)
+XZ = b"\xfd7zXZ\0"
 # Types of entries of a PIR file (">P1;CRAB_ANAPL"), in which a title follows each header.
 PIR = re.compile(r"(P1|F1|DL|DC|RL|RC|N1|N3|XX);", re.IGNORECASE)
 NUCLEOTIDES = frozenset("ACGTUN")
@@ -38,14 +40,14 @@ class Entries(NamedTuple):
 
 
 def read_fasta(path: str | os.PathLike[str]) -> list[Protein]:
-    """All entries of a file or pipe, plain or compressed by gzip, in order, read once. Lower-case letters (soft
+    """All entries of a file or pipe, plain or compressed by gzip or xz, in order, read once. Lower-case letters (soft
     masking) become upper-case, blanks and the "*" of a stop codon at the end are left out; whether letters are of a
     model's alphabet is for the model to say. Lines end with LF, CR LF or CR and nothing else; a byte order mark in
     front is left out.
 
     FileNotFoundError if there is none. ValueError, naming the line, for a file without entries, text in front of the
     first, an entry without a sequence, or one with a character that is not printable ASCII: upper case of others may be
-    several letters. ValueError for a gzip file that is damaged, and UnicodeDecodeError for text that is not UTF-8.
+    several letters. ValueError for a damaged gzip or xz file, and UnicodeDecodeError for text that is not UTF-8.
     UserWarning for sequences that look like DNA or RNA, and for headers of a PIR file, whose titles would be read as
     residues.
     """
@@ -60,7 +62,7 @@ def read_fasta(path: str | os.PathLike[str]) -> list[Protein]:
 def read_entries(path: str | os.PathLike[str]) -> Entries:
     """As `read_fasta`, but returns errors for bad entries beside the good ones, and does not warn.
 
-    ValueError for what is no FASTA file at all: no entries, text in front of the first, damaged gzip.
+    ValueError for what is no FASTA file at all: no entries, text in front of the first, damaged gzip or xz.
     """
     name = file_name(path)
     if os.path.isdir(name) or not os.path.exists(name):
@@ -99,6 +101,11 @@ def _text(name: str) -> str:
             content = gzip.decompress(content)
         except (EOFError, OSError, zlib.error) as error:
             raise ValueError(f"{name}: must be a whole gzip file, got a damaged one: {error}") from None
+    elif content.startswith(XZ):
+        try:
+            content = lzma.decompress(content)
+        except lzma.LZMAError as error:
+            raise ValueError(f"{name}: must be a whole xz file, got a damaged one: {error}") from None
     return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 

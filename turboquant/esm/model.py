@@ -29,6 +29,7 @@ __all__ = [
     "dropout_factor",
     "embed",
     "integers",
+    "letter_tokens",
     "padded",
     "positioned",
     "tokenise",
@@ -89,21 +90,26 @@ def tokenise(sequence: str | Sequence[str], config: Any, argument: str = "sequen
     ValueError for no residues, another letter, or more tokens than the model has positions (its
     ``max_position_embeddings - 2``, 1,024 for the published models).
     """
+    most = config.max_position_embeddings - 4
+    if isinstance(sequence, Sequence) and len(sequence) > most:
+        raise ValueError(
+            f"`{argument}` must have at most {most} residues, for which the model has positions, got "
+            f"{len(sequence)}: crop it, or raise model.config.max_position_embeddings beyond what it was trained on"
+        )
+    return [CLS, *letter_tokens(sequence, argument), EOS]
+
+
+def letter_tokens(sequence: str | Sequence[str], argument: str = "sequence") -> list[int]:
+    """As `tokenise`, but of a protein of any length, without the tokens in front and behind."""
     if not isinstance(sequence, Sequence):
         raise TypeError(f"`{argument}` must be a string or a list of letters, got {type(sequence).__name__}")
     if not sequence:
         raise ValueError(f"`{argument}` must have at least one residue, got none")
-    most = config.max_position_embeddings - 2
-    if len(sequence) + 2 > most:
-        raise ValueError(
-            f"`{argument}` must have at most {most - 2} residues, for which the model has positions, got "
-            f"{len(sequence)}: crop it, or raise model.config.max_position_embeddings beyond what it was trained on"
-        )
     for i, letter in enumerate(sequence):
         if letter not in _LETTERS:
             allowed = "".join(sorted(token for token in _LETTERS if len(token) == 1))
             raise ValueError(f"`{argument}[{i}]` must be a letter of the ESM-2 alphabet, {allowed}, got {letter!r}")
-    return [CLS, *(_LETTERS[letter] for letter in sequence), EOS]
+    return [_LETTERS[letter] for letter in sequence]
 
 
 def integers(numbers: Iterable[Any], argument: str) -> list[int]:

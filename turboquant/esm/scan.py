@@ -176,7 +176,7 @@ def _from_context(cache: ContextCache, protein: int, batch: Sequence[int]) -> to
     return torch.cat(said.logits)
 
 
-class _Plain:
+class Plain:
     """The context of an exact scan: the model's own attention, patched or not."""
 
     def attend(self, module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float | None) -> torch.Tensor:
@@ -195,5 +195,5 @@ def _exactly(model: Any, tokens: list[int], batch: Sequence[int]) -> torch.Tenso
 
 def _states(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Last hidden states of the model's own full pass, [batch, tokens, hidden], of unpadded token ids."""
-    states: torch.Tensor = checked_model(model)(input_ids=ids, turboquant_context=_Plain()).last_hidden_state
+    states: torch.Tensor = checked_model(model)(input_ids=ids, turboquant_context=Plain()).last_hidden_state
     return states

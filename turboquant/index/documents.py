@@ -261,6 +261,20 @@ class Documents:
         return self
 
 
+def ids_by_number(index: Index) -> dict[int, str]:
+    """The ids of documents by their vectors' ids, of a loaded index whose file may have documents. ValueError for
+    damaged ones."""
+    assert index._loaded is not None
+    held = index._loaded[1].get("documents")
+    try:
+        rows = [] if held is None else json.loads(bytes(held))
+        if not isinstance(rows, list) or not all(map(_is_row, rows)):
+            raise TypeError
+    except (TypeError, ValueError, RecursionError):
+        raise ValueError("`path` must be a file of an index, got one whose documents are damaged") from None
+    return {row[4]: row[0] for row in rows}
+
+
 def _is_row(row: Any) -> bool:
     """Whether the row of a file has the five fields of a document."""
     kinds = (str, str | None, dict, object, int)

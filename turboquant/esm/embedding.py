@@ -1,0 +1,281 @@
+"""Embeddings of many proteins: batches of equal length within a memory budget, windows for long proteins, and a file
+that an interrupted run goes on with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..arguments import bounded, integer
+from ..files import file_name, write_whole
+from ..hf.routing import evaluating, routed
+from ..models.identity import fingerprint
+from ..models.placement import device_of
+from ..progress import Progress
+from ..quantizer import Quantizer
+from .attention import NAME
+from .context import Letters
+from .embeddings import Arrays, Embeddings, described, placed
+from .model import CLS, EOS, checked_model, dropout_factor, letter_tokens, padded
+from .model import embed as embedded
+from .scan import Plain
+from .windows import Window, sizes, windows
+
+__all__ = ["embed"]
+
+_SAVED = 10.0  # seconds between two notes of how far a file is
+_TIMES_WIDTH = 24  # numbers of a token that a layer holds at once, over its width: its two norms and the wide part
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is embedded, and how."""
+
+    names: tuple[str, ...]
+    tokens: list[list[int]]  # of each protein, without start and end
+    layers: tuple[int, ...]
+    residues: str
+    window: int
+    overlap: int
+    budget: int  # tokens that run together
+
+    def windows_of(self, protein: int) -> list[Window]:
+        return windows(len(self.tokens[protein]), self.window, self.overlap)
+
+    def steps(self) -> list[list[int]]:
+        """Proteins that are embedded and written together, of similar length, the longest first."""
+        order = sorted(range(len(self.tokens)), key=lambda i: (-len(self.tokens[i]), i))
+        found: list[list[int]] = []
+        room = 0
+        for i in order:
+            wanted = sum(w.stop - w.start + 2 for w in self.windows_of(i))
+            if wanted > room:
+                found.append([])
+                room = self.budget
+            found[-1].append(i)
+            room -= wanted
+        return found
+
+
+class _Piece(NamedTuple):
+    protein: int
+    window: Window
+
+
+def embed(
+    model: Any,
+    sequences: Sequence[Letters],
+    *,
+    names: Sequence[str] | None = None,
+    layers: Sequence[int] = (-1,),
+    residues: str = "none",
+    out: str | os.PathLike[str] | None = None,
+    window: int | None = None,
+    overlap: int | None = None,
+    memory: int = 2**30,
+    progress: bool = False,
+) -> Embeddings:
+    """Embeds proteins: means over the residues of each, and on request every residue. See `Embeddings`.
+
+    model      an ESM-2 model, with or without a head, patched or not: its own attention is used
+    sequences  of the ESM-2 alphabet, of any length
+    names      of the proteins; None: their numbers. Without line feeds
+    layers     whose states are taken: 0 is the input of the first layer, -1 the model's output
+    residues   "none"; "float16"; or "4bit", packed by `turboquant.Quantizer`, each protein by itself
+    out        the file to write, in which everything stays; None: in memory. While it is made it is `out`.part, beside
+               `out`.part.json: the same call goes on with them after an interruption
+    window, overlap   residues of a window over a protein that is longer, by default as many as the model has positions
+               for, and residues that neighbouring windows share at least, by default a quarter of that. Of those that
+               two windows share each half is taken from the window in whose middle it lies deeper
+    memory     bytes for what a layer computes, beside the model; proteins run together as far as it goes
+    progress   how far it is, on stderr
+
+    ValueError for a letter that ESM-2 does not know, no proteins, layers that the model lacks, a number that float16
+    does not hold, and a file of another run at `out`.part; TypeError or NotImplementedError for another model.
+    """
+    base = checked_model(model)
+    job = _job(model, base, sequences, names, layers, residues, window, overlap, memory)
+    lengths = np.array([len(tokens) for tokens in job.tokens], np.int32)
+    quantizer = Quantizer(base.config.hidden_size, 4) if residues == "4bit" else None
+    plan = None if quantizer is None else quantizer.plan
+    meta = {"layers": list(job.layers), "residues": residues, "plan": None if plan is None else list(plan.words)}
+    tensors = described(job.names, lengths, job.layers, base.config.hidden_size, residues, plan)
+    part = None if out is None else f"{file_name(out, 'out')}.part"
+    steps = job.steps()
+    note = _Note(part, job, model)
+    arrays = placed(part, meta, tensors, fresh=not note.done)
+    arrays["names"][:] = np.frombuffer("\n".join(job.names).encode(), np.uint8)
+    arrays["lengths"][:] = lengths
+    held = Embeddings(job.names, lengths, job.layers, arrays, plan)
+    with Progress("embed", float(lengths.sum()), "residues", progress) as shown:
+        for n, step in enumerate(steps):
+            amount = float(lengths[step].sum())
+            if n < note.done:
+                shown.skip(amount)
+                continue
+            _write(held, job, step, _states(model, base, job, step), quantizer)
+            note.reached(n + 1, arrays)
+            shown.add(amount)
+    if part is None or out is None:
+        return held
+    note.reached(len(steps), arrays, last=True)
+    os.replace(part, out)
+    os.unlink(note.path)
+    return Embeddings.load(out)
+
+
+def _job(
+    model: Any,
+    base: Any,
+    sequences: Sequence[Letters],
+    names: Sequence[str] | None,
+    layers: Sequence[int],
+    residues: str,
+    window: int | None,
+    overlap: int | None,
+    memory: int,
+) -> _Job:
+    """The arguments of `embed`, checked."""
+    if isinstance(sequences, str) or not len(sequences):
+        raise ValueError(f"`sequences` must be a list of at least one protein, got {sequences!r:.80}")
+    if residues not in ("none", "float16", "4bit"):
+        raise ValueError(f"`residues` must be none, float16 or 4bit, got {residues!r}")
+    named = [str(i) for i in range(len(sequences))] if names is None else list(names)
+    if len(named) != len(sequences):
+        raise ValueError(f"`names` must be one of each of {len(sequences)} proteins, got {len(named)}")
+    for i, name in enumerate(named):
+        if not isinstance(name, str) or "\n" in name or not name:
+            raise ValueError(f"`names[{i}]` must be a text of one line, got {name!r}")
+    most, shared = sizes(model.config, window, overlap)
+    count = len(base.encoder.layer)
+    chosen = []
+    for i, layer in enumerate(layers):
+        number = integer(layer, f"`layers[{i}]`")
+        if not -count - 1 <= number <= count:
+            raise ValueError(f"`layers[{i}]` must be in {-count - 1}..{count}, got {number}")
+        chosen.append(number % (count + 1))
+    if not chosen or len(set(chosen)) != len(chosen):
+        raise ValueError(f"`layers` must name at least one layer, and each once, got {list(layers)}")
+    width, size = model.config.hidden_size, next(base.parameters()).element_size()
+    each = width * (_TIMES_WIDTH * size + 8 * len(chosen))
+    budget = max(most + 2, bounded("embed: `memory`", memory) // each)
+    tokens = [letter_tokens(sequence, f"sequences[{i}]") for i, sequence in enumerate(sequences)]
+    return _Job(tuple(named), tokens, tuple(sorted(chosen)), residues, most, shared, budget)
+
+
+# ---- the model ----
+
+
+@contextmanager
+def _watched(base: Any, layers: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
+    """The outputs of some layers but the last, [batch, tokens, width], during and after each forward."""
+    seen: dict[int, torch.Tensor] = {}
+
+    def hook(layer: int) -> Any:
+        def keep(_module: Any, _given: Any, output: Any) -> None:
+            seen[layer] = output[0] if isinstance(output, tuple) else output
+
+        return keep
+
+    with ExitStack() as stack:
+        for layer in layers:
+            if 0 < layer < len(base.encoder.layer):
+                stack.callback(base.encoder.layer[layer - 1].register_forward_hook(hook(layer)).remove)
+        yield seen
+
+
+def _states(model: Any, base: Any, job: _Job, step: Sequence[int]) -> Iterator[tuple[_Piece, dict[int, torch.Tensor]]]:
+    """The kept residues of each window of some proteins, by layer, float32 [residues, width] on the CPU."""
+    pieces = [_Piece(i, one) for i in step for one in job.windows_of(i)]
+    pieces.sort(key=lambda piece: piece.window.start - piece.window.stop)  # stable
+    longest = pieces[0].window.stop - pieces[0].window.start + 2
+    for at in range(0, len(pieces), max(1, job.budget // longest)):
+        batch = pieces[at : at + max(1, job.budget // longest)]
+        ids, real = padded([[CLS, *job.tokens[p][w.start : w.stop], EOS] for p, w in batch], device_of(base))
+        with evaluating(base), routed(base, NAME), _watched(base, job.layers) as seen:
+            seen[0] = embedded(base, ids, dropout_factor(ids, real))
+            mask = None if bool(real.all()) else real.long()
+            last = base(inputs_embeds=seen[0], attention_mask=mask, turboquant_context=Plain()).last_hidden_state
+        seen[len(base.encoder.layer)] = last
+        for b, piece in enumerate(batch):
+            w = piece.window
+            kept = slice(1 + w.first - w.start, 1 + w.last - w.start)
+            yield piece, {layer: seen[layer][b, kept].float().cpu() for layer in job.layers}
+
+
+# ---- what is kept ----
+
+
+def _write(
+    held: Embeddings,
+    job: _Job,
+    step: Sequence[int],
+    states: Iterator[tuple[_Piece, dict[int, torch.Tensor]]],
+    quantizer: Quantizer | None,
+) -> None:
+    """Writes the embeddings of the proteins of a step."""
+    found: dict[int, list[tuple[int, dict[int, torch.Tensor]]]] = {i: [] for i in step}
+    for piece, parts in states:
+        found[piece.protein].append((piece.window.first, parts))
+    for i, parts_of in found.items():
+        parts_of.sort(key=lambda part: part[0])
+        for layer in job.layers:
+            x = torch.cat([part[layer] for _, part in parts_of])
+            held._arrays[f"mean.{layer}"][i] = x.mean(dim=0, dtype=torch.float64).numpy()
+            if job.residues == "float16":
+                held._rows(i, "residues", layer)[:] = _float16(x, job.names[i])
+            if quantizer is not None:
+                held._rows(i, "codes", layer)[:] = quantizer.quantize(x.numpy()).pages
+
+
+def _float16(x: torch.Tensor, name: str) -> NDArray[np.float16]:
+    with np.errstate(over="ignore"):
+        rows: NDArray[np.float16] = x.numpy().astype(np.float16)
+    if not np.isfinite(rows).all():
+        raise ValueError(f"the residues of {name!r} must be finite in float16, got {float(x.abs().max()):g}")
+    return rows
+
+
+class _Note:
+    """The file beside an unfinished one that says which steps of which run are done."""
+
+    def __init__(self, part: str | None, job: _Job, model: Any) -> None:
+        self.path = f"{part}.json"
+        self.done, self.saved, self.kept = 0, time.monotonic(), part is not None
+        if part is None:
+            return
+        dtype = str(next(model.parameters()).dtype)
+        told = [job.names, job.tokens, job.layers, job.residues, job.window, job.overlap, job.budget, dtype]
+        self.run = hashlib.sha256(json.dumps([told, fingerprint(model)], sort_keys=True).encode()).hexdigest()
+        if not os.path.exists(self.path):
+            return
+        try:
+            with open(self.path, encoding="utf-8") as file:
+                said = json.load(file)
+            run, self.done = said["run"], integer(said["done"], "`done`")
+        except (ValueError, KeyError, TypeError):
+            run = None
+        if run != self.run or not os.path.exists(part):
+            raise ValueError(f"{part!r} must be of this run (proteins, model, options): remove it and {self.path!r}, "
+                             "or name another output")  # fmt: skip
+
+    def reached(self, done: int, arrays: Arrays, last: bool = False) -> None:
+        """Notes that so many steps are on the disk, every ten seconds."""
+        if not self.kept or (time.monotonic() - self.saved < _SAVED and not last):
+            return
+        self.saved = time.monotonic()
+        for array in arrays.values():
+            flush = getattr(array, "flush", None)
+            if flush is not None:
+                flush()
+        write_whole(self.path, [json.dumps({"run": self.run, "done": done}).encode()])

@@ -1,0 +1,170 @@
+"""Embeddings of proteins and their file: safetensors, with
+
+names             uint8: UTF-8, with a line feed between two
+lengths           int32 [proteins]: residues
+mean.LAYER        float32 [proteins, width]: mean over the residues of each
+residues.LAYER    float16 [residues, width], of one protein after the other
+codes.LAYER       uint8 [pages, 1, record bytes]: the same as `Quantizer` packs them; each protein begins with a page
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..arguments import integer_in
+from ..files import Tensor, existing_file, header_of, layout, read_header
+from ..plan import Plan
+from ..quantizer import Codes, Quantizer
+
+__all__ = ["FORMAT", "Embeddings", "described", "placed"]
+
+FORMAT = "turboquant-embeddings-1"
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "U8": np.dtype("u1"),
+    "I32": np.dtype("<i4"),
+    "F16": np.dtype("<f2"),
+    "F32": np.dtype("<f4"),
+}
+
+Arrays = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Embeddings:
+    """Embeddings of proteins: what `embed` returns. They are mapped if they are in a file.
+
+    names     of the proteins
+    lengths   int32 [proteins], residues
+    layers    those that were taken: 0 is the input of the first layer, and the number of layers the model's output,
+              which has passed its last norm
+    """
+
+    names: tuple[str, ...]
+    lengths: NDArray[np.int32]
+    layers: tuple[int, ...]
+    _arrays: Arrays
+    _plan: Plan | None
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __repr__(self) -> str:
+        kept = {"residues": "residues in float16", "codes": "packed residues"}
+        more = [what for kind, what in kept.items() if f"{kind}.{self.layers[0]}" in self._arrays]
+        return f"<Embeddings: {len(self)} proteins, layers {list(self.layers)}, {', '.join(['means', *more])}>"
+
+    def _layer(self, layer: int | None) -> int:
+        if layer is None:
+            return self.layers[-1]
+        if layer not in self.layers:
+            raise ValueError(f"`layer` must be one of {list(self.layers)}, got {layer!r}")
+        return layer
+
+    def _held(self, kind: str, layer: int | None) -> NDArray[Any]:
+        name = f"{kind}.{self._layer(layer)}"
+        if name not in self._arrays:
+            raise ValueError(f"`residues` were not kept as {'float16' if kind == 'residues' else '4bit'}: embed anew")
+        return self._arrays[name]
+
+    def means(self, layer: int | None = None) -> NDArray[np.float32]:
+        """float32 [proteins, width]: means over the residues. layer: one of `layers`; None: the last of them."""
+        return self._held("mean", layer)
+
+    @cached_property
+    def _starts(self) -> NDArray[np.int64]:
+        """The first row of each protein, or its first page, and the number of all."""
+        counts = self.lengths if self._plan is None else -(-self.lengths // self._plan.page_tokens)
+        return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+    def _rows(self, protein: int, kind: str, layer: int | None) -> NDArray[Any]:
+        held = self._held(kind, layer)
+        i = integer_in(protein, "`protein`", 0, len(self) - 1)
+        return held[self._starts[i] : self._starts[i + 1]]
+
+    def residues(self, protein: int, layer: int | None = None) -> NDArray[np.float32]:
+        """float32 [residues, width] of one protein, by its index, from float16 or codes. ValueError if they were not
+        kept, or for an index or a layer that is not there."""
+        if self._plan is None:
+            return self._rows(protein, "residues", layer).astype(np.float32)
+        codes = self.codes(protein, layer)
+        return Quantizer.from_plan(codes.plan).dequantize(codes)
+
+    def codes(self, protein: int, layer: int | None = None) -> Codes:
+        """The packed residues of one protein, for `Quantizer.from_plan(codes.plan)`: `dot` and `dequantize`."""
+        pages = self._rows(protein, "codes", layer)
+        assert self._plan is not None
+        return Codes(self._plan, pages, int(self.lengths[protein]))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Embeddings:
+        """Map a file that `embed` wrote. FileNotFoundError if there is none, ValueError for another or a damaged one;
+        the numbers themselves are not checked."""
+        name = existing_file(path, "a file of embeddings")
+        try:
+            with open(name, "rb") as file:
+                meta, tensors, start = read_header(file, FORMAT)
+            data = np.memmap(name, np.uint8, "r", start)
+            plan = None if meta["plan"] is None else Plan.from_words(meta["plan"])
+            layers, kind = tuple(meta["layers"]), meta["residues"]
+            if not layers or any(type(layer) is not int for layer in layers) or kind not in ("none", "float16", "4bit"):
+                raise ValueError("it must name layers, and how residues are kept")
+            arrays = {key: _array(data, held) for key, held in tensors.items()}
+            names = tuple(bytes(arrays["names"]).decode().split("\n"))
+            lengths = arrays["lengths"]
+            if lengths.shape != (len(names),) or not (lengths > 0).all():
+                raise ValueError("`lengths` must be one of each name, and positive")
+            wanted = described(names, lengths, layers, int(arrays[f"mean.{layers[0]}"].shape[1]), kind, plan)
+            if {key: (held.dtype, held.shape) for key, held in tensors.items()} != {
+                key: (held.dtype, held.shape) for key, held in wanted.items()
+            }:
+                raise ValueError("its tensors must be of the sizes that its proteins have")
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+            raise ValueError(f"`path` must be a file of embeddings, got {name!r}: {error}") from None
+        return cls(names, lengths, layers, arrays, plan)
+
+
+def _array(data: NDArray[Any], held: Tensor) -> NDArray[Any]:
+    if held.dtype not in _DTYPES:
+        raise ValueError(f"its tensors must be of {', '.join(_DTYPES)}, got {held.dtype}")
+    return data[held.start : held.start + held.nbytes].view(_DTYPES[held.dtype]).reshape(held.shape)
+
+
+def described(
+    names: Sequence[str], lengths: NDArray[np.int32], layers: Sequence[int], width: int, kind: str, plan: Plan | None
+) -> dict[str, Tensor]:
+    """The tensors of embeddings. kind: of residues, "none", "float16" or "4bit"."""
+    text = len("\n".join(names).encode())
+    tensors = {"names": Tensor("U8", (text,)), "lengths": Tensor("I32", (len(names),))}
+    for layer in layers:
+        tensors[f"mean.{layer}"] = Tensor("F32", (len(names), width))
+        if kind == "float16":
+            tensors[f"residues.{layer}"] = Tensor("F16", (int(lengths.sum(dtype=np.int64)), width))
+        if kind == "4bit":
+            assert plan is not None
+            pages = int((-(-lengths // plan.page_tokens)).sum(dtype=np.int64))
+            tensors[f"codes.{layer}"] = Tensor("U8", (pages, 1, plan.record_bytes))
+    return tensors
+
+
+def placed(path: str | None, meta: dict[str, Any], tensors: dict[str, Tensor], fresh: bool) -> Arrays:
+    """The arrays of embeddings to write to: in memory if `path` is None, otherwise mapped from that file, which is made
+    with all of its bytes, so that a full disk shows now, or with `fresh=False` is there."""
+    if path is None:
+        return {name: np.zeros(held.shape, _DTYPES[held.dtype]) for name, held in tensors.items()}
+    where = layout(tensors)
+    header = header_of(FORMAT, meta, where)
+    if fresh:
+        with open(path, "wb") as file:
+            file.write(header)
+            file.flush()
+            if size := sum(held.nbytes for held in where.values()):
+                os.posix_fallocate(file.fileno(), len(header), size)
+    data = np.memmap(path, np.uint8, "r+", len(header))
+    return {name: _array(data, where[name]) for name in tensors}
