@@ -14,6 +14,7 @@ import zlib
 
 import numpy as np
 import pytest
+import reference
 from esm_models import protein, tiny_esm
 from models import prompts, tiny
 from profiles import calibrate, profile_of
@@ -76,6 +77,22 @@ def test_distortions_are_those_of_the_codebooks():
         gains = -np.diff(list(each.values())) / np.diff(list(each))
         assert (np.diff(gains) < 0).all()  # each bit gains less than the one before, so greedy sharing is optimal
     assert errors()[1] == distortions() and errors()[0][0] == 2
+
+
+def test_a_search_of_scales_leaves_the_share_of_the_noise_that_the_reference_does(rng):
+    """1 / cosine^2 - 1 of Gaussian vectors, which the slow reference rounds."""
+    plain, searched = distortions(), distortions(3, 32)
+    assert searched[0] == 1 and searched[8] == plain[8] and searched[1] == pytest.approx(plain[1])
+    x = rng.standard_normal((512, 32), np.float32)
+    for bits in (2, 3, 5):
+        noise = []
+        for tries in (0, 3):
+            p, plain_numbers = reference.plan(32, bits, rotation=reference.NONE, tries=tries), reference.Transform()
+            y = reference.decode(p, "key", *reference.encode(p, "key", x, plain_numbers), plain_numbers)
+            squares = np.square(x).sum(-1) * np.square(y).sum(-1)
+            noise.append((squares / np.square((x * y).sum(-1)) - 1).mean())
+        share = [d[bits] / (1 - d[bits]) for d in (plain, searched)]
+        assert share[1] / share[0] == pytest.approx(noise[1] / noise[0], rel=0.02)
 
 
 @pytest.mark.parametrize("budget", range(2, 21))

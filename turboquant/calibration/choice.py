@@ -102,21 +102,23 @@ def uniform_widths(average: float, layers: int) -> Widths:
 
 
 @cache
-def _errors() -> dict[int, float]:
+def _errors(tries: int, channels: int) -> dict[int, float]:
     """D / (1 - D) of each width that a side may have; of 1 bit so much more that the step to 2 bits counts SECOND_BIT
     times."""
-    found = {b: d / (1 - d) for b, d in distortions().items() if LEAST_SIDE_BITS <= b <= MOST_SIDE_BITS}
+    found = {b: d / (1 - d) for b, d in distortions(tries, channels).items() if LEAST_SIDE_BITS <= b <= MOST_SIDE_BITS}
     return {**found, 1: found[2] + SECOND_BIT * (found[1] - found[2])}
 
 
-def side_widths(costs: NDArray[np.floating], average: float) -> Widths:
-    """[layers, 2] for costs [layers, 2]: LEAST_SIDE_BITS to MOST_SIDE_BITS each, their mean at most `average`."""
+def side_widths(costs: NDArray[np.floating], average: float, tries: int = 0, channels: int = 128) -> Widths:
+    """[layers, 2] for costs [layers, 2]: LEAST_SIDE_BITS to MOST_SIDE_BITS each, their mean at most `average`.
+    tries, channels: of the encoder and of a head, as `distortions` takes them."""
+    errors = _errors(tries, channels)
     weights = np.maximum(costs.astype(np.float64), 1e-30) ** POWER
     widths = np.full(costs.shape, LEAST_SIDE_BITS)
 
     def gain(at: tuple[int, ...]) -> float:
         now = int(widths[at])
-        return float(weights[at] * (_errors()[now] - _errors()[now + 1]))
+        return float(weights[at] * (errors[now] - errors[now + 1]))
 
     queue = [(-gain(at), at) for at in np.ndindex(costs.shape)]
     heapq.heapify(queue)

@@ -241,16 +241,17 @@ class Calibration:
         best = next(t for t in here if t.chosen)
         return best.method, best.group
 
-    def side_bits(self, average: float, method: str, window: int) -> list[list[int]]:
-        """Bits of keys and values of each layer, [layers][2], for an average of at most `average` code bits and this
-        many exact tokens at the end."""
+    def side_bits(self, average: float, method: str, window: int, tries: int = 0) -> list[list[int]]:
+        """Bits of keys and values of each layer, [layers][2], for an average of at most `average` code bits, this
+        many exact tokens at the end and an encoder with so many tries."""
         if not self.moments and method != "none":
             raise ValueError(f"`profile` must have moments for the method {method!r}, got one without: pass "
                              "`held_out` to turboquant.calibrate, of a model that can be measured")  # fmt: skip
         if self.side_costs is None or "widths" not in method:
             widths = uniform_widths(average, self.layers)
         else:
-            widths = side_widths(self.side_costs[self.windows.index(_nearest(self.windows, window))], average)
+            costs = self.side_costs[self.windows.index(_nearest(self.windows, window))]
+            widths = side_widths(costs, average, tries, self.head_dim)
         return [[int(key), int(value)] for key, value in widths]
 
     def moments_of(self, spec: CacheSpec) -> Moments | None:
@@ -359,7 +360,7 @@ def layer_specs(
         return each
     method, group = calibration.method(spec)
     if method != "axes":
-        widths = calibration.side_bits(spec.budget, method, spec.window)
+        widths = calibration.side_bits(spec.budget, method, spec.window, int(spec.settled().tries))
         plain: dict[str, Any] = {"budget": None, "method": "chosen"}
         if not calibration.moments:
             plain |= {"centre": "none", "metric": "none"}
