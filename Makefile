@@ -206,9 +206,9 @@ test-numpy: build
 	$(INTERPRETER) -m pip install -q --upgrade --no-deps --target build/numpy-$(OLDEST_NUMPY) numpy==$(OLDEST_NUMPY)
 	PYTHONPATH=$(abspath build)/numpy-$(OLDEST_NUMPY):. $(INTERPRETER) -m pytest $(wildcard tests/test_index*.py tests/test_documents.py) $(PYTEST_ARGS)
 
-# Adapters to LangChain, Haystack and LlamaIndex, in an environment of their own: these bring a hundred packages.
+# Adapters to LangChain, Haystack and LlamaIndex, and lists of vectors, in an environment of their own: these bring a hundred packages.
 ADAPTERS := build/adapters
-ADAPTER_TESTS := $(wildcard $(foreach name,documents langchain haystack llama_index,tests/test_$(name).py))
+ADAPTER_TESTS := $(wildcard $(foreach name,documents langchain haystack llama_index index_lists,tests/test_$(name).py))
 $(ADAPTERS)/.ready: .ci/adapters.txt
 	$(PYTHON) -m venv $(ADAPTERS)
 	$(ADAPTERS)/bin/python -m pip install -q --no-deps --no-compile -r .ci/adapters.txt
@@ -217,7 +217,7 @@ $(ADAPTERS)/.ready: .ci/adapters.txt
 test-adapters: build $(ADAPTERS)/.ready
 	PYTHONPATH=. HAYSTACK_TELEMETRY_ENABLED=False $(ADAPTERS)/bin/python -m pytest -o asyncio_mode=auto \
 	    -o asyncio_default_fixture_loop_scope=function $(ADAPTER_TESTS) $(PYTEST_ARGS)
-	PYTHONPATH=. HAYSTACK_TELEMETRY_ENABLED=False $(ADAPTERS)/bin/python -m pytest tests/test_readme.py -k turboquant $(PYTEST_ARGS)
+	PYTHONPATH=. HAYSTACK_TELEMETRY_ENABLED=False $(ADAPTERS)/bin/python -m pytest tests/test_readme.py -k optional $(PYTEST_ARGS)
 
 # Models that accelerate has placed, tp_plan has sharded, torchao or bitsandbytes has quantised. These packages lie in a folder of their
 # own: transformers takes other ways where it finds accelerate.

@@ -61,12 +61,19 @@ def rotated_back(t, z):
     return x if t.mean is None else x + t.mean
 
 
+def list_values(t, metric, x):
+    """What says which list a vector belongs to and which lists a query reads: [n, lists] float64, larger is nearer."""
+    values = x.astype(np.float64) @ t.lists.directions.T.astype(np.float64)
+    return values - (t.lists.directions.astype(np.float64) ** 2).sum(1) / 2 if metric == "l2" else values
+
+
 class SlowIndex:
     """A slow `turboquant.Index`, with the rotation, bit widths and mean of `index`, which is still empty."""
 
     def __init__(self, index):
         self.transform, self.metric = index._contents.transform, index.metric
         self.rows = {}  # id: (decoded coordinates, offset, vector), in the order in which they were added
+        self.lists = {}  # id: list
         self.next_id = 0
 
     def _prepared(self, x):
@@ -76,6 +83,9 @@ class SlowIndex:
     def add(self, x, ids=None):
         ids = range(self.next_id, self.next_id + len(x)) if ids is None else ids
         t, given, x = self.transform, x, self._prepared(x)
+        if t.lists is not None:
+            self._add_to_lists(x.astype(np.float32), ids, given)
+            return
         levels, scales = encode(t.bits, t.steps, rotated(t, x.astype(np.float32)))
         decoded = levels * np.repeat(t.steps.astype(np.float64), 32)[: t.channels] * scales[:, None]
         mean = np.zeros(x.shape[1]) if t.mean is None else t.mean.astype(np.float64)
@@ -83,6 +93,26 @@ class SlowIndex:
             offset = -((row - mean) @ (row - mean)) / 2 if self.metric == "l2" else (row - mean) @ mean
             self.rows[int(i)] = own, offset, vector
             self.next_id = max(self.next_id, int(i) + 1)
+
+    def _add_to_lists(self, x, ids, given):
+        t = self.transform
+        lists = list_values(t, self.metric, x).argmax(axis=1)
+        centres = t.lists.centres(lists)
+        rest = x - centres
+        levels, scales = encode(t.bits, t.steps, rotated(t, rest))
+        decoded = levels * np.repeat(t.steps.astype(np.float64), 32)[: t.channels] * scales[:, None]
+        r, c = rest.astype(np.float64), centres.astype(np.float64)
+        offsets = -(r * r).sum(1) / 2 if self.metric == "l2" else (r * c).sum(1)
+        offsets -= (rotated(t, centres) * decoded).sum(1)
+        for i, row in zip(ids, zip(decoded, offsets, given, strict=True), strict=True):
+            self.rows[int(i)] = row
+            self.next_id = max(self.next_id, int(i) + 1)
+        self.lists |= dict(zip(map(int, ids), lists.tolist(), strict=True))
+
+    def centre(self, i):
+        """What is added to the decoded row with the id i."""
+        t = self.transform
+        return 0 if t.lists is None else t.lists.centres(np.array([self.lists[i]]))[0]
 
     def remove(self, ids):
         for i in ids:
@@ -94,6 +124,12 @@ class SlowIndex:
         z = rotated(t, query[None].astype(np.float32))[0].astype(np.float64)
         mean = np.zeros(len(query)) if t.mean is None else t.mean.astype(np.float64)
         own = {i: z @ decoded + offset for i, (decoded, offset, _) in self.rows.items()}
+        if t.lists is not None:
+            values = list_values(t, self.metric, query[None])[0]
+            if self.metric == "l2":
+                return {i: max(0, query @ query - 2 * (values[self.lists[i]] + v)) for i, v in own.items()}
+            values *= t.lists.lengths
+            return {i: v + values[self.lists[i]] for i, v in own.items()}
         if self.metric == "l2":
             return {i: max(0, (query - mean) @ (query - mean) - 2 * v) for i, v in own.items()}
         return {i: v + query @ mean for i, v in own.items()}

@@ -146,6 +146,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "Index: `dim`": lambda n: turboquant.Index(n),
     "Index: `bits`": lambda n: turboquant.Index(64, bits=n),
     "Index: `seed`": lambda n: turboquant.Index(64, seed=n),
+    "Index: `lists`": lambda n: turboquant.Index(64, lists=n),
     "search: `k`": lambda n: index().search(eye(), n),
     "search: `factor`": lambda n: index().search(  # None is the default
         eye(), 1, refine=np.eye(64, dtype=np.float32), factor=0.5 if n is None else n

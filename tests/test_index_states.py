@@ -11,10 +11,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from slow_index import SlowIndex, rotated_back
+from slow_index import SlowIndex, list_values, rotated_back
 
 import turboquant
-from turboquant.index import storage
+from turboquant.index import lists, storage
 from turboquant.index.contents import Contents
 
 DIM = 40
@@ -30,14 +30,18 @@ class Index(RuleBasedStateMachine):
     @initialize(
         bits=st.sampled_from([1, 2, 3, 4, 6, 8]),
         metric=st.sampled_from(["ip", "cosine", "l2"]),
-        training=st.sampled_from([None, False, True]),
+        training=st.sampled_from([None, False, True, "lists"]),
     )
     def begin(self, bits, metric, training):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(storage, "ROWS", 64)  # so that there are several segments
         self.folder = tempfile.TemporaryDirectory()
-        self.index = turboquant.Index(DIM, bits, metric)
-        if training is not None:
+        self.patch.setattr(lists, "_clustered", lambda x, n, *_: x[:n])
+        self.lists = 7 if training == "lists" else 0
+        self.index = turboquant.Index(DIM, bits, metric, lists=self.lists)
+        if self.lists:
+            self.index.train(rows(0, 200))
+        elif training is not None:
             self.index.train(rows(0, 200), axes=training)
         self.slow = SlowIndex(self.index)
 
@@ -163,18 +167,44 @@ class Index(RuleBasedStateMachine):
         best = self.slow.search(query, k, allowed)[1]
         assert 2 * len(set(best) & set(ids[:n].tolist())) >= n
         # The results are those of an index that got the same vectors in one call.
-        other = turboquant.Index(DIM, self.index.bits, self.index.metric)
+        other = turboquant.Index(DIM, self.index.bits, self.index.metric, lists=self.lists)
         other._contents = Contents(self.slow.transform)
         other.add(np.array([vector for _, _, vector in self.slow.rows.values()]), known)
         again = other.search(query, k, None if allowed is None else list(allowed))
         assert all((a == b).all() for a, b in zip(again, (scores, ids), strict=True))
+
+    @precondition(lambda self: self.slow.rows and self.lists)
+    @rule(seed=st.integers(60, 99), k=st.integers(1, 30), probe=st.integers(1, 7), data=st.data())
+    def search_lists(self, seed, k, probe, data):
+        """All of the tail, and the lists nearest to the query among those with allowed rows."""
+        query, known = rows(seed, 1)[0], list(self.slow.rows)
+        allowed = data.draw(st.none() | st.sets(st.sampled_from(known), min_size=1))
+        among = set(known if allowed is None else allowed)
+        tail = [s.all_ids for s in self.index._contents.segments if not isinstance(s, lists.Sorted)]
+        tail = among & set(np.concatenate([[], *tail]).astype(int).tolist())
+        stored = self.index._contents.stored
+        if len(among) > stored // 50:
+            there = {self.slow.lists[i] for i in among - tail}
+            values = list_values(self.slow.transform, self.index.metric, self.slow._prepared(query[None]))[0]
+            near = sorted(there, key=lambda own: -values[own])[:probe]
+            among = tail | {i for i in among if self.slow.lists[i] in near}
+        scores, ids = self.index.search(
+            query, k, None if allowed is None else list(allowed), sigmas=np.inf, probe=probe
+        )
+        expected, n = self.slow.scores(query), min(k, len(among))
+        assert set(ids[:n].tolist()) <= among and (ids[n:] == -1).all()
+        self.near(dict(zip(ids[:n].tolist(), scores, strict=False)), expected)
+        best = self.slow.search(query, k, among)[0]
+        assert np.allclose(scores[:n], best, atol=5e-4 * max(1, np.abs(best).max(initial=0)))
+        few, narrow = self.index.search(query, k, None if allowed is None else list(allowed), probe=probe)
+        assert set(narrow[:n].tolist()) <= among and (few[narrow < 0] == few[-1]).all()
 
     @precondition(lambda self: self.slow.rows)
     @rule(data=st.data())
     def reconstruct(self, data):
         one = data.draw(st.sampled_from(list(self.slow.rows)))
         t = self.slow.transform
-        wanted = rotated_back(t, self.slow.rows[one][0].astype(np.float32)[None])[0]
+        wanted = rotated_back(t, self.slow.rows[one][0].astype(np.float32)[None])[0] + self.slow.centre(one)
         assert np.allclose(self.index.reconstruct(one), wanted, atol=1e-4)
         with pytest.raises(ValueError, match="299999"):
             self.index.reconstruct([one, 299999])
@@ -182,7 +212,10 @@ class Index(RuleBasedStateMachine):
     @invariant()
     def holds_the_same(self):
         if hasattr(self, "slow"):
-            assert self.index.ids.tolist() == list(self.slow.rows)
+            if self.lists:  # `compact` sorts them
+                assert sorted(self.index.ids.tolist()) == sorted(self.slow.rows)
+            else:
+                assert self.index.ids.tolist() == list(self.slow.rows)
             assert len(self.index) == self.index.ntotal == len(self.slow.rows) and 299999 not in self.index
             if self.slow.rows:
                 assert next(iter(self.slow.rows)) in self.index

@@ -17,16 +17,22 @@ def blocks(page: Path) -> list[str]:
 
 README = {f"README.md {i + 1}": code for i, code in enumerate(blocks(ROOT / "README.md"))}
 ALL = {path.name: blocks(path) for path in sorted((ROOT / "docs").glob("**/*.md"))}
-ADAPTERS = {"langchain": "langchain_core", "haystack": "haystack", "llama_index": "llama_index.core"}
+# Words of examples, and the package that they need.
+OPTIONAL = {
+    "turboquant.langchain": "langchain_core",
+    "turboquant.haystack": "haystack",
+    "turboquant.llama_index": "llama_index.core",
+    "lists=": "faiss",
+}
 
 
-def adapter(code: str) -> str | None:
-    return next((name for name in ADAPTERS if f"turboquant.{name}" in code), None)
+def optional(code: str) -> str | None:
+    return next((words for words in OPTIONAL if words in code), None)
 
 
-# Those of adapters stand alone, because not everybody has what they need.
-ALONE = {f"{page} turboquant.{name}": code for page, codes in ALL.items() for code in codes if (name := adapter(code))}
-PAGES = {page: "\n".join(rest) for page, codes in ALL.items() if (rest := [c for c in codes if not adapter(c)])}
+# These stand alone, because not everybody has what they need.
+ALONE = {f"{page} optional {words}": code for page, codes in ALL.items() for code in codes if (words := optional(code))}
+PAGES = {page: "\n".join(rest) for page, codes in ALL.items() if (rest := [c for c in codes if not optional(c)])}
 EXAMPLES = README | PAGES | ALONE
 
 
@@ -36,7 +42,7 @@ def test_example(name: str, tmp_path: Path) -> None:
     if "torch" in code or "transformers" in code:
         pytest.importorskip("torch")
     if name in ALONE:
-        needed = ADAPTERS[str(adapter(code))]
+        needed = OPTIONAL[str(optional(code))]
         pytest.importorskip(needed, reason=f"{needed} is not installed: make test-adapters")
     if "lm_eval" in code:
         pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'lm-eval[hf]'")

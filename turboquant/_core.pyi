@@ -160,7 +160,7 @@ def dot(
 
 # ---- the vector index: csrc/include/turboquant_index.h ----
 
-_Space = tuple[
+_Plain = tuple[
     Sequence[int],
     int,
     int,
@@ -171,7 +171,8 @@ _Space = tuple[
     NDArray[np.float32] | None,
     float,
 ]
-_Segment = tuple[
+_Space = _Plain | tuple[*_Plain, tuple[NDArray[np.float32], NDArray[np.float32]]]
+_Rows = tuple[
     NDArray[np.uint8],
     NDArray[np.uint8],
     NDArray[np.float32],
@@ -179,9 +180,11 @@ _Segment = tuple[
     NDArray[np.int64] | int,
     NDArray[np.uint8] | None,
 ]
+_Segment = _Rows | tuple[*_Rows, NDArray[np.int32] | NDArray[np.int64]]
 
+def index_assign(space: _Space, x: NDArray[np.float32], threads: int = 0) -> NDArray[np.int32]: ...
 def index_encode(
-    space: _Space, x: NDArray[np.float32], threads: int = 0
+    space: _Space, x: NDArray[np.float32], threads: int = 0, lists: NDArray[np.int32] | None = None
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32] | None]: ...
 def index_step(bits: int) -> float: ...
 def index_lead_error(bits: int, lead: int) -> float: ...
@@ -200,6 +203,7 @@ def index_search(
     segments: tuple[_Segment, ...],
     k: int,
     threads: int = 0,
+    probe: int = 2147483647,
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]: ...
 def index_scores(
     space: _Space, queries: NDArray[np.float32], segment: _Segment, threads: int = 0

@@ -26,6 +26,7 @@ BOUNDS = {
     "Index: `dim`": (1, 4096),
     "Index: `bits`": (1, 8),
     "Index: `seed`": (0, 2**63 - 1),
+    "Index: `lists`": (0, 2**20),
     "search: `k`": (1, 2**20),
     "search: `factor`": (1, 1000),
     "search: `threads`": (0, 256),

@@ -74,8 +74,8 @@ def build(chosen: argparse.Namespace) -> int:
     x, names = mapped(chosen.vectors, "VECTORS")
     if names is not None:
         check_names(names, chosen.vectors)
-    index = Index(x.shape[1], chosen.bits, chosen.metric, chosen.seed)
-    fill(index, x, chosen.out, chosen.vectors, chosen.train, names)
+    index = Index(x.shape[1], chosen.bits, chosen.metric, chosen.seed, chosen.lists)
+    fill(index, x, chosen.out, chosen.vectors, chosen.train or chosen.lists > 0, names)
     return 0
 
 
@@ -107,8 +107,9 @@ def _train(index: Index, x: Any, path: str) -> None:
     import numpy as np
 
     from .index import inputs, training
+    from .index.lists import PER_LIST
 
-    step = -(-len(x) // training.JUDGES)
+    step = -(-len(x) // max(training.JUDGES, PER_LIST * index.lists))
     sample = inputs.as_float32(x[::step])
     log.info("index build: training on %s of %s vectors", f"{len(sample):,}", f"{len(x):,}")
     try:
@@ -131,7 +132,7 @@ def search(chosen: argparse.Namespace) -> int:
     index = _loaded(chosen.index)
     with path_called("INDEX"):
         ids = ids_by_number(index)
-    options = {"threads": chosen.threads, "refine": vectors, "factor": chosen.factor}
+    options = {"threads": chosen.threads, "refine": vectors, "factor": chosen.factor, "probe": chosen.probe}
     rows = _found(index, queries, names, ids, chosen.k, options, shown=chosen.csv not in STANDARD_OUTPUT)
     if chosen.csv in STANDARD_OUTPUT:
         csv.writer(sys.stdout).writerows(rows)
@@ -177,6 +178,7 @@ def info(chosen: argparse.Namespace) -> int:
         "bits": f"{index.bits} a number",
         "bytes": f"{index.nbytes:,}, of which {index.fixed_nbytes:,} whatever the number of vectors{a_vector}",
         "bound": bound,
+        **({"lists": f"{index.lists:,}"} if index.lists else {}),
         **_training(index.training),
     }
     for name, text in rows.items():
@@ -246,6 +248,8 @@ def _add_build(actions: Any) -> None:
                      "cosine, or squared distance")  # fmt: skip
     one.add_argument("--train", action="store_true", help="first learn a mean, axes and widths from up to 100,000 of "
                      "the vectors, spread evenly; what does not help is not kept")  # fmt: skip
+    one.add_argument("--lists", type=int, metavar="N", default=0, help="divide the vectors into N lists around centres "
+                     "that are learnt first (needs faiss-cpu or scikit-learn), for search --probe")  # fmt: skip
     one.add_argument("--seed", type=int, metavar="N", default=0, help="of the random rotation (default 0)")
     one.set_defaults(run=build, command="index build")
 
@@ -265,6 +269,8 @@ def _add_search(actions: Any) -> None:
                      "is sorted by exact scores")  # fmt: skip
     one.add_argument("--factor", type=int, metavar="N", help="with --refine, how many times k vectors are scored "
                      "exactly (default 10 at 1 bit, 3 at 2 bits, otherwise 2)")  # fmt: skip
+    one.add_argument("--probe", type=int, metavar="N", help="of an index with lists, how many of them each query reads "
+                     "(default: all)")  # fmt: skip
     one.add_argument("--threads", type=int, metavar="N", default=0, help="at most (default: one a core)")
     one.add_argument("--csv", metavar="FILE", default="-", help="FILE.part while it runs (default: standard output)")
     one.set_defaults(run=search, command="index search")

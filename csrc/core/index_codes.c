@@ -79,9 +79,10 @@ typedef struct {
     tq_index_use use;
     const float *x;
     int64_t n;
+    const int32_t *lists; /* [n], or NULL */
     uint8_t *codes, *signs;
     float *scales, *offsets;
-    float *workspace;       /* [threads, 2, 64, padded] */
+    float *workspace;       /* [threads, 2, 64, padded]; with lists [threads, 3, 64, padded] */
     float residuals[256];   /* of codes, for the noise; all groups have the same bits and lead */
     double expected;        /* mean of their squares; 0: the noise is not measured */
     atomic_llong first_bad; /* the first row that is refused, or n */
@@ -158,25 +159,48 @@ static void note_bad(encode_job *job, int64_t row)
     while (row < known && !atomic_compare_exchange_weak(&job->first_bad, &known, row)) {}
 }
 
+/** <R c, what the codes of a row stand for>, c: centre [padded]. workspace: [padded]. */
+static double of_centre(const encode_job *job, const uint8_t *codes, float scale, const float *centre, float *workspace)
+{
+    const tq_index_layout *layout = &job->use.space->layout;
+    double sums[8] = {0}, all = 0;
+    tq_index_rotate(&job->use, centre, 1, workspace);
+    for (int32_t j = 0; j < layout->channels; j += 8) {
+        int32_t bits = layout->bits[j / 32];
+        const tq_index_book *book = &tq_index_books()[bits];
+        double step = (double)layout->steps[j / 32] * book->step;
+        for (int32_t k = 0; bits && k < 8; k++) {
+            int32_t code = codes[j + k], level = book->n_levels ? book->levels[code] : code - 128;
+            sums[k] += workspace[j + k] * (level * step);
+        }
+    }
+    for (int32_t k = 0; k < 8; k++) all += sums[k];
+    return all * scale;
+}
+
 static void encode_block(void *context, int64_t block, int32_t worker)
 {
     encode_job *job = context;
     const tq_index_use *use = &job->use;
     int64_t first = TQ_INDEX_BLOCK * block;
     int32_t rows = job->n - first < TQ_INDEX_BLOCK ? (int32_t)(job->n - first) : TQ_INDEX_BLOCK;
-    float *centred = job->workspace + (int64_t)worker * 2 * TQ_INDEX_BLOCK * use->padded;
-    float *z = centred + TQ_INDEX_BLOCK * use->padded;
+    float *centred = job->workspace + (int64_t)worker * (job->lists ? 3 : 2) * TQ_INDEX_BLOCK * use->padded;
+    float *z = centred + TQ_INDEX_BLOCK * use->padded, *centres = z + TQ_INDEX_BLOCK * use->padded;
+    double offsets[TQ_INDEX_BLOCK], offset, squares;
     uint8_t codes[TQ_MAX_DIM];
     if (rows < TQ_INDEX_BLOCK) memset(job->signs + first * use->planes, 0, (size_t)use->planes * TQ_INDEX_BLOCK);
     for (int32_t i = 0; i < rows; i++) {
-        double offset, squares;
         float *to = centred + (int64_t)i * use->padded;
         if (!tq_index_centre(use, job->x + (first + i) * use->space->dim, to, &offset, &squares)) {
             note_bad(job, first + i);
             return;
         }
-        if (use->space->metric == TQ_INDEX_L2) offset = -squares / 2;
-        if (job->offsets) job->offsets[first + i] = (float)offset;
+        if (job->lists) {
+            memcpy(z, to, sizeof(float) * (size_t)use->padded);
+            tq_index_centre_on_list(use, z, job->lists[first + i], to, &offset, &squares,
+                                    centres + (int64_t)i * use->padded);
+        }
+        offsets[i] = use->space->metric == TQ_INDEX_L2 ? -squares / 2 : offset;
     }
     tq_index_rotate(use, centred, rows, z);
     for (int32_t i = 0; i < rows; i++) {
@@ -184,19 +208,25 @@ static void encode_block(void *context, int64_t block, int32_t worker)
         const float *x = centred + (int64_t)i * use->padded;
         job->scales[first + i] = with_class(scale, job->expected > 0 ? noise_class(job, x, codes, row) : 0);
         pack_all(job, first + i, codes);
+        if (job->lists)
+            offsets[i] -= of_centre(job, codes, job->scales[first + i], centres + (int64_t)i * use->padded, row);
+        if (job->offsets) job->offsets[first + i] = (float)offsets[i];
     }
 }
 
-tq_status tq_index_encode(const tq_index_space *space, const float *x, int64_t n, uint8_t *codes, uint8_t *signs,
-                          float *scales, float *offsets, int32_t threads, tq_error *error)
+tq_status tq_index_encode(const tq_index_space *space, const float *x, int64_t n, const int32_t *lists, uint8_t *codes,
+                          uint8_t *signs, float *scales, float *offsets, int32_t threads, tq_error *error)
 {
     encode_job job = {.x = x, .n = n, .codes = codes, .signs = signs, .scales = scales, .offsets = offsets};
     TQ_TRY(tq_index_begin(space, &job.use, error));
-    if (!offsets && (space->mean || space->metric == TQ_INDEX_L2))
-        return tq_fail(error, TQ_E_VALUE, "offsets", -1, 0, "given, with a mean or l2");
+    if (!offsets && (space->mean || space->n_lists || space->metric == TQ_INDEX_L2))
+        return tq_fail(error, TQ_E_VALUE, "offsets", -1, 0, "given, with a mean, lists or l2");
+    if (!lists != !space->n_lists)
+        return tq_fail(error, TQ_E_VALUE, "lists", -1, space->n_lists, "given if there are lists, and only then");
+    job.lists = lists;
     int64_t blocks = (n + TQ_INDEX_BLOCK - 1) / TQ_INDEX_BLOCK;
     threads = tq_effective_threads(tq_threads_for(threads, n, 4 * TQ_INDEX_BLOCK));
-    job.workspace = malloc(sizeof(float) * 2 * TQ_INDEX_BLOCK * (size_t)threads * (size_t)job.use.padded);
+    job.workspace = malloc(sizeof(float) * (lists ? 3 : 2) * TQ_INDEX_BLOCK * (size_t)threads * (size_t)job.use.padded);
     if (!job.workspace)
         return tq_fail(error, TQ_E_MEMORY, "threads", -1, threads, "few enough for the memory there is");
     prepare_noise(&job);

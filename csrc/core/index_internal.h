@@ -27,7 +27,7 @@ typedef struct {
     const tq_scan_kernels *scan;
     tq_scan_layout layout;
     int32_t channels, padded, planes; /* padded: 32 groups */
-    int64_t row_bytes;
+    int64_t row_bytes, list_stride;   /* list_stride: n_lists rounded up to a multiple of TQ_INDEX_CENTRES */
     double mean_squares;
     float mean[TQ_MAX_DIM]; /* 0 behind the last; unused without a mean */
 } tq_index_use;
@@ -37,6 +37,14 @@ tq_status tq_index_begin(const tq_index_space *space, tq_index_use *use, tq_erro
 
 /** x [dim] -> centred, [padded], 0 behind the last; see centre in scan_kernels.h. */
 int tq_index_centre(const tq_index_use *use, const float *x, float *centred, double *offset, double *squares);
+/** The same for a row of a list: x [padded] is centred already (of unit length with cosine), offset is <c, x - c>. */
+void tq_index_centre_on_list(const tq_index_use *use, const float *x, int32_t list, float *centred, double *offset,
+                             double *squares, float *centre);
+/** The values of all lists for centred vectors x [rows, padded]: values [rows, list_stride]. */
+void tq_index_list_values(const tq_index_use *use, const float *x, int32_t rows, double *values);
+/** The n lists with the largest values, the best first; of equal values the smaller list is better. skipped [n_lists]:
+ *  those that may not be taken. Returns how many there are. */
+int32_t tq_index_best_lists(const double *values, const uint8_t *skipped, int32_t n_lists, int32_t n, int32_t *lists);
 /** Rows of centred vectors [rows, padded] -> z [rows, padded], which is apart from them; 0 behind the last channel. */
 void tq_index_rotate(const tq_index_use *use, const float *centred, int32_t rows, float *z);
 /** The error for row i of x, which tq_index_centre refused. */

@@ -2,6 +2,7 @@
  * Which rows are scored depends on the rows alone (tq_index_search), so results do not depend on the order of the
  * pass. */
 #include "index_internal.h"
+#include "index_pool.h"
 #include <math.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -38,118 +39,35 @@ const tq_scan_kernels *tq_get_scan_kernels(tq_error *error)
 }
 
 typedef struct {
-    float score;
-    int64_t id;
-} hit;
-
-static int better(hit a, hit b) { return a.score > b.score || (a.score == b.score && a.id < b.id); }
-
-/** A heap whose root is the worst of the best. */
-typedef struct {
-    hit *hits;
-    int64_t n;
-} heap;
-
-static void sift_down(hit *hits, int64_t n, int64_t at)
-{
-    hit moved = hits[at];
-    for (int64_t child; (child = 2 * at + 1) < n; at = child) {
-        if (child + 1 < n && better(hits[child], hits[child + 1])) child++;
-        if (!better(moved, hits[child])) break;
-        hits[at] = hits[child];
-    }
-    hits[at] = moved;
-}
-
-static void keep(heap *h, int64_t k, hit new_hit)
-{
-    if (h->n == k) {
-        if (!better(new_hit, h->hits[0])) return;
-        h->hits[0] = new_hit;
-        sift_down(h->hits, k, 0);
-        return;
-    }
-    int64_t at = h->n++;
-    for (; at && better(h->hits[(at - 1) / 2], new_hit); at = (at - 1) / 2) h->hits[at] = h->hits[(at - 1) / 2];
-    h->hits[at] = new_hit;
-}
-
-typedef struct {
-    hit hit;
-    float upper;
-} candidate;
-
-/** The results of one thread for one query. */
-typedef struct {
-    float *lows; /* the k largest lower bounds, the least first, as a heap */
-    int64_t n_lows, n, room;
-    candidate *candidates;
-    float limit; /* rows with upper bounds below it are out: the k-th largest lower bound so far, or find_limits' */
-    int failed;  /* no memory */
-} pool;
-
-typedef struct {
     tq_index_use use;
-    int32_t threads, segment;  /* the segment being read */
+    int32_t threads;
     int rare, every;           /* rare: few rows are allowed; every: there is no bound */
     int64_t n, k, table_bytes; /* n queries */
     int64_t sampled;           /* blocks of the sample */
     const float *x;            /* queries as they were given */
-    int32_t together;          /* queries that are rotated together: a dense matrix is read once for all of them */
+    int32_t together;          /* queries that are made together: a matrix and centres are read once for all of them */
     float *workspace;          /* [threads, 2, together, padded] */
     int16_t *levels;           /* [threads, BLOCK, padded], if `every` */
     tq_index_queries queries;
-    const tq_index_rows *rows; /* all segments */
-    uint8_t *tables;           /* [n, table_bytes] */
-    tq_sign_query *bounds;     /* [n] */
-    atomic_int refused;        /* whether a query was refused */
-    pool *pools;               /* [threads, n] */
-    hit *hits;                 /* [threads, k]: of the query that a thread finishes */
-    float *scores, *out_scores;
+    const tq_index_rows *rows; /* [n_segments] */
+    int64_t n_segments;
+    int64_t *first_task;   /* [n_segments + 1]: how many tasks come before each segment */
+    double *values, *most; /* with lists: what each adds to scores [n, list_stride], and the largest of them [n] */
+    int32_t probe;         /* lists that are taken for each query */
+    int32_t *probes;       /* [n, probe], the best first */
+    uint8_t *skipped;      /* [n_lists]: lists without allowed rows */
+    int64_t *segment_of;   /* [n_lists]: the first segment whose rows are all of the list */
+    int64_t *first_reader; /* [n_lists + 1] of readers, or NULL: all queries read all segments */
+    int32_t *readers;      /* queries that read each list, ascending */
+    uint8_t *gathered;     /* [threads, TQ_SCAN_QUERIES, table_bytes] */
+    uint8_t *tables;       /* [n, table_bytes] */
+    tq_sign_query *bounds; /* [n] */
+    atomic_int refused;    /* whether a query was refused */
+    pool *pools;           /* [threads, n] */
+    hit *hits;             /* [threads, k]: of the query that a thread finishes */
+    float *out_scores;
     int64_t *out_ids;
 } scan_job;
-
-static void push_low(pool *p, int64_t k, float low)
-{
-    float *lows = p->lows;
-    int64_t at = 0;
-    if (p->n_lows < k) {
-        for (at = p->n_lows++; at && lows[(at - 1) / 2] > low; at = (at - 1) / 2) lows[at] = lows[(at - 1) / 2];
-    } else {
-        if (low <= lows[0]) return;
-        for (int64_t child; (child = 2 * at + 1) < k; at = child) {
-            if (child + 1 < k && lows[child + 1] < lows[child]) child++;
-            if (low <= lows[child]) break;
-            lows[at] = lows[child];
-        }
-    }
-    lows[at] = low;
-    if (p->n_lows == k && lows[0] > p->limit) p->limit = lows[0];
-}
-
-/** Makes room for one more candidate, first by dropping those below the limit. */
-static int make_room(pool *p)
-{
-    int64_t n = 0;
-    for (int64_t i = 0; i < p->n; i++)
-        if (p->candidates[i].upper >= p->limit) p->candidates[n++] = p->candidates[i];
-    p->n = n;
-    if (2 * n < p->room) return 1;
-    int64_t room = p->room ? 2 * p->room : 256;
-    candidate *larger = realloc(p->candidates, (size_t)room * sizeof *larger);
-    if (!larger) {
-        p->failed = 1;
-        return 0;
-    }
-    p->candidates = larger;
-    p->room = room;
-    return 1;
-}
-
-static void push_candidate(pool *p, candidate c)
-{
-    if (p->n < p->room || make_room(p)) p->candidates[p->n++] = c;
-}
 
 /** Which of 8 bytes are not 0, as bits. */
 static uint64_t set_bytes(const uint8_t bytes[8])
@@ -225,6 +143,21 @@ static void leading_bits(const scan_job *job, const tq_index_rows *rows, int64_t
     for (; p < n; p++, at += BLOCK) lead[p] = at[0];
 }
 
+/** What the list of a row adds to its score. */
+static double list_value(const scan_job *job, const tq_index_rows *rows, int64_t q, int64_t row)
+{
+    if (!job->values) return 0;
+    return job->values[q * job->use.list_stride + (rows->lists ? rows->lists[row] : rows->list)];
+}
+
+/** A limit for scores without what lists add, slightly lowered for float32 rounding. */
+static float limit_in_lists(const scan_job *job, const tq_index_rows *rows, int64_t q, float limit)
+{
+    if (!job->values) return limit;
+    float value = (float)(rows->lists ? job->most[q] : list_value(job, rows, q, 0));
+    return limit - value - 4e-7f * (fabsf(limit) + fabsf(value));
+}
+
 /** The score without the query's constant. */
 static double part_of_score(const scan_job *job, const tq_index_rows *rows, int64_t q, int64_t row, const uint8_t *lead)
 {
@@ -232,7 +165,8 @@ static double part_of_score(const scan_job *job, const tq_index_rows *rows, int6
     const int16_t *query = job->queries.q + q * use->padded;
     int32_t product = use->scan->score(&use->layout, rows->codes + row * use->row_bytes, lead, query);
     double v = job->queries.units[q] * rows->scales[row] * product;
-    return rows->offsets ? v + rows->offsets[row] : v;
+    if (rows->offsets) v += rows->offsets[row];
+    return job->values ? v + list_value(job, rows, q, row) : v;
 }
 
 static float score_of(const scan_job *job, int64_t q, double part)
@@ -243,21 +177,21 @@ static float score_of(const scan_job *job, int64_t q, double part)
     return distance > 0 ? (float)-distance : 0.0f;
 }
 
-static void take_score(const scan_job *job, pool *p, int64_t q, int64_t row, double part, float upper)
+static void take_score(const scan_job *job, const tq_index_rows *rows, pool *p, int64_t q, int64_t row, double part,
+                       float upper)
 {
-    const tq_index_rows *rows = job->rows + job->segment;
     if ((float)part < p->limit) return; /* k rows are better, and so are their bounds */
     int64_t id = rows->ids ? rows->ids[row] : rows->first_id + row;
     push_candidate(p, (candidate){{score_of(job, q, part), id}, upper});
     push_low(p, job->k, part < upper ? (float)part : upper);
 }
 
-static void take_row(const scan_job *job, int32_t worker, int64_t q, int64_t row, float upper)
+static void take_row(const scan_job *job, const tq_index_rows *rows, int32_t worker, int64_t q, int64_t row,
+                     float upper)
 {
-    const tq_index_rows *rows = job->rows + job->segment;
     uint8_t lead[TQ_INDEX_MAX_PLANES];
     leading_bits(job, rows, row, lead);
-    take_score(job, job->pools + worker * job->n + q, q, row, part_of_score(job, rows, q, row, lead), upper);
+    take_score(job, rows, job->pools + worker * job->n + q, q, row, part_of_score(job, rows, q, row, lead), upper);
 }
 
 /** Rows of a run whose bounds passed, before they are scored. */
@@ -269,16 +203,27 @@ typedef struct {
     } rows[NOTED + BLOCK];
 } pending_rows;
 
-/** Notes the rows of block `i` of a run that pass, and prefetches them. */
-static void note(const scan_job *job, const pool *p, const tq_sign_query *b, int64_t run, int64_t i, uint64_t allowed,
-                 const block_factors *f, const uint16_t sums[BLOCK], pending_rows *out)
+/** The bound of a row's score, without the query's constant. lane: of the row in its block. */
+static float upper_bound(const scan_job *job, const tq_index_rows *rows, int64_t q, int64_t row, const block_factors *f,
+                         const uint16_t sums[BLOCK], int32_t lane)
 {
-    const tq_index_rows *rows = job->rows + job->segment;
-    uint64_t mask = allowed & job->use.scan->above(sums, f->scales, f->offsets, b->unit, b->margin, p->limit);
+    const tq_sign_query *b = job->bounds + q;
+    float upper = ((float)sums[lane] * b->unit + b->margin) * f->scales[lane];
+    if (f->offsets) upper += f->offsets[lane];
+    return job->values ? upper + (float)list_value(job, rows, q, row) : upper;
+}
+
+/** Notes the rows of block `i` of a run that pass, and prefetches them. */
+static void note(const scan_job *job, const tq_index_rows *rows, int64_t q, float limit, int64_t run, int64_t i,
+                 uint64_t allowed, const block_factors *f, const uint16_t sums[BLOCK], pending_rows *out)
+{
+    const tq_sign_query *b = job->bounds + q;
+    float least = limit_in_lists(job, rows, q, limit);
+    uint64_t mask = allowed & job->use.scan->above(sums, f->scales, f->offsets, b->unit, b->margin, least);
     for (; mask; mask &= mask - 1) {
         int32_t lane = __builtin_ctzll(mask), row = (int32_t)(BLOCK * i) + lane;
-        float upper = ((float)sums[lane] * b->unit + b->margin) * f->scales[lane];
-        if (f->offsets) upper += f->offsets[lane];
+        float upper = upper_bound(job, rows, q, RUN * BLOCK * run + row, f, sums, lane);
+        if (upper < limit) continue;
         out->rows[out->n].row = row;
         out->rows[out->n++].upper = upper;
         const uint8_t *codes = rows->codes + (RUN * BLOCK * run + row) * job->use.row_bytes;
@@ -287,27 +232,45 @@ static void note(const scan_job *job, const pool *p, const tq_sign_query *b, int
 }
 
 /** Scores the noted rows that the limit has not risen above. */
-static void score_noted(const scan_job *job, int32_t worker, int64_t q, int64_t run, pending_rows *noted)
+static void score_noted(const scan_job *job, const tq_index_rows *rows, int32_t worker, int64_t q, int64_t run,
+                        pending_rows *noted)
 {
     const pool *p = job->pools + worker * job->n + q;
     for (int32_t i = 0; i < noted->n; i++)
         if (noted->rows[i].upper >= p->limit)
-            take_row(job, worker, q, RUN * BLOCK * run + noted->rows[i].row, noted->rows[i].upper);
+            take_row(job, rows, worker, q, RUN * BLOCK * run + noted->rows[i].row, noted->rows[i].upper);
     noted->n = 0;
 }
 
-static void take_all(const scan_job *job, int32_t worker, int64_t block, uint64_t allowed)
+/** The queries that read a segment. */
+typedef struct {
+    const int32_t *numbers; /* NULL: all, from 0 on */
+    int64_t n;
+} reader_list;
+
+static int64_t blocks_of(const tq_index_rows *rows) { return (rows->n + BLOCK - 1) / BLOCK; }
+
+static int64_t reader(const reader_list *readers, int64_t i) { return readers->numbers ? readers->numbers[i] : i; }
+
+static reader_list readers_of(const scan_job *job, const tq_index_rows *rows)
+{
+    if (!job->first_reader || rows->lists) return (reader_list){NULL, job->n};
+    const int64_t *first = job->first_reader + rows->list;
+    return (reader_list){job->readers + first[0], first[1] - first[0]};
+}
+
+static void take_all(const scan_job *job, const tq_index_rows *rows, int32_t worker, int64_t block, uint64_t allowed)
 {
     for (int64_t q = 0; q < job->n; q++)
         for (uint64_t mask = allowed; mask; mask &= mask - 1)
-            take_row(job, worker, q, BLOCK * block + __builtin_ctzll(mask), INFINITY);
+            take_row(job, rows, worker, q, BLOCK * block + __builtin_ctzll(mask), INFINITY);
 }
 
 /** Scores all rows of a block from all bits: their levels are unpacked once for all queries. */
-static void score_block(const scan_job *job, int32_t worker, int64_t block, uint64_t allowed)
+static void score_block(const scan_job *job, const tq_index_rows *rows, int32_t worker, int64_t block, uint64_t allowed)
 {
     const tq_index_use *use = &job->use;
-    const tq_index_rows *rows = job->rows + job->segment;
+    const reader_list readers = readers_of(job, rows);
     const uint8_t *signs = rows->signs + block * BLOCK * use->planes;
     int64_t first = BLOCK * block, n = rows->n - first < BLOCK ? rows->n - first : BLOCK;
     int16_t *levels = job->levels + (int64_t)worker * BLOCK * use->padded;
@@ -317,58 +280,99 @@ static void score_block(const scan_job *job, int32_t worker, int64_t block, uint
         for (int32_t i = 0; i < BLOCK; i++) lead[i][p] = signs[p * BLOCK + i];
     for (int64_t i = 0; i < n; i++)
         use->scan->unpack(&use->layout, rows->codes + (first + i) * use->row_bytes, lead[i], levels + i * use->padded);
-    for (int64_t q = 0; q < job->n; q++) {
+    for (int64_t at = 0; at < readers.n; at++) {
+        int64_t q = reader(&readers, at);
         pool *p = job->pools + worker * job->n + q;
         use->scan->products(levels, use->padded, job->queries.q + q * use->padded, products);
         for (uint64_t mask = allowed; mask; mask &= mask - 1) {
             int64_t i = __builtin_ctzll(mask), row = first + i;
             double part = job->queries.units[q] * rows->scales[row] * products[i];
-            take_score(job, p, q, row, rows->offsets ? part + rows->offsets[row] : part, INFINITY);
+            if (rows->offsets) part += rows->offsets[row];
+            if (job->values) part += list_value(job, rows, q, row);
+            take_score(job, rows, p, q, row, part, INFINITY);
         }
     }
 }
 
-static void scan_run(void *context, int64_t run, int32_t worker)
+/** A task of a pass: a run of blocks of a segment. */
+static const tq_index_rows *task_run(const scan_job *job, int64_t task, int64_t *run)
+{
+    int64_t low = 0, high = job->n_segments; /* first_task[low] <= task < first_task[high] */
+    while (high - low > 1) {
+        int64_t middle = (low + high) / 2;
+        if (job->first_task[middle] <= task) low = middle;
+        else high = middle;
+    }
+    *run = task - job->first_task[low];
+    return job->rows + low;
+}
+
+/** The tables of some queries, `table_bytes` apart. */
+static const uint8_t *tables_of(const scan_job *job, int32_t worker, const reader_list *readers, int64_t at, int32_t n)
+{
+    int64_t first = reader(readers, at);
+    if (reader(readers, at + n - 1) - first == n - 1) return job->tables + first * job->table_bytes;
+    uint8_t *to = job->gathered + worker * TQ_SCAN_QUERIES * job->table_bytes;
+    for (int32_t k = 0; k < n; k++)
+        memcpy(to + k * job->table_bytes, job->tables + reader(readers, at + k) * job->table_bytes,
+               (size_t)job->table_bytes);
+    return to;
+}
+
+/** The rows of a run's blocks that may be among the best of `n` queries, TQ_SCAN_QUERIES or 1. */
+static void scan_queries(const scan_job *job, const tq_index_rows *rows, int64_t run, int64_t blocks, int32_t worker,
+                         const uint64_t allowed[RUN], const block_factors factors[RUN], const reader_list *readers,
+                         int64_t at, int32_t n)
+{
+    const pool *pools = job->pools + worker * job->n;
+    const tq_scan_kernels *kernels = job->use.scan;
+    const uint8_t *signs = rows->signs + RUN * run * job->use.planes * BLOCK;
+    const uint8_t *tables = tables_of(job, worker, readers, at, n);
+    uint16_t sums[TQ_SCAN_QUERIES][BLOCK], least[TQ_SCAN_QUERIES][RUN], its_least[TQ_SCAN_QUERIES];
+    int32_t reach;
+    pending_rows noted[TQ_SCAN_QUERIES];
+    for (int32_t k = 0; k < n; k++) { /* limits only rise: these stay low enough */
+        int64_t q = reader(readers, at + k);
+        float limit = limit_in_lists(job, rows, q, pools[q].limit);
+        least_sums(factors, (int32_t)blocks, job->bounds + q, limit, least[k]);
+        noted[k].n = 0;
+    }
+    for (int64_t i = 0; i < blocks; i++) {
+        const uint8_t *block = signs + i * job->use.planes * BLOCK;
+        if (!allowed[i]) continue;
+        for (int32_t k = 0; k < n; k++) its_least[k] = least[k][i];
+        if (n > 1) reach = kernels->sums_many(block, job->use.planes, tables, job->table_bytes, its_least, sums);
+        else reach = kernels->sums(block, job->use.planes, tables, its_least[0], sums[0]);
+        for (int32_t k = 0; reach >> k; k++) {
+            if (!(reach >> k & 1)) continue;
+            int64_t q = reader(readers, at + k);
+            note(job, rows, q, pools[q].limit, run, i, allowed[i], &factors[i], sums[k], &noted[k]);
+            if (noted[k].n >= NOTED) score_noted(job, rows, worker, q, run, &noted[k]);
+        }
+    }
+    for (int32_t k = 0; k < n; k++) score_noted(job, rows, worker, reader(readers, at + k), run, &noted[k]);
+}
+
+static void scan_run(void *context, int64_t task, int32_t worker)
 {
     const scan_job *job = context;
-    const tq_index_rows *rows = job->rows + job->segment;
-    int64_t first = RUN * run, blocks = (rows->n + BLOCK - 1) / BLOCK - first, q = 0;
+    int64_t run;
+    const tq_index_rows *rows = task_run(job, task, &run);
+    const reader_list readers = readers_of(job, rows);
+    int64_t first = RUN * run, blocks = blocks_of(rows) - first;
     if (blocks > RUN) blocks = RUN;
     uint64_t allowed[RUN];
     block_factors factors[RUN];
     for (int64_t i = 0; i < blocks; i++) {
         allowed[i] = allowed_rows(rows, first + i);
-        if (job->rare) take_all(job, worker, first + i, allowed[i]);
-        else if (job->every) score_block(job, worker, first + i, allowed[i]);
+        if (job->rare) take_all(job, rows, worker, first + i, allowed[i]);
+        else if (job->every) score_block(job, rows, worker, first + i, allowed[i]);
         else get_factors(job->use.scan, rows, first + i, &factors[i]);
     }
     if (job->rare || job->every) return;
-    const uint8_t *signs = rows->signs + first * job->use.planes * BLOCK;
-    const pool *pools = job->pools + worker * job->n;
-    const tq_scan_kernels *kernels = job->use.scan;
-    uint16_t sums[TQ_SCAN_QUERIES][BLOCK], least[TQ_SCAN_QUERIES][RUN], its_least[TQ_SCAN_QUERIES];
-    int32_t reach;
-    pending_rows noted[TQ_SCAN_QUERIES];
-    for (int32_t n; q < job->n; q += n) {
-        n = job->n - q >= TQ_SCAN_QUERIES ? TQ_SCAN_QUERIES : 1;
-        const uint8_t *tables = job->tables + q * job->table_bytes;
-        for (int32_t k = 0; k < n; k++) { /* limits only rise: these stay low enough */
-            least_sums(factors, (int32_t)blocks, job->bounds + q + k, pools[q + k].limit, least[k]);
-            noted[k].n = 0;
-        }
-        for (int64_t i = 0; i < blocks; i++) {
-            const uint8_t *block = signs + i * job->use.planes * BLOCK;
-            if (!allowed[i]) continue;
-            for (int32_t k = 0; k < n; k++) its_least[k] = least[k][i];
-            if (n > 1) reach = kernels->sums_many(block, job->use.planes, tables, job->table_bytes, its_least, sums);
-            else reach = kernels->sums(block, job->use.planes, tables, its_least[0], sums[0]);
-            for (int32_t k = 0; reach >> k; k++) {
-                if (!(reach >> k & 1)) continue;
-                note(job, pools + q + k, job->bounds + q + k, run, i, allowed[i], &factors[i], sums[k], &noted[k]);
-                if (noted[k].n >= NOTED) score_noted(job, worker, q + k, run, &noted[k]);
-            }
-        }
-        for (int32_t k = 0; k < n; k++) score_noted(job, worker, q + k, run, &noted[k]);
+    for (int64_t at = 0, n; at < readers.n; at += n) {
+        n = readers.n - at >= TQ_SCAN_QUERIES ? TQ_SCAN_QUERIES : 1;
+        scan_queries(job, rows, run, blocks, worker, allowed, factors, &readers, at, (int32_t)n);
     }
 }
 
@@ -388,13 +392,14 @@ static void look_at_block(const scan_job *job, int64_t q, int32_t n, int64_t seg
     const tq_index_rows *rows = job->rows + segment;
     const uint8_t *signs = rows->signs + block * job->use.planes * BLOCK, *tables = job->tables + q * job->table_bytes;
     uint16_t sums[TQ_SCAN_QUERIES][BLOCK], least[TQ_SCAN_QUERIES], run[RUN];
-    float limits[TQ_SCAN_QUERIES];
+    float limits[TQ_SCAN_QUERIES]; /* of scores without what lists add */
     block_factors f;
     uint64_t allowed = allowed_rows(rows, block);
     if (!allowed) return;
     get_factors(kernels, rows, block, &f);
     for (int32_t i = 0; i < n; i++) {
-        limits[i] = out->best[i].n == out->n ? out->hits[i][0].score : -INFINITY;
+        float limit = out->best[i].n == out->n ? out->hits[i][0].score : -INFINITY;
+        limits[i] = limit_in_lists(job, rows, q + i, limit);
         least_sums(&f, 1, job->bounds + q + i, limits[i], run);
         least[i] = run[0];
     }
@@ -406,8 +411,7 @@ static void look_at_block(const scan_job *job, int64_t q, int32_t n, int64_t seg
         uint64_t mask = allowed & kernels->above(sums[i], f.scales, f.offsets, b->unit, b->margin, limits[i]);
         for (; mask; mask &= mask - 1) {
             int32_t lane = __builtin_ctzll(mask);
-            float upper = ((float)sums[i][lane] * b->unit + b->margin) * f.scales[lane];
-            if (f.offsets) upper += f.offsets[lane];
+            float upper = upper_bound(job, rows, q + i, BLOCK * block + lane, &f, sums[i], lane);
             keep(&out->best[i], out->n, (hit){upper, segment << 32 | (BLOCK * block + lane)});
         }
     }
@@ -428,11 +432,24 @@ static float limit_of(const scan_job *job, int64_t q, const heap *best, float *l
     return p.limit;
 }
 
+/** Blocks of the lists that are nearest to a query, 1 in 8 of those that it reads. */
+static void look_at_lists(const scan_job *job, int64_t q, sample *out)
+{
+    const int32_t *probes = job->probes + q * job->probe;
+    int64_t blocks = 0;
+    for (int32_t i = 0; i < job->probe; i++) blocks += blocks_of(job->rows + job->segment_of[probes[i]]);
+    int64_t left = (blocks + SAMPLE - 1) / SAMPLE;
+    for (int32_t i = 0; i < job->probe && left > 0; i++) {
+        int64_t s = job->segment_of[probes[i]], n = blocks_of(job->rows + s);
+        for (int64_t block = 0; block < n && left > 0; block++, left--) look_at_block(job, q, 1, s, block, out);
+    }
+}
+
 static void find_limits(void *context, int64_t group, int32_t worker)
 {
     const scan_job *job = context;
-    int64_t q = TQ_SCAN_QUERIES * group, left = job->sampled;
-    int32_t n = job->n - q >= TQ_SCAN_QUERIES ? TQ_SCAN_QUERIES : 1, count = (int32_t)(job->n - q);
+    int64_t q = TQ_SCAN_QUERIES * group, left;
+    int32_t n = job->n - q >= TQ_SCAN_QUERIES && !job->probes ? TQ_SCAN_QUERIES : 1, count = (int32_t)(job->n - q);
     float lows[MOST_SAMPLED];
     sample found;
     (void)worker;
@@ -440,9 +457,10 @@ static void find_limits(void *context, int64_t group, int32_t worker)
     for (int64_t first = q; first < q + count; first += n) {
         found.n = job->k + 10;
         for (int32_t i = 0; i < n; i++) found.best[i] = (heap){found.hits[i], 0};
-        left = job->sampled;
+        left = job->probes ? 0 : job->sampled;
+        if (job->probes) look_at_lists(job, first, &found);
         for (int64_t s = 0; left > 0; s++) {
-            int64_t blocks = (job->rows[s].n + BLOCK - 1) / BLOCK;
+            int64_t blocks = blocks_of(job->rows + s);
             for (int64_t block = 0; block < blocks && left > 0; block++, left--)
                 look_at_block(job, first, n, s, block, &found);
         }
@@ -481,6 +499,24 @@ static void finish_query(void *context, int64_t q, int32_t worker)
     }
 }
 
+/** What lists add to the scores of some queries, centred in x, and the best lists. */
+static void value_lists(const scan_job *job, const float *x, int64_t first, int32_t rows)
+{
+    const tq_index_use *use = &job->use;
+    tq_index_list_values(use, x, rows, job->values + first * use->list_stride);
+    for (int64_t q = first; q < first + rows; q++) {
+        double *values = job->values + q * use->list_stride, most = -INFINITY;
+        if (job->probes)
+            tq_index_best_lists(values, job->skipped, use->space->n_lists, job->probe, job->probes + q * job->probe);
+        for (int32_t list = 0; list < use->space->n_lists; list++) {
+            values[list] = values[list] * use->space->lengths[list] - job->queries.squared[q] / 2;
+            if (values[list] > most) most = values[list];
+        }
+        job->most[q] = most;
+        job->queries.squared[q] = 0;
+    }
+}
+
 /** Converts `together` queries to fixed point and, if there are tables, fills them. */
 static void make_some(void *context, int64_t task, int32_t worker)
 {
@@ -493,6 +529,7 @@ static void make_some(void *context, int64_t task, int32_t worker)
         atomic_store(&job->refused, 1);
         return;
     }
+    if (job->values) value_lists(job, workspace, first, rows);
     if (!job->tables) return;
     for (int64_t q = first; q < first + rows; q++)
         tq_sign_query_make(use->layout.layout, use->space->sigmas, job->queries.q + q * use->padded,
@@ -515,10 +552,15 @@ static tq_status make_queries(scan_job *job, tq_error *error)
         }
 }
 
-static tq_status start(scan_job *job, const tq_index_space *space, const float *x, int64_t n, int32_t threads,
-                       tq_error *error)
+static tq_status start(scan_job *job, const tq_index_space *space, const float *x, int64_t n,
+                       const tq_index_rows *segments, int64_t n_segments, int32_t threads, tq_error *error)
 {
+    int64_t work = 0;
+    for (int64_t s = 0; s < n_segments; s++) work += segments[s].n;
+    threads = tq_effective_threads(tq_threads_for(threads, work, RUN * BLOCK));
     memset(job, 0, sizeof *job);
+    job->rows = segments;
+    job->n_segments = n_segments;
     TQ_TRY(tq_index_begin(space, &job->use, error));
     int64_t numbers;
     TQ_TRY(tq_product(n, 2 * job->use.padded + 24, &numbers, "queries", error));
@@ -527,10 +569,16 @@ static tq_status start(scan_job *job, const tq_index_space *space, const float *
     job->threads = threads;
     job->table_bytes = 64 * tq_sign_tables(job->use.planes);
     job->queries.units = malloc((size_t)numbers + 1);
-    int64_t share = space->matrix ? (n + threads - 1) / threads : 1;
+    int64_t share = space->matrix || space->n_lists ? (n + threads - 1) / threads : 1;
     job->together = share > TOGETHER ? TOGETHER : share > 1 ? (int32_t)share : 1;
     job->workspace = malloc(sizeof(float) * 2 * (size_t)threads * (size_t)job->together * (size_t)job->use.padded);
-    if (!job->queries.units || !job->workspace)
+    if (space->n_lists) {
+        TQ_TRY(tq_product(n, (job->use.list_stride + 1) * (int64_t)sizeof(double), &numbers, "queries", error));
+        job->values = malloc((size_t)numbers + 1);
+        job->most = job->values ? job->values + n * job->use.list_stride : NULL;
+    }
+    job->first_task = malloc(((size_t)n_segments + 1) * sizeof *job->first_task);
+    if (!job->first_task || !job->queries.units || !job->workspace || (space->n_lists && !job->values))
         return tq_fail(error, TQ_E_MEMORY, "queries", -1, (double)n, "few enough for the memory there is");
     job->queries.constants = job->queries.units + n;
     job->queries.squared = job->queries.constants + n;
@@ -538,17 +586,82 @@ static tq_status start(scan_job *job, const tq_index_space *space, const float *
     return TQ_OK;
 }
 
-static int is_rare(const tq_index_rows *segments, int64_t n_segments)
+static int64_t count_allowed(const tq_index_rows *rows)
 {
+    int64_t allowed = 0;
+    if (!rows->allowed) return rows->n;
+    for (int64_t block = 0; BLOCK * block < rows->n; block++)
+        allowed += __builtin_popcountll(allowed_rows(rows, block));
+    return allowed;
+}
+
+/** Whether few rows are allowed, and which lists have any. */
+static tq_status look_at_rows(scan_job *job, tq_error *error)
+{
+    int32_t n_lists = job->use.space->n_lists, there = 0;
     int64_t all = 0, allowed = 0;
-    for (int64_t s = 0; s < n_segments; s++) {
-        all += segments[s].n;
-        if (!segments[s].allowed) allowed += segments[s].n;
-        else
-            for (int64_t block = 0; BLOCK * block < segments[s].n; block++)
-                allowed += __builtin_popcountll(allowed_rows(&segments[s], block));
+    if (n_lists) {
+        job->skipped = malloc((size_t)n_lists);
+        job->segment_of = malloc((size_t)n_lists * sizeof *job->segment_of);
+        if (!job->skipped || !job->segment_of)
+            return tq_fail(error, TQ_E_MEMORY, "n_lists", -1, n_lists, "few enough for the memory there is");
+        memset(job->skipped, 1, (size_t)n_lists);
     }
-    return allowed <= all / RARE;
+    for (int64_t s = job->n_segments; s-- > 0;) {
+        const tq_index_rows *rows = job->rows + s;
+        int64_t own = count_allowed(rows);
+        all += rows->n;
+        allowed += own;
+        if (!n_lists || rows->lists || !own) continue;
+        there += job->skipped[rows->list];
+        job->skipped[rows->list] = 0;
+        job->segment_of[rows->list] = s;
+    }
+    job->rare = allowed <= all / RARE;
+    if (job->probe > there) job->probe = there;
+    return TQ_OK;
+}
+
+/** Memory for the lists that each query reads. */
+static tq_status get_probes(scan_job *job, tq_error *error)
+{
+    int32_t n_lists = job->use.space->n_lists;
+    int64_t probes;
+    if (!n_lists || job->rare || !job->probe) return TQ_OK;
+    TQ_TRY(tq_product(job->n, job->probe * (int64_t)sizeof(int32_t), &probes, "queries", error));
+    job->probes = malloc((size_t)probes + 1);
+    job->readers = malloc((size_t)probes + 1);
+    job->first_reader = calloc((size_t)n_lists + 1, sizeof *job->first_reader);
+    job->gathered = malloc((size_t)(job->threads * TQ_SCAN_QUERIES * job->table_bytes));
+    if (!job->probes || !job->readers || !job->first_reader || !job->gathered)
+        return tq_fail(error, TQ_E_MEMORY, "probe", -1, job->probe, "small enough for the memory there is");
+    return TQ_OK;
+}
+
+/** Sorts queries by the lists that they read. */
+static void find_readers(scan_job *job)
+{
+    int64_t *first = job->first_reader, n = job->n * job->probe, before = 0;
+    for (int64_t i = 0; i < n; i++) first[job->probes[i]]++;
+    for (int32_t list = 0; list <= job->use.space->n_lists; list++) {
+        int64_t own = first[list];
+        first[list] = before;
+        before += own;
+    }
+    for (int64_t i = 0; i < n; i++) job->readers[first[job->probes[i]]++] = (int32_t)(i / job->probe);
+    for (int32_t list = job->use.space->n_lists; list > 0; list--) first[list] = first[list - 1]; /* ends to starts */
+    first[0] = 0;
+}
+
+/** Returns how many tasks there are. */
+static int64_t find_tasks(scan_job *job)
+{
+    int64_t tasks = 0;
+    for (int64_t s = 0; s < job->n_segments; s++) {
+        job->first_task[s] = tasks;
+        if (readers_of(job, job->rows + s).n) tasks += (blocks_of(job->rows + s) + RUN - 1) / RUN;
+    }
+    return job->first_task[job->n_segments] = tasks;
 }
 
 static void free_job(scan_job *job)
@@ -563,6 +676,14 @@ static void free_job(scan_job *job)
     free(job->tables);
     free(job->bounds);
     free(job->hits);
+    free(job->first_task);
+    free(job->values);
+    free(job->probes);
+    free(job->skipped);
+    free(job->segment_of);
+    free(job->first_reader);
+    free(job->readers);
+    free(job->gathered);
 }
 
 static tq_status get_memory(scan_job *job, tq_error *error)
@@ -591,22 +712,21 @@ static tq_status get_memory(scan_job *job, tq_error *error)
     return TQ_OK;
 }
 
-static tq_status search(scan_job *job, int64_t n_segments, tq_error *error)
+static tq_status search(scan_job *job, tq_error *error)
 {
-    job->rare = is_rare(job->rows, n_segments);
+    TQ_TRY(look_at_rows(job, error));
+    TQ_TRY(get_probes(job, error));
     job->every = isinf(job->use.space->sigmas);
     TQ_TRY(get_memory(job, error));
     TQ_TRY(make_queries(job, error));
+    if (job->probes) find_readers(job);
     int64_t all = 0;
-    for (int64_t s = 0; s < n_segments; s++) all += (job->rows[s].n + BLOCK - 1) / BLOCK;
+    for (int64_t s = 0; s < job->n_segments; s++) all += blocks_of(job->rows + s);
     job->sampled = job->rare || job->every || job->k + 10 > MOST_SAMPLED ? 0 : all / SAMPLE;
     if (job->sampled > INT32_MAX / BLOCK) job->sampled = INT32_MAX / BLOCK;
     if (job->sampled > RUN)
         tq_parallel((job->n + TQ_SCAN_QUERIES - 1) / TQ_SCAN_QUERIES, job->threads, find_limits, job);
-    for (job->segment = 0; job->segment < n_segments; job->segment++) {
-        int64_t blocks = (job->rows[job->segment].n + BLOCK - 1) / BLOCK;
-        tq_parallel((blocks + RUN - 1) / RUN, job->threads, scan_run, job);
-    }
+    tq_parallel(find_tasks(job), job->threads, scan_run, job);
     for (int64_t i = 0; i < job->threads * job->n; i++)
         if (job->pools[i].failed)
             return tq_fail(error, TQ_E_MEMORY, "queries", -1, (double)job->n, "few enough for the memory there is");
@@ -615,46 +735,55 @@ static tq_status search(scan_job *job, int64_t n_segments, tq_error *error)
 }
 
 tq_status tq_index_search(const tq_index_space *space, const float *queries, int64_t n, const tq_index_rows *segments,
-                          int64_t n_segments, int64_t k, float *scores, int64_t *ids, int32_t threads, tq_error *error)
+                          int64_t n_segments, int64_t k, int32_t probe, float *scores, int64_t *ids, int32_t threads,
+                          tq_error *error)
 {
     scan_job job;
-    int64_t work = 0;
     if (k < 1 || k > INT64_MAX / 64) return tq_fail(error, TQ_E_VALUE, "k", -1, (double)k, "at least 1");
-    for (int64_t s = 0; s < n_segments; s++) work += segments[s].n;
-    threads = tq_effective_threads(tq_threads_for(threads, work, RUN * BLOCK));
-    tq_status status = start(&job, space, queries, n, threads, error);
-    job.rows = segments;
+    if (space->n_lists && probe < 1) return tq_fail(error, TQ_E_VALUE, "probe", -1, probe, "at least 1");
+    tq_status status = start(&job, space, queries, n, segments, n_segments, threads, error);
     job.k = k;
+    job.probe = probe;
     job.out_scores = scores;
     job.out_ids = ids;
-    if (status == TQ_OK) status = search(&job, n_segments, error);
+    if (status == TQ_OK) status = search(&job, error);
     free_job(&job);
     return status;
 }
 
-static void score_run(void *context, int64_t run, int32_t worker)
+/** Scores of a run, in out_scores [n, all rows]; out_ids holds the first row of each segment. */
+static void score_run(void *context, int64_t task, int32_t worker)
 {
     const scan_job *job = context;
-    int64_t n = job->rows->n, end = RUN * BLOCK * (run + 1) < n ? RUN * BLOCK * (run + 1) : n;
+    int64_t run;
+    const tq_index_rows *rows = task_run(job, task, &run);
+    const int64_t *starts = job->out_ids, start = starts[rows - job->rows], all = starts[job->n_segments];
+    int64_t end = RUN * BLOCK * (run + 1) < rows->n ? RUN * BLOCK * (run + 1) : rows->n;
     uint8_t lead[TQ_INDEX_MAX_PLANES];
     (void)worker;
     for (int64_t i = RUN * BLOCK * run; i < end; i++) {
-        leading_bits(job, job->rows, i, lead);
+        leading_bits(job, rows, i, lead);
         for (int64_t q = 0; q < job->n; q++)
-            job->scores[q * n + i] = score_of(job, q, part_of_score(job, job->rows, q, i, lead));
+            job->out_scores[q * all + start + i] = score_of(job, q, part_of_score(job, rows, q, i, lead));
     }
 }
 
-tq_status tq_index_scores(const tq_index_space *space, const float *queries, int64_t n, const tq_index_rows *rows,
-                          float *scores, int32_t threads, tq_error *error)
+tq_status tq_index_scores(const tq_index_space *space, const float *queries, int64_t n, const tq_index_rows *segments,
+                          int64_t n_segments, float *scores, int32_t threads, tq_error *error)
 {
     scan_job job;
-    threads = tq_effective_threads(tq_threads_for(threads, rows->n, RUN * BLOCK));
-    tq_status status = start(&job, space, queries, n, threads, error);
-    job.rows = rows;
-    job.scores = scores;
+    int64_t *starts = calloc((size_t)n_segments + 1, sizeof *starts);
+    tq_status status = start(&job, space, queries, n, segments, n_segments, threads, error);
+    job.out_scores = scores;
+    job.out_ids = starts;
+    if (status == TQ_OK && !starts)
+        status = tq_fail(error, TQ_E_MEMORY, "segments", -1, (double)n_segments, "few enough for the memory there is");
     if (status == TQ_OK) status = make_queries(&job, error);
-    if (status == TQ_OK) tq_parallel((rows->n + RUN * BLOCK - 1) / (RUN * BLOCK), threads, score_run, &job);
+    if (status == TQ_OK) {
+        for (int64_t s = 0; s < n_segments; s++) starts[s + 1] = starts[s] + segments[s].n;
+        tq_parallel(find_tasks(&job), job.threads, score_run, &job);
+    }
     free_job(&job);
+    free(starts);
     return status;
 }

@@ -72,6 +72,11 @@ tq_status tq_index_begin(const tq_index_space *space, tq_index_use *use, tq_erro
     if (!(space->sigmas >= 0)) return tq_fail(error, TQ_E_VALUE, "sigmas", -1, space->sigmas, "at least 0");
     if (space->metric < TQ_INDEX_IP || space->metric > TQ_INDEX_L2)
         return tq_fail(error, TQ_E_VALUE, "metric", -1, space->metric, "in 0..2");
+    if (space->n_lists < 0 || space->n_lists > TQ_INDEX_MAX_LISTS)
+        return tq_fail(error, TQ_E_VALUE, "n_lists", -1, space->n_lists, "in 0..2^20");
+    if (space->n_lists && (space->mean || !space->directions || !space->lengths))
+        return tq_fail(error, TQ_E_VALUE, "n_lists", -1, space->n_lists, "0 unless there are centres and no mean");
+    use->list_stride = (space->n_lists + TQ_INDEX_CENTRES - 1) / TQ_INDEX_CENTRES * TQ_INDEX_CENTRES;
     memset(use->mean, 0, sizeof(float) * (size_t)use->padded);
     if (space->mean) memcpy(use->mean, space->mean, sizeof(float) * (size_t)space->dim);
     use->mean_squares = 0;

@@ -37,6 +37,10 @@ typedef struct {
     /** y [rows, n] = x [rows, n] matrix [n, n]; each y adds its products in ascending order. n: a multiple of 8. Rows
      *  of x and y begin `stride` numbers apart. y is apart from x. */
     void (*rotate)(const float *matrix, int32_t n, const float *x, int32_t rows, int64_t stride, float *y);
+    /** The values of TQ_INDEX_CENTRES lists (turboquant_index.h) for rows of x, which begin `stride` numbers apart:
+     *  centres [n, 16] -> values [rows, 16], which begin `values_stride` apart. l2: whether |c|^2 / 2 is taken off. */
+    void (*values)(const float *centres, int32_t n, const float *x, int32_t rows, int64_t stride, int l2,
+                   double *values, int64_t values_stride);
     /** z [32 groups], 0 behind the last channel -> its codes, a byte each (0 in groups without bits), and its scale. */
     float (*encode)(const tq_scan_layout *layout, const float *z, uint8_t *codes);
     /** One row and its own leading bits [planes] -> its levels, int16 [32 groups], any behind the last channel. */

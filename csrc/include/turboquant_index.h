@@ -28,6 +28,15 @@ extern "C" {
 
 #define TQ_INDEX_BLOCK 64 /* rows whose leading bits lie together */
 
+/* Lists: x belongs to the list with the largest value, <its direction, x> (cosine: x of unit length; l2: <centre, x> -
+ * |centre|^2 / 2), in float64, the sum in the order of the numbers; of equal ones to the first. The centre c of a list is
+ * its direction times its length. A row then is z = R (x - c), and its
+ *   offset = <c, x - c> - <R c, what z's code stands for>, for squared distances -|x - c|^2 / 2 in place of <c, x - c>,
+ * so that the estimate of <query, x - c>, from one table for all lists, plus the offset is that of <query - c, x - c>,
+ * plus <c, x - c>. */
+#define TQ_INDEX_CENTRES 16 /* centres whose numbers lie together */
+#define TQ_INDEX_MAX_LISTS (1 << 20)
+
 #define TQ_INDEX_MAX_PLANES 780 /* sums of table entries fit 16 bits */
 
 #define TQ_INDEX_MAX_INPUT 0x1p55f /* the largest magnitude of a number, but with cosine: scores are finite float32 */
@@ -56,6 +65,10 @@ typedef struct {
     const float *mean;   /* [dim], or NULL: 0 */
     const float *
         matrix; /* [channels, channels], R transposed: z = (x - mean) matrix; NULL unless the plan's rotation is dense */
+    int32_t n_lists;         /* 0 .. TQ_INDEX_MAX_LISTS; 0: rows are in no lists */
+    const float *directions; /* [n_lists / 16 rounded up, dim, 16], 0 behind the last, of unit length; l2: centres. NULL
+                              * without lists, given without a mean */
+    const float *lengths;    /* [n_lists]; l2: 1 */
 } tq_index_space;
 
 /** Bytes of a row, the sum of (bits - lead) * channels of the group / 8, and planes of leading bits, the sum of lead *
@@ -69,13 +82,19 @@ TQ_API float tq_index_step(int32_t bits);
  *  tq_index_search uses it as the noise of its bound. lead: 0 .. min(bits, 6); otherwise NaN. */
 TQ_API double tq_index_lead_error(int32_t bits, int32_t lead);
 
+/** The list of each row of x [n, dim], which is as in tq_index_encode: lists [n]. space->n_lists must be above 0. */
+TQ_API tq_status tq_index_assign(const tq_index_space *space, const float *x, int64_t n, int32_t *lists,
+                                 int32_t threads, tq_error *error);
+
 /** x [n, dim] float32 -> codes [n, row bytes], signs [blocks, planes, 64], scales [n] and offsets [n], which may be
- *  NULL only without a mean and unless the metric is l2. The same bytes on every machine, if the rotation is no dense
+ *  NULL only without a mean and lists and unless the metric is l2. lists [n]: of each row, in 0 .. n_lists - 1 (not
+ *  checked); NULL without lists. The same bytes on every machine, if the rotation is no dense
  *  one. A row whose coded channels are all 0 gets scale 0. x must be finite, without cosine at most TQ_INDEX_MAX_INPUT
  *  in magnitude, and with cosine not 0: error "x", its index the number's, or the row's first one's; the outputs then
  *  hold some rows. */
-TQ_API tq_status tq_index_encode(const tq_index_space *space, const float *x, int64_t n, uint8_t *codes, uint8_t *signs,
-                                 float *scales, float *offsets, int32_t threads, tq_error *error);
+TQ_API tq_status tq_index_encode(const tq_index_space *space, const float *x, int64_t n, const int32_t *lists,
+                                 uint8_t *codes, uint8_t *signs, float *scales, float *offsets, int32_t threads,
+                                 tq_error *error);
 
 /** The numbers that codes stand for: z [n, channels] float32; 0 in groups without bits. signs: [n, planes], row after
  *  row. */
@@ -87,9 +106,10 @@ TQ_API tq_status tq_index_decode(const tq_index_layout *layout, const uint8_t *c
  * The score of row i is
  *      v = (unit * scales[i]) * sum_j q_j level_ij + offsets[i] + <mean, query>,   in float64, left to right,
  * rounded to float32; for l2 it is -max(0, |query - mean|^2 - 2 v) without the last term of v, a negated squared
- * distance. Larger is better. */
+ * distance. Larger is better. With lists, v has another term before it is rounded, <c, query>, or for l2 -|query - c|^2
+ * / 2 in place of what the mean adds. */
 
-/** Rows of one segment. */
+/** Rows of one segment. With lists, all of them are of `list`, or each is of its own. */
 typedef struct {
     int64_t n;
     const uint8_t *codes; /* [n, row bytes] */
@@ -99,6 +119,8 @@ typedef struct {
     const int64_t *ids;   /* [n], or NULL: first_id + i */
     int64_t first_id;
     const uint8_t *allowed; /* [n], 0 where a row is left out, or NULL: none is */
+    const int32_t *lists;   /* [n], in 0 .. n_lists - 1 (not checked), or NULL: all are of `list` */
+    int32_t list;           /* in 0 .. n_lists - 1 (not checked); without lists 0 */
 } tq_index_rows;
 
 /** The k best allowed rows of all segments for each of n queries [n, dim], float32 as x in tq_index_encode: scores [n,
@@ -109,14 +131,18 @@ typedef struct {
  *  lower bound of all allowed rows are scored from all bits; if at most 1 row in 50 is allowed, or without a bound, all
  *  allowed rows are.
  *  So the result depends on neither threads nor segments nor the instruction set.
+ *  With lists a query reads segments whose rows are all of one of the `probe` lists that have the largest values for it
+ *  (as a row's list has), among lists that have allowed rows in such segments, and all segments whose rows are of
+ *  different lists. probe: at least 1; at most 1 row in 50 allowed: all are read. Without lists it is not looked at.
  *  Allocates some 4 k bytes a query and thread, and 24 for each row that is scored. */
 TQ_API tq_status tq_index_search(const tq_index_space *space, const float *queries, int64_t n,
-                                 const tq_index_rows *segments, int64_t n_segments, int64_t k, float *scores,
-                                 int64_t *ids, int32_t threads, tq_error *error);
+                                 const tq_index_rows *segments, int64_t n_segments, int64_t k, int32_t probe,
+                                 float *scores, int64_t *ids, int32_t threads, tq_error *error);
 
-/** The score of every row, allowed or not: scores [n, rows.n] float32. */
+/** The score of every row of all segments, one after the other, allowed or not: scores [n, rows] float32. */
 TQ_API tq_status tq_index_scores(const tq_index_space *space, const float *queries, int64_t n,
-                                 const tq_index_rows *rows, float *scores, int32_t threads, tq_error *error);
+                                 const tq_index_rows *segments, int64_t n_segments, float *scores, int32_t threads,
+                                 tq_error *error);
 
 #if defined(__cplusplus)
 }

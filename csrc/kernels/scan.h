@@ -2,7 +2,7 @@
  * flags. */
 #ifndef TQ_SCAN_H
 #define TQ_SCAN_H
-#include "scan_encode.h"
+#include "scan_lists.h"
 
 /* Fields of w bits: 4 w bytes, bits w k .. w k + w - 1 of byte i are of channel i + 4 w k (turboquant_index.h). */
 #if defined(__AVX2__)
@@ -294,6 +294,6 @@ static int32_t scan_score(const tq_scan_layout *layout, const uint8_t *row, cons
 }
 
 #define TQ_SCAN_TABLE(name)                                                                                            \
-    {name,       scan_centre, scan_rotate,    scan_encode, scan_unpack, scan_products,                                 \
-     scan_score, scan_sums,   scan_sums_many, scan_above,  scan_largest}
+    {name,          scan_centre, scan_rotate, scan_values,    scan_encode, scan_unpack,                                \
+     scan_products, scan_score,  scan_sums,   scan_sums_many, scan_above,  scan_largest}
 #endif

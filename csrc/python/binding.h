@@ -115,6 +115,7 @@ BINDING(attend);
 BINDING(merge);
 BINDING(dequantize);
 BINDING(dot);
+BINDING(index_assign);
 BINDING(index_encode);
 BINDING(index_decode);
 BINDING(index_step);

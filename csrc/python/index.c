@@ -30,12 +30,32 @@ static int get_layout(const char *op, int32_t dim, PyObject *bits_object, PyObje
     return -1;
 }
 
-/* (plan, dim, metric, bits, lead, steps, mean or None, matrix or None, sigmas) */
+/* (directions [n_lists / 16 rounded up, dim, 16], lengths [n_lists]) */
+static int get_lists(const char *op, PyObject *tuple, tq_index_space *space)
+{
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 2) {
+        raise_type(op, "lists", "a tuple (directions, lengths)", tuple);
+        return -1;
+    }
+    npy_intp n = ANY;
+    PyArrayObject *lengths = read_array(op, "lengths", PyTuple_GetItem(tuple, 1), NPY_FLOAT32, DENSE, 1, &n);
+    if (!lengths) return -1;
+    n = PyArray_DIM(lengths, 0);
+    npy_intp shape[3] = {(n + TQ_INDEX_CENTRES - 1) / TQ_INDEX_CENTRES, space->dim, TQ_INDEX_CENTRES};
+    PyArrayObject *own = read_array(op, "directions", PyTuple_GetItem(tuple, 0), NPY_FLOAT32, DENSE, 3, shape);
+    if (!own) return -1;
+    space->n_lists = n > TQ_INDEX_MAX_LISTS ? TQ_INDEX_MAX_LISTS + 1 : (int32_t)n; /* the core refuses more */
+    space->directions = PyArray_DATA(own);
+    space->lengths = PyArray_DATA(lengths);
+    return 0;
+}
+
+/* (plan, dim, metric, bits, lead, steps, mean or None, matrix or None, sigmas), and lists if there are any */
 static int get_space(const char *op, PyObject *tuple, read_space *out)
 {
     tq_index_space *space = &out->space;
-    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 9) {
-        raise_type(op, "space", "a tuple (plan, dim, metric, bits, lead, steps, mean, matrix, sigmas)", tuple);
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) < 9 || PyTuple_Size(tuple) > 10) {
+        raise_type(op, "space", "a tuple (plan, dim, metric, bits, lead, steps, mean, matrix, sigmas[, lists])", tuple);
         return -1;
     }
     PyObject *item[9];
@@ -58,25 +78,80 @@ static int get_space(const char *op, PyObject *tuple, read_space *out)
         if (!(array = read_array(op, "matrix", item[7], NPY_FLOAT32, DENSE, 2, square))) return -1;
         space->matrix = PyArray_DATA(array);
     }
+    space->n_lists = 0;
+    space->directions = space->lengths = NULL;
+    return PyTuple_Size(tuple) == 10 ? get_lists(op, PyTuple_GetItem(tuple, 9), space) : 0;
+}
+
+/* int32 [n], each the number of a list, or None without lists */
+static int get_row_lists(const char *op, PyObject *object, npy_intp n, const tq_index_space *space,
+                         const int32_t **lists)
+{
+    *lists = NULL;
+    if (object == Py_None && !space->n_lists) return 0;
+    if (!space->n_lists) return raise_type(op, "lists", "None, because the space has no lists", object) ? 0 : -1;
+    PyArrayObject *array = read_array(op, "lists", object, NPY_INT32, DENSE, 1, &n);
+    if (!array) return -1;
+    *lists = PyArray_DATA(array);
+    for (npy_intp i = 0; i < n; i++)
+        if ((*lists)[i] < 0 || (*lists)[i] >= space->n_lists) {
+            PyErr_Format(PyExc_ValueError, "%s: `lists` must be in 0..%d, got %d", op, space->n_lists - 1, (*lists)[i]);
+            return -1;
+        }
     return 0;
 }
 
-const char doc_index_encode[] = PyDoc_STR(
-    "index_encode(space, x, threads=0)\n--\n\n"
-    "(codes, signs, scales, offsets) of vectors x, float32 [n, dim]: uint8 [n, row bytes] and [blocks, planes, 64], "
-    "float32 [n] and [n] or\nNone. space: (plan, dim, metric: 0 ip, 1 cosine, 2 l2, bits, lead: uint8 [groups], steps: "
-    "float32 [groups], mean: float32 [dim] or\nNone, matrix: float32 [channels, channels] or None, sigmas). Contracts: "
-    "turboquant_index.h.");
-PyObject *py_index_encode(PyObject *module, PyObject *args, PyObject *kwargs)
+const char doc_index_assign[] =
+    PyDoc_STR("index_assign(space, x, threads=0)\n--\n\n"
+              "The list of each of x, float32 [n, dim]: int32 [n]. space: as in index_encode, with lists.");
+PyObject *py_index_assign(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"space", "x", "threads", NULL};
-    PyObject *space, *x_object, *threads_object = NULL, *codes = NULL, *signs = NULL, *scales = NULL, *offsets = NULL,
-                                *result = NULL;
+    PyObject *space, *x_object, *threads_object = NULL;
+    read_space read;
+    int32_t threads = 0;
+    const char *op = "index_assign";
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|O:index_assign", names, &space, &x_object, &threads_object) ||
+        (threads_object && read_i32(op, "threads", threads_object, 0, INT32_MAX, &threads) < 0) ||
+        get_space(op, space, &read) < 0)
+        return NULL;
+    npy_intp dims[2] = {ANY, read.space.dim};
+    PyArrayObject *x = read_array(op, "x", x_object, NPY_FLOAT32, DENSE, 2, dims);
+    if (!x) return NULL;
+    dims[0] = PyArray_DIM(x, 0);
+    PyObject *lists = PyArray_SimpleNew(1, dims, NPY_INT32);
+    if (!lists) return NULL;
+    const float *from = PyArray_DATA(x);
+    int32_t *to = PyArray_DATA((PyArrayObject *)lists);
+    tq_error error = {0};
+    tq_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = tq_index_assign(&read.space, from, dims[0], to, threads, &error);
+    Py_END_ALLOW_THREADS;
+    if (status == TQ_OK) return lists;
+    Py_DECREF(lists);
+    return raise_status(op, status, &error, NULL);
+}
+
+const char doc_index_encode[] = PyDoc_STR(
+    "index_encode(space, x, threads=0, lists=None)\n--\n\n"
+    "(codes, signs, scales, offsets) of vectors x, float32 [n, dim]: uint8 [n, row bytes] and [blocks, planes, 64], "
+    "float32 [n] and [n] or\nNone. space: (plan, dim, metric: 0 ip, 1 cosine, 2 l2, bits, lead: uint8 [groups], steps: "
+    "float32 [groups], mean: float32 [dim] or\nNone, matrix: float32 [channels, channels] or None, sigmas[, (directions: float32 [n_lists / 16 "
+    "rounded up, dim, 16],\nlengths: float32 [n_lists])]); with lists, `lists` is the list of each row, int32 [n]. "
+    "Contracts: turboquant_index.h.");
+PyObject *py_index_encode(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"space", "x", "threads", "lists", NULL};
+    PyObject *space, *x_object, *threads_object = NULL, *lists_object = Py_None, *codes = NULL, *signs = NULL,
+                                *scales = NULL, *offsets = NULL, *result = NULL;
     read_space read;
     int32_t threads = 0;
     const char *op = "index_encode";
     (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|O:index_encode", names, &space, &x_object, &threads_object) ||
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|OO:index_encode", names, &space, &x_object, &threads_object,
+                                     &lists_object) ||
         (threads_object && read_i32(op, "threads", threads_object, 0, INT32_MAX, &threads) < 0) ||
         get_space(op, space, &read) < 0)
         return NULL;
@@ -84,8 +159,10 @@ PyObject *py_index_encode(PyObject *module, PyObject *args, PyObject *kwargs)
     PyArrayObject *x = read_array(op, "x", x_object, NPY_FLOAT32, DENSE, 2, dims);
     if (!x) return NULL;
     npy_intp shape[2] = {PyArray_DIM(x, 0), (npy_intp)read.row_bytes};
+    const int32_t *lists;
+    if (get_row_lists(op, lists_object, shape[0], &read.space, &lists) < 0) return NULL;
     npy_intp blocks[3] = {(shape[0] + TQ_INDEX_BLOCK - 1) / TQ_INDEX_BLOCK, read.planes, TQ_INDEX_BLOCK};
-    int has_offsets = read.space.mean || read.space.metric == TQ_INDEX_L2;
+    int has_offsets = read.space.mean || lists || read.space.metric == TQ_INDEX_L2;
     codes = PyArray_SimpleNew(2, shape, NPY_UINT8);
     scales = PyArray_SimpleNew(1, shape, NPY_FLOAT32);
     signs = PyArray_SimpleNew(3, blocks, NPY_UINT8);
@@ -98,7 +175,7 @@ PyObject *py_index_encode(PyObject *module, PyObject *args, PyObject *kwargs)
     tq_error error = {0};
     tq_status status;
     Py_BEGIN_ALLOW_THREADS;
-    status = tq_index_encode(&read.space, from, shape[0], to, leading, factors, exact, threads, &error);
+    status = tq_index_encode(&read.space, from, shape[0], lists, to, leading, factors, exact, threads, &error);
     Py_END_ALLOW_THREADS;
     if (status == TQ_OK) result = PyTuple_Pack(4, codes, signs, scales, offsets);
     else raise_status(op, status, &error, NULL);
@@ -184,20 +261,77 @@ static PyArrayObject *get_queries(const char *op, PyObject *object, const read_s
     return read_array(op, "queries", object, NPY_FLOAT32, DENSE, 2, dims);
 }
 
-/* (codes, signs, scales, offsets or None, ids or first id, allowed or None) */
-static int get_rows(const char *op, PyObject *tuple, const read_space *read, tq_index_rows *out)
+/* Where each list starts in a segment that is sorted by lists: int64 [n_lists + 1], from 0 to n; NULL if it is not.
+ * The leading bits of each list begin a block. */
+static int get_starts(const char *op, PyObject *object, npy_intp n, const tq_index_space *space, const int64_t **starts,
+                      npy_intp *blocks)
 {
-    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 6) {
-        raise_type(op, "segments", "tuples (codes, signs, scales, offsets, ids, allowed)", tuple);
+    *starts = NULL;
+    *blocks = (n + TQ_INDEX_BLOCK - 1) / TQ_INDEX_BLOCK;
+    if (!PyArray_Check(object) || PyArray_TYPE((PyArrayObject *)object) != NPY_INT64 || !space->n_lists) return 0;
+    npy_intp count = space->n_lists + 1;
+    PyArrayObject *array = read_array(op, "lists", object, NPY_INT64, DENSE, 1, &count);
+    if (!array) return -1;
+    const int64_t *at = PyArray_DATA(array);
+    int good = at[0] == 0 && at[count - 1] == n;
+    *blocks = 0;
+    for (npy_intp i = 0; i + 1 < count && good; i++) {
+        good = at[i] <= at[i + 1] && at[i + 1] <= n;
+        if (good) *blocks += (npy_intp)((at[i + 1] - at[i] + TQ_INDEX_BLOCK - 1) / TQ_INDEX_BLOCK);
+    }
+    if (!good) PyErr_Format(PyExc_ValueError, "%s: `lists` must start at rows that ascend from 0 to %zd", op, n);
+    *starts = at;
+    return good ? 0 : -1;
+}
+
+/* How many tq_index_rows a segment is. */
+static Py_ssize_t parts_of(PyObject *tuple, const tq_index_space *space)
+{
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 7) return 1;
+    PyObject *lists = PyTuple_GetItem(tuple, 6);
+    int sorted = PyArray_Check(lists) && PyArray_TYPE((PyArrayObject *)lists) == NPY_INT64;
+    return sorted && space->n_lists ? space->n_lists : 1;
+}
+
+/* The lists of a sorted segment, one after the other. */
+static void cut(const tq_index_rows *all, const int64_t *starts, const read_space *read, tq_index_rows *out)
+{
+    int64_t block = 0;
+    for (int32_t list = 0; list < read->space.n_lists; list++) {
+        int64_t at = starts[list], n = starts[list + 1] - at;
+        out[list] = (tq_index_rows){.n = n,
+                                    .codes = all->codes + at * read->row_bytes,
+                                    .signs = all->signs + block * read->planes * TQ_INDEX_BLOCK,
+                                    .scales = all->scales + at,
+                                    .offsets = all->offsets + at,
+                                    .ids = all->ids ? all->ids + at : NULL,
+                                    .first_id = all->first_id + at,
+                                    .allowed = all->allowed ? all->allowed + at : NULL,
+                                    .list = list};
+        block += (n + TQ_INDEX_BLOCK - 1) / TQ_INDEX_BLOCK;
+    }
+}
+
+/* (codes, signs, scales, offsets or None, ids or first id, allowed or None), with lists also the list of each row or
+ * where each list starts -> parts_of it */
+static int get_rows(const char *op, PyObject *tuple, const read_space *read, tq_index_rows *parts)
+{
+    Py_ssize_t items = read->space.n_lists ? 7 : 6;
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != items) {
+        raise_type(op, "segments", "tuples (codes, signs, scales, offsets, ids, allowed), with lists also (.., lists)",
+                   tuple);
         return -1;
     }
-    PyObject *item[6];
-    for (int i = 0; i < 6; i++) item[i] = PyTuple_GetItem(tuple, i);
+    PyObject *item[7];
+    for (Py_ssize_t i = 0; i < items; i++) item[i] = PyTuple_GetItem(tuple, i);
+    tq_index_rows rows, *out = &rows;
+    const int64_t *starts = NULL;
     npy_intp dims[2] = {ANY, (npy_intp)read->row_bytes};
     PyArrayObject *codes = read_array(op, "codes", item[0], NPY_UINT8, DENSE, 2, dims);
     if (!codes) return -1;
     npy_intp n = PyArray_DIM(codes, 0);
     npy_intp blocks[3] = {(n + TQ_INDEX_BLOCK - 1) / TQ_INDEX_BLOCK, read->planes, TQ_INDEX_BLOCK};
+    if (read->space.n_lists && get_starts(op, item[6], n, &read->space, &starts, &blocks[0]) < 0) return -1;
     PyArrayObject *signs = read_array(op, "signs", item[1], NPY_UINT8, DENSE, 3, blocks);
     if (!signs) return -1;
     PyArrayObject *scales = read_array(op, "scales", item[2], NPY_FLOAT32, DENSE, 1, &n), *array;
@@ -216,38 +350,53 @@ static int get_rows(const char *op, PyObject *tuple, const read_space *read, tq_
         if (!(array = read_array(op, "allowed", item[5], NPY_UINT8, DENSE, 1, &n))) return -1;
         out->allowed = PyArray_DATA(array);
     }
+    if (starts && !out->offsets) {
+        raise_type(op, "offsets", "an array, with lists", item[3]);
+        return -1;
+    }
+    if (starts) cut(out, starts, read, parts);
+    else if (read->space.n_lists && get_row_lists(op, item[6], n, &read->space, &out->lists) < 0) return -1;
+    else *parts = *out;
     return 0;
 }
 
 const char doc_index_search[] = PyDoc_STR(
-    "index_search(space, queries, segments, k, threads=0)\n--\n\n"
+    "index_search(space, queries, segments, k, threads=0, probe=2147483647)\n--\n\n"
     "(scores, ids) of the k best rows a query, float32 and int64 [queries, k], larger first, ties by ascending id; -inf "
     "and -1 behind\nthe last. space: as in index_encode. queries: float32 [n, dim]. segments: a tuple of (codes, signs, "
-    "scales, offsets float32 or None,\nids int64 or the first id, allowed uint8 or None). Contracts: tq_index_search.");
+    "scales, offsets float32 or None,\nids int64 or the first id, allowed uint8 or None),\nwith lists also the list of each row, "
+    "int32, or where each list starts, int64 [n_lists + 1]; then `signs` have new blocks\nfor each list. probe: lists that "
+    "a query reads. Contracts: tq_index_search.");
 PyObject *py_index_search(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"space", "queries", "segments", "k", "threads", NULL};
-    PyObject *space, *queries_object, *segments_object, *k_object, *threads_object = NULL;
+    static char *names[] = {"space", "queries", "segments", "k", "threads", "probe", NULL};
+    PyObject *space, *queries_object, *segments_object, *k_object, *threads_object = NULL, *probe_object = NULL;
     PyObject *scores = NULL, *ids = NULL, *result = NULL;
     PyArrayObject *queries;
     tq_index_rows *segments = NULL;
     read_space read;
     int64_t k;
-    int32_t threads = 0;
+    int32_t threads = 0, probe = INT32_MAX;
     const char *op = "index_search";
     (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|O:index_search", names, &space, &queries_object,
-                                     &segments_object, &k_object, &threads_object) ||
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|OO:index_search", names, &space, &queries_object,
+                                     &segments_object, &k_object, &threads_object, &probe_object) ||
+        (probe_object && read_i32(op, "probe", probe_object, 1, INT32_MAX, &probe) < 0) ||
         (threads_object && read_i32(op, "threads", threads_object, 0, INT32_MAX, &threads) < 0) ||
         read_i64(op, "k", k_object, 1, INT64_MAX / 64, &k) < 0 || get_space(op, space, &read) < 0 ||
         !(queries = get_queries(op, queries_object, &read)))
         return NULL;
     if (!PyTuple_Check(segments_object)) return raise_type(op, "segments", "a tuple of segments", segments_object);
-    Py_ssize_t n_segments = PyTuple_Size(segments_object);
+    Py_ssize_t n_segments = 0, given = PyTuple_Size(segments_object);
+    for (Py_ssize_t i = 0; i < given; i++) n_segments += parts_of(PyTuple_GetItem(segments_object, i), &read.space);
     segments = PyMem_Calloc((size_t)n_segments + 1, sizeof *segments);
     if (!segments) return PyErr_NoMemory();
-    for (Py_ssize_t i = 0; i < n_segments; i++)
-        if (get_rows(op, PyTuple_GetItem(segments_object, i), &read, &segments[i]) < 0) goto done;
+    n_segments = 0;
+    for (Py_ssize_t i = 0; i < given; i++) {
+        PyObject *own = PyTuple_GetItem(segments_object, i);
+        if (get_rows(op, own, &read, &segments[n_segments]) < 0) goto done;
+        n_segments += parts_of(own, &read.space);
+    }
     npy_intp dims[2] = {PyArray_DIM(queries, 0), k};
     scores = PyArray_SimpleNew(2, dims, NPY_FLOAT32);
     ids = PyArray_SimpleNew(2, dims, NPY_INT64);
@@ -258,7 +407,7 @@ PyObject *py_index_search(PyObject *module, PyObject *args, PyObject *kwargs)
     tq_error error = {0};
     tq_status status;
     Py_BEGIN_ALLOW_THREADS;
-    status = tq_index_search(&read.space, x, dims[0], segments, n_segments, k, score, id, threads, &error);
+    status = tq_index_search(&read.space, x, dims[0], segments, n_segments, k, probe, score, id, threads, &error);
     Py_END_ALLOW_THREADS;
     if (status == TQ_OK) result = PyTuple_Pack(2, scores, ids);
     else raise_status(op, status, &error, NULL);
@@ -275,9 +424,9 @@ const char doc_index_scores[] = PyDoc_STR(
 PyObject *py_index_scores(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"space", "queries", "segment", "threads", NULL};
-    PyObject *space, *queries_object, *segment_object, *threads_object = NULL, *scores;
+    PyObject *space, *queries_object, *segment_object, *threads_object = NULL, *scores = NULL;
     PyArrayObject *queries;
-    tq_index_rows segment;
+    tq_index_rows *segments = NULL;
     read_space read;
     int32_t threads = 0;
     const char *op = "index_scores";
@@ -285,20 +434,28 @@ PyObject *py_index_scores(PyObject *module, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO|O:index_scores", names, &space, &queries_object,
                                      &segment_object, &threads_object) ||
         (threads_object && read_i32(op, "threads", threads_object, 0, INT32_MAX, &threads) < 0) ||
-        get_space(op, space, &read) < 0 || !(queries = get_queries(op, queries_object, &read)) ||
-        get_rows(op, segment_object, &read, &segment) < 0)
+        get_space(op, space, &read) < 0 || !(queries = get_queries(op, queries_object, &read)))
         return NULL;
-    npy_intp dims[2] = {PyArray_DIM(queries, 0), segment.n};
+    Py_ssize_t n_segments = parts_of(segment_object, &read.space);
+    segments = PyMem_Calloc((size_t)n_segments, sizeof *segments);
+    if (!segments) return PyErr_NoMemory();
+    if (get_rows(op, segment_object, &read, segments) < 0) goto done;
+    npy_intp dims[2] = {PyArray_DIM(queries, 0), 0};
+    for (Py_ssize_t i = 0; i < n_segments; i++) dims[1] += (npy_intp)segments[i].n;
     scores = PyArray_SimpleNew(2, dims, NPY_FLOAT32);
-    if (!scores) return NULL;
+    if (!scores) goto done;
     const float *x = PyArray_DATA(queries);
     float *score = PyArray_DATA((PyArrayObject *)scores);
     tq_error error = {0};
     tq_status status;
     Py_BEGIN_ALLOW_THREADS;
-    status = tq_index_scores(&read.space, x, dims[0], &segment, score, threads, &error);
+    status = tq_index_scores(&read.space, x, dims[0], segments, n_segments, score, threads, &error);
     Py_END_ALLOW_THREADS;
-    if (status == TQ_OK) return scores;
-    Py_DECREF(scores);
-    return raise_status(op, status, &error, NULL);
+    if (status != TQ_OK) {
+        Py_CLEAR(scores);
+        raise_status(op, status, &error, NULL);
+    }
+done:
+    PyMem_Free(segments);
+    return scores;
 }

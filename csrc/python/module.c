@@ -25,6 +25,7 @@ static PyMethodDef methods[] = {
     ROW(kernel_name),
     ROW(num_threads),
     ROW(set_num_threads),
+    ROW(index_assign),
     ROW(index_encode),
     ROW(index_decode),
     ROW(index_search),

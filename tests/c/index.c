@@ -19,7 +19,7 @@ static const char *state = "";
         }                                                                                                              \
     } while (0)
 
-enum { N = 1200, FIRST = 700, QUERIES = 6, K = 15 };
+enum { N = 1200, FIRST = 700, QUERIES = 6, K = 15, LISTS = 21 };
 
 static void *zeros(size_t bytes)
 {
@@ -51,22 +51,26 @@ typedef struct {
     int32_t dim, channels, metric, with_mean, rotation;
     uint8_t bits[4], lead[4];
     double error; /* of decoded vectors, at most, in squares over squares; 0 where groups without bits make it large */
+    int32_t n_lists;
 } example;
 
 static const example EXAMPLES[] = {
-    {"1 bit", 128, 128, TQ_INDEX_IP, 0, TQ_ROTATION_NONE, {1, 1, 1, 1}, {1, 1, 1, 1}, 0.6},
-    {"2 bits, both lead", 100, 104, TQ_INDEX_L2, 1, TQ_ROTATION_HADAMARD, {2, 2, 2, 2}, {2, 2, 2, 2}, 0.2},
-    {"3 bits", 70, 72, TQ_INDEX_COSINE, 1, TQ_ROTATION_HADAMARD, {3, 3, 3}, {1, 1, 1}, 0.06},
-    {"4 bits, two lead", 32, 32, TQ_INDEX_IP, 1, TQ_ROTATION_NONE, {4}, {2}, 0.02},
-    {"4 bits", 128, 128, TQ_INDEX_L2, 0, TQ_ROTATION_NONE, {4, 4, 4, 4}, {1, 1, 1, 1}, 0.02},
-    {"5 bits", 33, 40, TQ_INDEX_IP, 0, TQ_ROTATION_HADAMARD, {5, 5}, {1, 1}, 0.005},
-    {"8 bits", 128, 128, TQ_INDEX_COSINE, 0, TQ_ROTATION_NONE, {8, 8, 8, 8}, {1, 1, 1, 1}, 0.001},
-    {"mixed", 128, 128, TQ_INDEX_IP, 1, TQ_ROTATION_DENSE, {8, 6, 3, 0}, {5, 2, 1, 0}, 0},
-    {"few lead", 120, 120, TQ_INDEX_L2, 1, TQ_ROTATION_DENSE, {5, 4, 2, 1}, {3, 0, 0, 0}, 0},
-    {"8 numbers", 8, 8, TQ_INDEX_IP, 0, TQ_ROTATION_NONE, {6}, {1}, 0.02},
-    {"8 in the last group", 104, 104, TQ_INDEX_IP, 1, TQ_ROTATION_NONE, {4, 4, 4, 4}, {1, 1, 1, 1}, 0.02},
-    {"8 bits in a last group of 16", 112, 112, TQ_INDEX_COSINE, 0, TQ_ROTATION_DENSE, {0, 3, 2, 8}, {0, 3, 1, 5}, 0},
-    {"24 in the last group, both lead", 88, 88, TQ_INDEX_L2, 0, TQ_ROTATION_NONE, {2, 2, 2}, {2, 2, 2}, 0.2},
+    {"1 bit", 128, 128, TQ_INDEX_IP, 0, TQ_ROTATION_NONE, {1, 1, 1, 1}, {1, 1, 1, 1}, 0.6, 0},
+    {"2 bits, both lead", 100, 104, TQ_INDEX_L2, 1, TQ_ROTATION_HADAMARD, {2, 2, 2, 2}, {2, 2, 2, 2}, 0.2, 0},
+    {"3 bits", 70, 72, TQ_INDEX_COSINE, 1, TQ_ROTATION_HADAMARD, {3, 3, 3}, {1, 1, 1}, 0.06, 0},
+    {"4 bits, two lead", 32, 32, TQ_INDEX_IP, 1, TQ_ROTATION_NONE, {4}, {2}, 0.02, 0},
+    {"4 bits", 128, 128, TQ_INDEX_L2, 0, TQ_ROTATION_NONE, {4, 4, 4, 4}, {1, 1, 1, 1}, 0.02, 0},
+    {"5 bits", 33, 40, TQ_INDEX_IP, 0, TQ_ROTATION_HADAMARD, {5, 5}, {1, 1}, 0.005, 0},
+    {"8 bits", 128, 128, TQ_INDEX_COSINE, 0, TQ_ROTATION_NONE, {8, 8, 8, 8}, {1, 1, 1, 1}, 0.001, 0},
+    {"mixed", 128, 128, TQ_INDEX_IP, 1, TQ_ROTATION_DENSE, {8, 6, 3, 0}, {5, 2, 1, 0}, 0, 0},
+    {"few lead", 120, 120, TQ_INDEX_L2, 1, TQ_ROTATION_DENSE, {5, 4, 2, 1}, {3, 0, 0, 0}, 0, 0},
+    {"8 numbers", 8, 8, TQ_INDEX_IP, 0, TQ_ROTATION_NONE, {6}, {1}, 0.02, 0},
+    {"8 in the last group", 104, 104, TQ_INDEX_IP, 1, TQ_ROTATION_NONE, {4, 4, 4, 4}, {1, 1, 1, 1}, 0.02, 0},
+    {"8 bits in a last group of 16", 112, 112, TQ_INDEX_COSINE, 0, TQ_ROTATION_DENSE, {0, 3, 2, 8}, {0, 3, 1, 5}, 0, 0},
+    {"lists", 100, 104, TQ_INDEX_IP, 0, TQ_ROTATION_HADAMARD, {2, 2, 2, 2}, {1, 1, 1, 1}, 0, LISTS},
+    {"lists, cosine", 70, 72, TQ_INDEX_COSINE, 0, TQ_ROTATION_HADAMARD, {8, 8, 8}, {1, 1, 1}, 0, LISTS},
+    {"lists, l2", 33, 40, TQ_INDEX_L2, 0, TQ_ROTATION_NONE, {4, 4}, {2, 2}, 0, LISTS},
+    {"24 in the last group, both lead", 88, 88, TQ_INDEX_L2, 0, TQ_ROTATION_NONE, {2, 2, 2}, {2, 2, 2}, 0.2, 0},
 };
 
 static tq_plan make_plan(int32_t dim, int32_t rotation)
@@ -104,6 +108,7 @@ typedef struct {
     tq_index_rows rows;
     uint8_t *codes, *signs, *allowed;
     float *scales, *offsets;
+    int32_t *lists;
 } segment;
 
 static segment make_segment(const tq_index_space *space, const float *x, int64_t n, int64_t first_id)
@@ -117,15 +122,23 @@ static segment make_segment(const tq_index_space *space, const float *x, int64_t
     s.codes = zeros((size_t)(n * row_bytes));
     s.signs = zeros((size_t)((n + 63) / 64 * planes * 64));
     s.scales = zeros((size_t)n * sizeof(float));
-    if (space->mean || space->metric == TQ_INDEX_L2) s.offsets = zeros((size_t)n * sizeof(float));
-    CHECK(tq_index_encode(space, x, n, s.codes, s.signs, s.scales, s.offsets, 0, &error) == TQ_OK);
+    if (space->mean || space->n_lists || space->metric == TQ_INDEX_L2) s.offsets = zeros((size_t)n * sizeof(float));
+    if (space->n_lists) {
+        s.lists = zeros((size_t)n * sizeof *s.lists);
+        CHECK(tq_index_assign(space, x, n, s.lists, 0, &error) == TQ_OK);
+        for (int64_t i = 0; i < n; i++) CHECK(s.lists[i] >= 0 && s.lists[i] < space->n_lists);
+    }
+    CHECK(tq_index_encode(space, x, n, s.lists, s.codes, s.signs, s.scales, s.offsets, 0, &error) == TQ_OK);
     s.allowed = zeros((size_t)n);
     for (int64_t i = 0; i < n; i++) s.allowed[i] = i % 7 != 3;
-    s.rows = (tq_index_rows){n, s.codes, s.signs, s.scales, s.offsets, NULL, first_id, NULL};
+    s.rows = (tq_index_rows){n, s.codes, s.signs, s.scales, s.offsets, NULL, first_id, NULL, s.lists, 0};
     return s;
 }
 
-static void free_segment(segment s) { free(s.codes), free(s.signs), free(s.allowed), free(s.scales), free(s.offsets); }
+static void free_segment(segment s)
+{
+    free(s.codes), free(s.signs), free(s.allowed), free(s.scales), free(s.offsets), free(s.lists);
+}
 
 static void check_decoded(const example *e, const tq_index_space *space, const segment *s, const float *x, int64_t n)
 {
@@ -176,9 +189,9 @@ static void check_search(const tq_index_space *space, const segment *parts, cons
     hit *all = zeros(sizeof *all * N);
     for (int filtered = 0; filtered < 2; filtered++) {
         for (int p = 0; p < 2; p++) rows[p].allowed = filtered ? parts[p].allowed : NULL;
-        CHECK(tq_index_scores(space, queries, QUERIES, &rows[0], each, 0, &error) == TQ_OK);
-        CHECK(tq_index_scores(space, queries, QUERIES, &rows[1], each + QUERIES * FIRST, 0, &error) == TQ_OK);
-        CHECK(tq_index_search(space, queries, QUERIES, rows, 2, K, scores, ids, 0, &error) == TQ_OK);
+        CHECK(tq_index_scores(space, queries, QUERIES, &rows[0], 1, each, 0, &error) == TQ_OK);
+        CHECK(tq_index_scores(space, queries, QUERIES, &rows[1], 1, each + QUERIES * FIRST, 0, &error) == TQ_OK);
+        CHECK(tq_index_search(space, queries, QUERIES, rows, 2, K, LISTS, scores, ids, 0, &error) == TQ_OK);
         for (int q = 0; q < QUERIES; q++) {
             int64_t n = 0;
             for (int64_t i = 0; i < N; i++) {
@@ -205,18 +218,23 @@ static uint64_t check_example(const example *e)
     for (int32_t j = 0; j < e->dim; j++) mean[j] *= 0.02f;
     float *x = numbers((size_t)N * (size_t)e->dim), *queries = numbers((size_t)QUERIES * (size_t)e->dim);
     float *matrix = e->rotation == TQ_ROTATION_DENSE ? make_matrix(channels) : NULL;
-    tq_index_space space = {{e->channels, e->bits, e->lead, steps}, &plan, e->dim, e->metric, 60, NULL, matrix};
+    tq_index_space space = {
+        {e->channels, e->bits, e->lead, steps}, &plan, e->dim, e->metric, 60, NULL, matrix, 0, NULL, NULL};
     if (e->with_mean) space.mean = mean;
+    float *directions = numbers((size_t)((e->n_lists + 15) / 16) * 16 * (size_t)e->dim);
+    float *lengths = zeros(sizeof *lengths * (size_t)e->n_lists);
+    for (int32_t i = 0; i < e->n_lists; i++) lengths[i] = e->metric == TQ_INDEX_L2 ? 1 : 0.1f + 0.01f * (float)i;
+    if (e->n_lists) space.n_lists = e->n_lists, space.directions = directions, space.lengths = lengths;
     float *later = exact_bytes(x + (int64_t)FIRST * e->dim, (size_t)(N - FIRST) * (size_t)e->dim);
     segment parts[2] = {make_segment(&space, x, FIRST, 5), make_segment(&space, later, N - FIRST, 4000)};
-    check_decoded(e, &space, &parts[0], x, FIRST);
+    if (!e->n_lists) check_decoded(e, &space, &parts[0], x, FIRST);
     float *scores = zeros(sizeof *scores * QUERIES * K);
     int64_t *ids = zeros(sizeof *ids * QUERIES * K), row_bytes;
     check_search(&space, parts, queries, scores, ids);
     space.sigmas = 2.5;
     tq_index_rows rows[2] = {parts[0].rows, parts[1].rows};
     tq_error error = {0};
-    CHECK(tq_index_search(&space, queries, QUERIES, rows, 2, K, scores, ids, 0, &error) == TQ_OK);
+    CHECK(tq_index_search(&space, queries, QUERIES, rows, 2, K, 1, scores, ids, 0, &error) == TQ_OK);
     int32_t planes;
     CHECK(tq_index_row_bytes(&space.layout, &row_bytes, &planes, &error) == TQ_OK);
     uint64_t sum = checksum(scores, sizeof *scores * QUERIES * K);
@@ -229,10 +247,11 @@ static uint64_t check_example(const example *e)
         if (parts[p].offsets) sum = 31 * sum + checksum(parts[p].offsets, n * sizeof(float));
     }
     x[17 * e->dim + 1] = NAN;
-    CHECK(tq_index_encode(&space, x, FIRST, parts[0].codes, parts[0].signs, parts[0].scales, parts[0].offsets, 0,
-                          &error) == TQ_E_VALUE);
+    CHECK(tq_index_encode(&space, x, FIRST, parts[0].lists, parts[0].codes, parts[0].signs, parts[0].scales,
+                          parts[0].offsets, 0, &error) == TQ_E_VALUE);
     CHECK(error.index == 17 * e->dim + 1 && !strcmp(error.argument, "x"));
-    free(steps), free(mean), free(x), free(queries), free(matrix), free(later), free(scores), free(ids);
+    free(directions), free(lengths), free(steps), free(mean), free(x), free(queries), free(matrix), free(later),
+        free(scores), free(ids);
     free_segment(parts[0]), free_segment(parts[1]);
     return sum;
 }

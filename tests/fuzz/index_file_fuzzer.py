@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import random
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from fuzz.mutations import bytes_changed, fuzz_files, moved
 from turboquant import Index
+from turboquant.index.lists import Lists
+from turboquant.index.transform import Transform
 
 DIM = 40
 QUERIES = np.random.default_rng(1).standard_normal((2, DIM)).astype(np.float32)
@@ -23,15 +26,26 @@ QUERIES = np.random.default_rng(1).standard_normal((2, DIM)).astype(np.float32)
 def seeds(folder: Path) -> list[bytes]:
     made = []
     x = np.random.default_rng(0).standard_normal((150, DIM)).astype(np.float32)
-    for i, (bits, metric, training) in enumerate([(1, "ip", None), (3, "l2", False), (4, "cosine", True)]):
-        index = Index(DIM, bits, metric)
-        if training is not None:
+    kinds = [(1, "ip", None), (3, "l2", False), (4, "cosine", True), (2, "cosine", "lists"), (3, "l2", "lists")]
+    for i, (bits, metric, training) in enumerate(kinds):
+        index = Index(DIM, bits, metric, lists=5 if training == "lists" else 0)
+        if training == "lists":
+            index._contents = replace(index._contents, transform=with_lists(index))
+        elif training is not None:
             index.train(x / (1 + np.arange(DIM, dtype=np.float32)), axes=training)
         for rows, ids in ((x[:0], None), (x, None), (x[:20], range(1000, 1020))):
             index.add(rows, ids)
             index.save(folder / f"{i}")
             made.append((folder / f"{i}").read_bytes())
     return made
+
+
+def with_lists(index: Index) -> Transform:
+    """As `train` does, without k-means."""
+    directions = np.linalg.qr(np.random.default_rng(3).standard_normal((DIM, index.lists)))[0].T.astype(np.float32)
+    lengths = None if index.metric == "l2" else np.full(index.lists, 0.5, np.float32)
+    lists = Lists(np.ascontiguousarray(directions), lengths)
+    return replace(index._contents.transform, lists=lists, training={"chosen": "lists", "queries": 0, "recall": {}})
 
 
 def split(data: bytes) -> tuple[dict, bytes]:
@@ -89,6 +103,8 @@ def check(path: Path) -> None:
         scores, ids = index.search(queries, 3)
         assert scores.shape == ids.shape == (2, 3)
         index.search(queries, 3, filter=[0, 1, 1005])
+        if index.lists:
+            index.search(queries, 3, probe=1)
         index.range_search(queries, 0.1)
     try:
         index.reconstruct(index.ids[:2])

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from . import storage, transform
 from .inputs import Ids, id_array, unmasked
+from .lists import sorted_rows
 from .storage import Segment
 from .transform import Transform
 
@@ -110,7 +111,7 @@ class Contents:
     def rows(self, filter: Any) -> tuple[tuple[Any, ...], ...]:
         """Segments as the core takes them."""
         return tuple(
-            (s.codes, s.signs, s.scales, s.offsets, s.ids, allowed)
+            (s.codes, s.signs, s.scales, s.offsets, s.ids, allowed, *s.core_lists())
             for s, allowed in zip(self.segments, self.chosen(filter), strict=True)
         )
 
@@ -134,7 +135,9 @@ class Contents:
         return replace(self, segments=tuple(segments))
 
     def compact(self) -> Contents:
-        """Segments without their removed rows, which are copied together."""
+        """Segments without their removed rows, which are copied together; with lists, one that is sorted by list."""
+        if self.transform.lists is not None:
+            return replace(self, segments=sorted_rows(self.segments, len(self.transform.lists)), _seen=None)
         kept = [s if s.allowed is None else s.take(np.flatnonzero(s.allowed)) for s in self.segments if s.n_there]
         return replace(self, segments=tuple(kept), _seen=None)
 

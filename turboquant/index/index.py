@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
-from ..arguments import bounded
+from ..arguments import bounded, integer_in
 from ..files import existing_file
 from . import inputs, refining, storage, training, transform
 from .contents import Contents
 from .inputs import Floats, Ids, id_array
+from .lists import PER_LIST, Lists, Sorted, learn
 from .storage import Segment
 from .transform import Transform
 
@@ -45,6 +46,8 @@ class Index:
     dim: numbers of a vector, 1..4096. bits: 1..6 or 8. seed: 0..2**63 - 1, for the random rotation.
     metric: "ip" and "cosine": scores are inner products (of unit vectors), larger first; "l2": squared distances,
         smaller first.
+    lists: 0, or how many lists `train` shall divide vectors into, up to 2**20, so that `search(probe=p)` reads those
+        near the query alone.
 
     A search bounds each row's score from the leading bits of its numbers, and scores rows that may be among the best
     from all bits. Of equal scores the smaller id is better. Results do not depend on threads, on how rows were added,
@@ -56,7 +59,7 @@ class Index:
     Raises TypeError or ValueError; the message names the argument, and the index is as it was.
     """
 
-    def __init__(self, dim: int, bits: int = 3, metric: str = "ip", seed: int = 0) -> None:
+    def __init__(self, dim: int, bits: int = 3, metric: str = "ip", seed: int = 0, lists: int = 0) -> None:
         self._dim = bounded("Index: `dim`", dim)
         self._bits = bounded("Index: `bits`", bits)
         if self._bits not in _BITS:
@@ -65,6 +68,7 @@ class Index:
             raise ValueError(f"Index: `metric` must be one of {', '.join(METRICS)}, got {metric!r}")
         self._metric = metric
         self._seed = bounded("Index: `seed`", seed)
+        self._lists = bounded("Index: `lists`", lists)
         self._contents = Contents(transform.untrained(self._dim, self._bits, self._seed))
         self._read_only: str | None = None
         self._loaded: tuple[dict[str, Any], dict[str, NDArray[Any]]] | None = None
@@ -89,6 +93,11 @@ class Index:
         return self._metric
 
     @property
+    def lists(self) -> int:
+        """Lists of vectors; 0: none."""
+        return self._lists
+
+    @property
     def is_trained(self) -> bool:
         """Whether `train` was called. An index also works without."""
         return self._contents.transform.training is not None
@@ -97,8 +106,8 @@ class Index:
     def training(self) -> dict[str, Any] | None:
         """What `train` chose, and why: None before it, or a dict of
 
-        chosen: "none", "mean" or "axes". With axes also widths, the bits of each 32 of them; power and together, how
-            widths were chosen; sigmas, the width of a search's bound in standard deviations.
+        chosen: "none", "mean", "axes" or "lists". With axes also widths, the bits of each 32 of them; power and
+            together, how widths were chosen; sigmas, the width of a search's bound in standard deviations.
         queries: held-out rows of the sample. recall: the share of their 10 nearest neighbours that each candidate
             found, by its name.
         """
@@ -112,7 +121,7 @@ class Index:
 
     @property
     def ids(self) -> Ids:
-        """The ids of all vectors, in the order in which they were added."""
+        """The ids of all vectors, in the order in which they were added; with lists, `compact` sorts them by list."""
         return self._contents.ids
 
     @property
@@ -143,6 +152,8 @@ class Index:
         about = f"{self.ntotal} vectors of {self._dim} numbers, {self._bits} bits, {self._metric}"
         if self._contents.transform.training is not None:
             about += f", trained: {self._contents.transform.training['chosen']}"
+        if self._lists:
+            about += f", {self._lists} lists"
         if math.isinf(self._contents.sigmas):
             about += ", searches read all bits of all rows"
         return f"<Index: {about}>"
@@ -162,6 +173,9 @@ class Index:
 
         recall: the share, above 0 and at most 1, of what a scan of all bits finds that a search shall find. The bound
             of searches becomes the narrowest that keeps it on held-out rows, so that they read less. Needs 64 rows.
+
+        An index with lists learns their centres instead, by k-means over up to 256 rows of the sample a list, and needs
+        faiss-cpu or scikit-learn: ImportError without.
         """
         self._writable("train")
         share = None if recall is None else inputs.number("train", "recall", recall, 0, 1)
@@ -172,7 +186,11 @@ class Index:
             raise ValueError(f"train: `sample` must have at least 2 rows, got shape {list(x.shape)}")
         if share is not None and len(x) < training.LEAST:
             raise ValueError(f"train: `recall` needs a sample of at least {training.LEAST} rows, got {len(x)}")
-        x = x[:: -(-len(x) // training.JUDGES)]
+        if self._lists and share is not None:
+            raise ValueError("train: `recall` must be None with lists; choose `probe` and `sigmas` of `search`")
+        if len(x) < self._lists:
+            raise ValueError(f"train: `sample` must have a row for each of {self._lists} lists, got {len(x)} rows")
+        x = x[:: -(-len(x) // max(training.JUDGES, PER_LIST * self._lists))]
         x = inputs.as_float32(x)
         inputs.check("train", "sample", x, self._metric)
         exponent = 0
@@ -184,8 +202,16 @@ class Index:
             if self._contents.segments:
                 raise ValueError(f"train: the index must be empty, it has {self.ntotal} vectors")
             base = replace(transform.untrained(self._dim, self._bits, self._seed), exponent=exponent)
-            chosen = training.choose(base, x, self._bits, METRICS.index(self._metric), axes, share)
+            if self._lists:
+                chosen = self._with_lists(base, x)
+            else:
+                chosen = training.choose(base, x, self._bits, METRICS.index(self._metric), axes, share)
             self._contents = replace(self._contents, transform=chosen)
+
+    def _with_lists(self, base: Transform, x: Floats) -> Transform:
+        metric = METRICS.index(self._metric)
+        learnt = learn(x, self._lists, self._metric == "l2", self._seed, lambda core: (*base.space(metric), core))
+        return replace(base, lists=learnt, training={"chosen": "lists", "queries": 0, "recall": {}})
 
     def _space(self, contents: Contents, sigmas: float | None = None) -> Any:
         return contents.transform.space(METRICS.index(self._metric), sigmas)
@@ -193,7 +219,10 @@ class Index:
     def add(self, x: Any, ids: Any = None) -> Ids:
         """Add vectors [n, dim] or [dim]: an array of numbers, a torch tensor or lists. float32 is read where it is;
         others become float32, 16,384 rows at a time. ids: n integers in 0..2^63 - 1 that are not in the index; by
-        default those that follow the largest id ever used. Returns the ids, int64 [n]."""
+        default those that follow the largest id ever used. Returns the ids, int64 [n].
+
+        With lists, after `train`: new rows are a tail that every search reads, until `compact` or `save` sorts them in.
+        """
         self._writable("add")
         x = inputs.vectors("add", "x", x, self._dim)
         x = x.reshape(-1, self._dim)
@@ -201,6 +230,8 @@ class Index:
         given = None if ids is None else id_array("add", ids)
         with self._lock:
             now = self._contents
+            if self._lists and now.transform.lists is None:
+                raise ValueError("add: the index has lists, whose centres `train` must learn first")
             if given is not None:
                 if len(given) != n:
                     raise ValueError(f"add: `ids` must be {n} ids, one a vector, got {len(given)}")
@@ -224,7 +255,8 @@ class Index:
             rows = np.ldexp(rows, -now.transform.exponent) if now.transform.exponent else rows
             own = now.next_id + at if given is None else given[at : at + len(rows)]
             with inputs.explained("add", "x", rows, self._metric, at):
-                new.append(Segment(*_core.index_encode(self._space(now), rows), own))
+                of = None if now.transform.lists is None else _core.index_assign(self._space(now), rows)
+                new.append(Segment(*_core.index_encode(self._space(now), rows, lists=of), own, lists=of))
             at += len(rows)
             del rows  # before the next are converted
         return new
@@ -238,7 +270,8 @@ class Index:
             self._contents = left.compact() if left.ntotal < (1 - _COMPACT) * left.stored else left
 
     def compact(self) -> None:
-        """Free the memory of removed vectors. `remove` does so when half of the rows are removed."""
+        """Free the memory of removed vectors. `remove` does so when half of the rows are removed. With lists, also
+        sort new rows into them."""
         self._writable("compact")
         with self._lock:
             self._contents = self._contents.compact()
@@ -280,6 +313,7 @@ class Index:
         sigmas: float | None = None,
         refine: Any = None,
         factor: int | None = None,
+        probe: int | None = None,
     ) -> tuple[Floats, Ids]:
         """The k best vectors of each query: (scores, ids), float32 and int64 [queries, k], or [k] for a query
         [dim]; ids -1 with scores -inf (l2: inf) where fewer are left.
@@ -293,19 +327,23 @@ class Index:
             Row i must be the vector with the id i. factor * k rows are found by their codes, and the k best of them by
             exact scores, which are returned.
         factor: at least 1; None: 10 at 1 bit, 3 at 2 bits, otherwise 2.
+        probe: of an index with lists, how many of them each query reads, those nearest to it among lists with rows that
+            `filter` allows; None: all. If at most 1 row in 50 is allowed, all of these are scored.
         """
         k = bounded("search: `k`", k)
         threads = bounded("search: `threads`", threads)
         width = None if sigmas is None else inputs.number("search", "sigmas", sigmas, 0, math.inf)
         if refine is not None:
-            return self._refined(queries, k, filter, threads, width, refine, factor)
+            return self._refined(queries, k, filter, threads, width, refine, factor, probe)
         if factor is not None:
             raise ValueError("search: `factor` needs `refine`, the vectors themselves")
+        most = self._probed(probe)
         single, x, now = self._queries("search", queries, self._contents)
         space, rows = self._space(now, now.sigmas if width is None else width), now.rows(filter)
         few = max(1, min(k, now.ntotal))
         parts = [
-            _core.index_search(space, x[at : at + _QUERIES], rows, few, threads) for at in range(0, len(x), _QUERIES)
+            _core.index_search(space, x[at : at + _QUERIES], rows, few, threads, most)
+            for at in range(0, len(x), _QUERIES)
         ]
         if len(parts) == 1 and few == k:
             scores, ids = parts[0]
@@ -320,13 +358,29 @@ class Index:
         scores = self._undivided(scores, now)
         return (scores[0], ids[0]) if single else (scores, ids)
 
+    def _probed(self, probe: int | None) -> int:
+        """How many lists a query reads; 1 without lists."""
+        if probe is None:
+            return max(1, self._lists)
+        if not self._lists:
+            raise ValueError("search: `probe` needs lists: Index(.., lists=n)")
+        return integer_in(probe, "search: `probe`", 1, self._lists)
+
     def _refined(
-        self, queries: Any, k: int, filter: Any, threads: int, sigmas: float | None, refine: Any, factor: int | None
+        self,
+        queries: Any,
+        k: int,
+        filter: Any,
+        threads: int,
+        sigmas: float | None,
+        refine: Any,
+        factor: int | None,
+        probe: int | None,
     ) -> tuple[Floats, Ids]:
         rows = refining.rows_of(refine, self._dim)
         times = refining.factor_for(self._bits) if factor is None else bounded("search: `factor`", factor)
         x = inputs.as_float32(inputs.vectors("search", "queries", queries, self._dim))
-        found = self.search(x, min(k * times, max(k, len(self)), 2**20), filter, threads, sigmas=sigmas)[1]
+        found = self.search(x, min(k * times, max(k, len(self)), 2**20), filter, threads, sigmas=sigmas, probe=probe)[1]
         single = found.ndim == 1
         scores, ids = refining.best(x.reshape(-1, self._dim), np.atleast_2d(found), rows, self._metric, k)
         if self._metric == "l2":
@@ -406,6 +460,10 @@ class Index:
         for name, array in (("mean", t.mean), ("matrix", t.matrix)):
             if array is not None:
                 arrays[name] = [array]
+        if t.lists is not None:
+            arrays["directions"] = [t.lists.directions]
+            if t.lists.lengths is not None:
+                arrays["lengths"] = [t.lists.lengths]
         own = [s.all_ids for s in segments]
         first = int(own[0][0]) if own else 0
         consecutive = True
@@ -422,6 +480,8 @@ class Index:
                 arrays["offsets"] = [s.offsets for s in segments if s.offsets is not None]
             if not consecutive:
                 arrays["ids"] = own
+            if isinstance(segments[0], Sorted):
+                arrays["starts"] = [segments[0].starts]
         meta = {
             "dim": self._dim,
             "bits": self._bits,
@@ -433,6 +493,8 @@ class Index:
             "exponent": t.exponent,
             "training": t.training,
         }
+        if self._lists:
+            meta["lists"] = self._lists
         storage.write(path, meta, arrays)
 
     @classmethod
@@ -443,7 +505,7 @@ class Index:
         name = existing_file(path, "a file of an index")
         meta, arrays = storage.read(name, mmap)
         try:
-            index = cls(meta["dim"], meta["bits"], meta["metric"], meta["seed"])
+            index = cls(meta["dim"], meta["bits"], meta["metric"], meta["seed"], meta.get("lists", 0))
             index._fill(meta, arrays)
             index._loaded = meta, arrays
             if not mmap:
@@ -477,8 +539,12 @@ class Index:
         exponent, learnt = bounded("load: `exponent`", meta["exponent"]), meta["training"]
         if not (learnt is None or (isinstance(learnt, dict) and isinstance(learnt.get("chosen"), str))):
             raise ValueError(f"`training` must be null or an object that says what was chosen, got {learnt!r}")
-        t = Transform(self._dim, self._seed, bits, lead, steps, mean, matrix, sigmas, exponent, learnt)
-        _core.index_encode(t.space(0), np.zeros((0, self._dim), np.float32))  # checks widths and steps
+        own = self._read_lists(get)
+        if own is not None and (mean is not None or matrix is not None):
+            raise ValueError("`mean` and `matrix` must not be there with lists")
+        t = Transform(self._dim, self._seed, bits, lead, steps, mean, matrix, sigmas, exponent, learnt, own)
+        none = None if own is None else np.empty(0, np.int32)
+        _core.index_encode(t.space(0), np.zeros((0, self._dim), np.float32), lists=none)  # checks widths and steps
         next_id = bounded("load: `next_id`", meta["next_id"])
         self._contents = Contents(t, (), next_id)
         codes = arrays.get("codes")
@@ -486,17 +552,44 @@ class Index:
             return
         n = len(codes)
         get("codes", np.uint8, n, t.row_bytes)
-        signs = get("signs", np.uint8, -(-n // storage.BLOCK), t.planes, storage.BLOCK)
+        starts = None
+        blocks = -(-n // storage.BLOCK)
+        if self._lists:
+            starts = get("starts", np.int64, self._lists + 1)
+            if own is None or starts is None:
+                raise ValueError("`directions` and `starts` must be there, with lists")
+            if starts[0] != 0 or starts[-1] != n or (np.diff(starts) < 0).any():
+                raise ValueError(f"`starts` must ascend from 0 to {n}")
+            blocks = int((-(-np.diff(starts) // storage.BLOCK)).sum())
+        signs = get("signs", np.uint8, blocks, t.planes, storage.BLOCK)
         scales, offsets = get("scales", np.float32, n), get("offsets", np.float32, n)
-        if signs is None or scales is None or (offsets is None) != (mean is None and self._metric != "l2"):
-            raise ValueError("`signs` and `scales` must be there, and `offsets` with a mean or l2")
+        if (
+            signs is None
+            or scales is None
+            or (offsets is None) != (mean is None and own is None and self._metric != "l2")
+        ):
+            raise ValueError("`signs` and `scales` must be there, and `offsets` with a mean, lists or l2")
         ids = get("ids", np.int64, n)
         first = bounded("load: `first_id`", meta["first_id"])
         low, after = (first, first + n) if ids is None or not n else (int(ids.min()), int(ids.max()) + 1)
         if low < 0 or after > next_id:
             raise ValueError(f"`ids` must be in 0..next_id - 1 = {next_id - 1}, got {low}..{after - 1}")
         segment = Segment(codes, signs, scales, offsets, first if ids is None else ids)
+        if starts is not None:
+            segment = Sorted(codes, signs, scales, offsets, segment.all_ids, starts=starts)
         self._contents = replace(self._contents, segments=(segment,))
+
+    def _read_lists(self, get: Any) -> Lists | None:
+        directions = get("directions", np.float32, self._lists, self._dim)
+        lengths = get("lengths", np.float32, self._lists)
+        if directions is None and lengths is None:
+            return None
+        if not self._lists or directions is None or (lengths is None) != (self._metric == "l2"):
+            raise ValueError("`directions` must be there with lists alone, and `lengths` with them unless l2")
+        for name, array in (("directions", directions), ("lengths", lengths)):
+            if array is not None and not (np.abs(array) <= inputs.LARGEST).all():  # false for NaN too
+                raise ValueError(f"`{name}` must be finite and at most {inputs.LARGEST:g} in magnitude")
+        return Lists(directions, lengths)
 
     def verify(self) -> None:
         """Check every byte of a loaded index against the checksum of its file. ValueError if they differ."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..files import existing_file, file_name, write_whole
 from .index import Index
@@ -62,7 +63,17 @@ def _transform_checksum(index: Index) -> str:
     t = index._contents.transform
     mean = None if t.mean is None else np.ldexp(t.mean.astype(np.float64), t.exponent)
     digest = hashlib.sha256(json.dumps([index.d, index.metric, t.seed]).encode())
-    for name, array in (("bits", t.bits), ("lead", t.lead), ("steps", t.steps), ("mean", mean), ("matrix", t.matrix)):
+    lists = None if t.lists is None else t.lists.divided(-t.exponent)
+    arrays: dict[str, NDArray[Any] | None] = {
+        "bits": t.bits,
+        "lead": t.lead,
+        "steps": t.steps,
+        "mean": mean,
+        "matrix": t.matrix,
+    }
+    if lists is not None:
+        arrays |= {"directions": lists.directions, "lengths": lists.lengths}
+    for name, array in arrays.items():
         if array is not None:
             digest.update(f"{name} {array.nbytes} ".encode() + np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()
@@ -105,6 +116,7 @@ def search_shards(
     filter: Any = None,
     threads: int = 0,
     sigmas: float | None = None,
+    probe: int | None = None,
 ) -> tuple[Floats, Ids]:
     """The k best vectors of each query in several files of indexes: (scores, ids) as `Index.search` returns them,
     merged by score, then id. Each process maps a file once, and anew where it was replaced.
@@ -112,7 +124,7 @@ def search_shards(
     paths: the path of a manifest (`write_manifest`), or a list of paths of files that `Index.save` wrote. Their indexes
         must have one transform: fill copies of one index, trained or not. Ids must differ between files, which
         `write_manifest` checks, and this does not.
-    queries, k, threads, sigmas: as in `Index.search`, for each file. `queries` is sent to each worker.
+    queries, k, threads, sigmas, probe: as in `Index.search`, for each file. `queries` is sent to each worker.
     executor: whatever has `submit` as the executors of `concurrent.futures` do, such as one of processes, or Dask's
         `client.get_executor()`. Workers open the files by their absolute paths. None: one file after the other, here.
     filter: ids to search among, whichever files they are in; no mask.
@@ -127,7 +139,7 @@ def search_shards(
     if executor is not None and not callable(getattr(executor, "submit", None)):
         raise TypeError(f"search_shards: `executor` must be one as in concurrent.futures, got {executor!r:.80}")
     among = None if filter is None else id_array("search_shards", filter, "filter")
-    options = {"filter": among, "threads": threads, "sigmas": sigmas}
+    options = {"filter": among, "threads": threads, "sigmas": sigmas, "probe": probe}
     if executor is None:
         found = [_search_one(shard, queries, k, options) for shard in shards]
     else:

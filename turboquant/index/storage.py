@@ -34,6 +34,7 @@ class Segment:
     # through the other rows one by one, so that adding a row does not need a new order.
     _order: tuple[NDArray[np.int64], NDArray[np.int64], int] | None = None
     _noise: NDArray[np.int64] | None = None
+    lists: NDArray[np.int32] | None = None  # [n], the list of each row; None without lists
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -85,27 +86,42 @@ class Segment:
 
     def sign_rows(self, rows: NDArray[Any] | None = None) -> NDArray[np.uint8]:
         """Leading bits row after row, [n, planes]."""
-        at = np.arange(len(self)) if rows is None else rows
-        return self.signs[at // BLOCK, :, at % BLOCK]
+        blocks, lanes = self.places(np.arange(len(self)) if rows is None else rows)
+        return self.signs[blocks, :, lanes]
+
+    def places(self, rows: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The block of each row's leading bits, and where they are in it."""
+        return rows // BLOCK, rows % BLOCK
+
+    def lists_of(self, rows: NDArray[Any]) -> NDArray[np.int32]:
+        """The list of each of some rows."""
+        assert self.lists is not None
+        lists: NDArray[np.int32] = self.lists[rows]
+        return lists
+
+    def core_lists(self) -> tuple[NDArray[Any], ...]:
+        """What the core takes of a segment in an index with lists."""
+        return () if self.lists is None else (self.lists,)
 
     def take(self, rows: NDArray[Any]) -> Segment:
         """A copy of some rows."""
         offsets = None if self.offsets is None else self.offsets[rows]
         signs = blocks_of(self.sign_rows(rows))
-        return Segment(self.codes[rows], signs, self.scales[rows], offsets, self.all_ids[rows])
+        lists = None if self.lists is None else self.lists[rows]
+        return Segment(self.codes[rows], signs, self.scales[rows], offsets, self.all_ids[rows], lists=lists)
 
     def divided(self, exponent: int) -> Segment:
         """The rows of vectors divided by 2^exponent."""
         offsets = None if self.offsets is None else np.ldexp(self.offsets, -2 * exponent)
         scales = np.ldexp(self.scales, -exponent)
-        return Segment(self.codes, self.signs, scales, offsets, self.ids, self.allowed)
+        return Segment(self.codes, self.signs, scales, offsets, self.ids, self.allowed, lists=self.lists)
 
     def apart(self) -> Segment:
         """The same rows without room: later additions to this segment do not show there."""
         if self.room is None:
-            return Segment(self.codes, self.signs, self.scales, self.offsets, self.ids, self.allowed)
+            return replace(self, _order=None, _noise=None)
         copy = self.take(np.arange(len(self)))
-        return Segment(copy.codes, copy.signs, copy.scales, copy.offsets, _own(self.ids), self.allowed)
+        return replace(copy, ids=_own(self.ids), allowed=self.allowed)
 
     def followed_by(self, new: Segment) -> Segment | None:
         """These rows and then the new ones, which are copied into the room; None if they do not fit."""
@@ -121,6 +137,8 @@ class Segment:
         room.scales[n : n + m] = new.scales
         if room.offsets is not None:
             room.offsets[n : n + m] = new.offsets
+        if room.lists is not None and new.lists is not None:
+            room.lists[n : n + m] = new.lists
         ids = self.ids
         if isinstance(ids, np.ndarray) or isinstance(new.ids, np.ndarray) or (n and ids + n != new.ids):
             assert isinstance(room.ids, np.ndarray)
@@ -134,7 +152,9 @@ class Segment:
         offsets = None if room.offsets is None else room.offsets[: n + m]
         blocks = room.signs[: -(-(n + m) // BLOCK)]
         order = self._order if isinstance(self.ids, np.ndarray) else None
-        return Segment(room.codes[: n + m], blocks, room.scales[: n + m], offsets, ids, allowed, room, order)
+        lists = None if room.lists is None else room.lists[: n + m]
+        scales = room.scales[: n + m]
+        return Segment(room.codes[: n + m], blocks, scales, offsets, ids, allowed, room, order, lists=lists)
 
     @property
     def all_ids(self) -> NDArray[np.int64]:
@@ -144,7 +164,7 @@ class Segment:
 
     @property
     def nbytes(self) -> int:
-        arrays = (self.codes, self.signs, self.scales, self.offsets, self.ids, self.allowed)
+        arrays = (self.codes, self.signs, self.scales, self.offsets, self.ids, self.allowed, self.lists)
         return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
 
 
@@ -171,9 +191,11 @@ def with_room(new: Segment) -> Segment:
         np.empty(ROWS, np.float32),
         None if new.offsets is None else np.empty(ROWS, np.float32),
         np.empty(ROWS, np.int64),
+        lists=None if new.lists is None else np.empty(ROWS, np.int32),
     )
     offsets = None if room.offsets is None else room.offsets[:0]
-    start = Segment(room.codes[:0], room.signs[:0], room.scales[:0], offsets, 0, None, room)
+    lists = None if room.lists is None else room.lists[:0]
+    start = Segment(room.codes[:0], room.signs[:0], room.scales[:0], offsets, 0, None, room, lists=lists)
     joined = start.followed_by(new)
     assert joined is not None
     return joined

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from .. import _core
 from ..plan import Plan, Rotation, Side
+from .lists import Lists
 from .storage import Segment
 
 GROUP, EIGHT = 32, 8  # channels of a group; the last group has a multiple of 8
@@ -35,6 +36,7 @@ class Transform:
     sigmas: the scan bounds what unread bits add to a score by this many standard deviations.
     exponent: x are divided by 2^exponent first, above 0 where numbers are larger than the core takes.
     training: what `train` chose, and why (`Index.training`).
+    lists: None, or the lists of the vectors: then z = R (x - the centre of x's list), without a mean.
     """
 
     dim: int
@@ -47,6 +49,7 @@ class Transform:
     sigmas: float = 2.5
     exponent: int = 0
     training: dict[str, Any] | None = None
+    lists: Lists | None = None
 
     @property
     def channels(self) -> int:
@@ -67,18 +70,20 @@ class Transform:
     def nbytes(self) -> int:
         """Bytes that do not grow with the vectors."""
         arrays = (self.bits, self.lead, self.steps, self.mean, self.matrix)
-        return sum(array.nbytes for array in arrays if array is not None)
+        return sum(array.nbytes for array in arrays if array is not None) + (self.lists.nbytes if self.lists else 0)
 
     def space(self, metric: int, sigmas: float | None = None) -> tuple[Any, ...]:
         """The transform as the core takes it."""
         plan = _plan(self.channels, self.matrix is not None, self.seed)
         width = self.sigmas if sigmas is None else sigmas
-        return plan, self.dim, metric, self.bits, self.lead, self.steps, self.mean, self.matrix, width
+        lists = () if self.lists is None else (self.lists.core,)
+        return plan, self.dim, metric, self.bits, self.lead, self.steps, self.mean, self.matrix, width, *lists
 
     def divided(self, exponent: int) -> Transform:
         """The transform of vectors that are divided by another 2^exponent first."""
         mean = None if self.mean is None else np.ldexp(self.mean, -exponent)
-        return replace(self, mean=mean, exponent=self.exponent + exponent)
+        lists = None if self.lists is None else self.lists.divided(exponent)
+        return replace(self, mean=mean, lists=lists, exponent=self.exponent + exponent)
 
     def decoded(self, segment: Segment, rows: NDArray[np.int64]) -> Floats:
         """The vectors that some rows of a segment stand for."""
@@ -86,6 +91,8 @@ class Transform:
         z = _core.index_decode(self.dim, self.bits, self.lead, self.steps, codes, leading, scales)
         plan = _plan(self.channels, self.matrix is not None, self.seed)
         x = _core.rotate(plan, z, self.matrix, inverse=self.matrix is None)[:, : self.dim]  # the matrix is the inverse
+        if self.lists is not None:
+            x = x + self.lists.centres(segment.lists_of(rows))
         return np.ascontiguousarray(np.ldexp(x if self.mean is None else x + self.mean, self.exponent))
 
 

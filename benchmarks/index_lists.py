@@ -1,0 +1,186 @@
+"""An index with lists beside the flat one and FAISS's IVF: recall, rows read and time.
+
+    OMP_NUM_THREADS=1 RAYON_NUM_THREADS=1 python benchmarks/index_lists.py --out benchmarks/results/local
+    ... --data clustered lsa build/real-models/gemma3
+
+clustered: a million vectors of 384 numbers, made from a seed: 4,000 centres of normal numbers whose deviation falls as
+j^-1/2, log-normal sizes, vectors 0.7 of such numbers away from a centre, then of unit length. lsa: the sentences of
+shared/data/sentences.txt.xz, TF-IDF and the 384 largest singular vectors, of unit length. A folder: input embeddings of
+a model (benchmarks/index_recall.py). 1,000 others are queries; inner product, the 10 best.
+
+`flat` is trained with its mean (as many bytes a row as with lists, but for ids, which an index with lists stores) and
+with what `train` chooses. `recall_all` reads all lists. The `point` is the smallest number of lists with 0.95 of the
+recall of `flat`, mean: `rows` is the share of rows that it reads, and times are of the process's CPU over those of the
+flat index in the same rounds, 256 queries a call (batch) or one (single). FAISS: "RR,IVF{lists},RaBitQfs{bits}" with as
+many probes, skipped with a word where faiss-cpu is not installed. File: index_lists.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import lzma
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from index import cpu_ms, one_thread, one_thread_of_faiss
+from index_recall import F32, SHARED, K, build, embeddings, recall, true_neighbours
+from numpy.typing import NDArray
+from timing import RESULTS, Report
+
+import turboquant
+
+QUERIES = 1000
+SHARE = 0.95
+
+
+def clustered(n: int = 1_000_000, dim: int = 384, clusters: int = 4000, seed: int = 0) -> F32:
+    rng = np.random.default_rng(seed)
+    deviation = (1 + np.arange(dim, dtype=np.float32)) ** -0.5
+    centres = rng.standard_normal((clusters, dim), np.float32) * deviation
+    sizes = rng.lognormal(0, 1, clusters)
+    which = rng.choice(clusters, n + QUERIES, p=sizes / sizes.sum())
+    x = centres[which]
+    for at in range(0, len(x), 65_536):
+        part = x[at : at + 65_536]
+        part += 0.7 * deviation * rng.standard_normal(part.shape, np.float32)
+        part /= np.linalg.norm(part, axis=1, keepdims=True)
+    return x
+
+
+def lsa(dim: int = 384, seed: int = 0) -> F32:
+    """Sentences as TF-IDF, by the largest singular vectors (randomised, two power iterations)."""
+    from scipy.sparse import csr_matrix, diags  # type: ignore[import-untyped]
+
+    with lzma.open(SHARED / "data" / "sentences.txt.xz", "rt", encoding="utf-8") as file:
+        lines = [Counter(re.findall(r"[a-z]+", line.lower())) for line in file]
+    there = Counter(word for line in lines for word in line)
+    number = {word: i for i, word in enumerate(w for w, n in there.items() if n > 1)}
+    found = [(i, number[w], n) for i, line in enumerate(lines) for w, n in line.items() if w in number]
+    row, column, count = np.array(found).T
+    words = csr_matrix((1 + np.log(count), (row, column)), (len(lines), len(number)))
+    weights = np.log(len(lines) / np.array([there[word] for word in number]))
+    words = (words @ diags(weights)).astype(np.float32)
+    rng = np.random.default_rng(seed)
+    basis = words @ rng.standard_normal((len(number), dim + 32)).astype(np.float32)
+    for _ in range(2):
+        basis = words @ (words.T @ np.linalg.qr(basis)[0])
+    basis = np.linalg.qr(basis)[0]
+    left, values, _ = np.linalg.svd((words.T @ basis).T, full_matrices=False)
+    x = ((basis @ left) * values)[:, :dim].astype(np.float32)
+    length = np.linalg.norm(x, axis=1)
+    x = np.unique(x[length > 0] / length[length > 0, None], axis=0)
+    return x[rng.permutation(len(x))]
+
+
+def with_lists(x: F32, bits: int, lists: int) -> turboquant.Index:
+    index = turboquant.Index(x.shape[1], bits, lists=lists)
+    index.train(x)
+    index.add(x)
+    index.compact()
+    return index
+
+
+def rows_read(index: turboquant.Index, queries: F32) -> NDArray[np.float64]:
+    """The share of rows in the n + 1 nearest lists, on average: [lists]."""
+    now = index._contents
+    assert now.transform.lists is not None
+    sizes = np.diff(now.segments[0].starts)  # type: ignore[attr-defined]
+    values = np.where(sizes > 0, queries @ now.transform.lists.directions.T, -np.inf)
+    shares: NDArray[np.float64] = np.cumsum(sizes[np.argsort(-values, axis=1)], axis=1).mean(axis=0) / sizes.sum()
+    return shares
+
+
+def faiss_lists(x: F32, bits: int, lists: int) -> Any:
+    faiss = one_thread_of_faiss()
+    index = faiss.index_factory(x.shape[1], f"RR,IVF{lists},RaBitQfs{bits}", faiss.METRIC_INNER_PRODUCT)
+    index.train(x)
+    index.add(x)
+    return faiss, index
+
+
+def timed(searches: dict[str, Callable[[F32], Any]], queries: F32, rounds: int) -> dict[str, tuple[float, float]]:
+    """(batch, single) in milliseconds a query, medians."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in searches}
+    for _ in range(rounds):
+        for name, search in searches.items():
+            batch = cpu_ms(search, [queries[:256]])
+            times[name].append((batch, cpu_ms(search, [queries[i : i + 1] for i in range(64)])))
+    return {name: tuple(np.median(rows, axis=0).tolist()) for name, rows in times.items()}
+
+
+def measure(report: Report, name: str, data: F32, bits: int, lists: int, rounds: int, peers: bool) -> None:
+    queries, x = np.ascontiguousarray(data[:QUERIES]), np.ascontiguousarray(data[QUERIES:])
+    truth = true_neighbours(queries, x)
+    flat, chosen = build(x, bits, False), build(x, bits, True)
+    began = time.process_time()
+    index = with_lists(x, bits, lists)
+    built = time.process_time() - began
+
+    def found(n: int, **more: Any) -> float:
+        return recall(index.search(queries, K, probe=n, **more)[1], truth)
+
+    flat_recall = recall(flat.search(queries, K)[1], truth)
+    figures: dict[str, Any] = {"rows_all": len(x), "flat_recall": flat_recall, "recall_all": found(lists)}
+    assert chosen.training is not None
+    figures |= {"chosen": chosen.training["chosen"], "chosen_recall": recall(chosen.search(queries, K)[1], truth)}
+    figures |= {"flat_bytes": (flat.nbytes - flat.fixed_nbytes) / len(x), "build_cpu_s": built}
+    figures["bytes"] = (index.nbytes - index.fixed_nbytes) / len(x)
+    shares, probe = rows_read(index, queries), 1
+    while probe < lists and found(probe) < SHARE * flat_recall:
+        probe += max(1, probe // 8)
+    figures |= {"probe": probe, "rows": float(shares[probe - 1]), "recall": found(probe)}
+    searches: dict[str, Callable[[F32], Any]] = {
+        "flat": lambda q: flat.search(q, K, threads=1),
+        "lists": lambda q: index.search(q, K, threads=1, probe=probe),
+        "all": lambda q: index.search(q, K, threads=1),
+    }
+    peer = None
+    if peers:
+        try:
+            began = time.process_time()
+            faiss, peer = faiss_lists(x, bits, lists)
+            figures["faiss_build_cpu_s"] = time.process_time() - began
+            faiss.extract_index_ivf(peer).nprobe = probe
+            figures["faiss_recall"] = recall(peer.search(queries, K)[1], truth)
+            figures["faiss_bytes"] = len(faiss.serialize_index(peer)) / len(x)
+            searches["faiss"] = lambda q: peer.search(q, K)
+        except ImportError as error:
+            print(f"FAISS: skipped, {error}")
+    times = timed(searches, queries, rounds)
+    for search, (batch, single) in times.items():
+        figures |= {f"{search}_batch_cpu_ms": batch, f"{search}_single_cpu_ms": single}
+    for other in times:
+        if other != "lists":
+            for i, kind in enumerate(("batch", "single")):
+                figures[f"{kind}_over_{other}"] = times["lists"][i] / times[other][i]
+    figures = {key: round(value, 4) if isinstance(value, float) else value for key, value in figures.items()}
+    report.add("index_lists", {"data": name, "bits": bits, "lists": lists, "k": K, "rounds": rounds}, figures)
+    print(name, bits, lists, figures, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", nargs="+", default=["clustered"])
+    parser.add_argument("--bits", type=int, nargs="+", default=[2])
+    parser.add_argument("--lists", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--out", default=RESULTS / "local")
+    args = parser.parse_args()
+    one_thread(parser)
+    report = Report("index_lists", "cpu")
+    for name in args.data:
+        data = clustered() if name == "clustered" else lsa() if name == "lsa" else embeddings(Path(name))
+        for bits in args.bits:
+            measure(report, name, data, bits, args.lists, args.rounds, not args.no_peers)
+        del data
+    print(report.save(args.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+/* What a search keeps: the best so far as heaps, and rows that may be among them. */
+#ifndef TQ_INDEX_POOL_H
+#define TQ_INDEX_POOL_H
+#include <stdint.h>
+#include <stdlib.h>
+
+typedef struct {
+    float score;
+    int64_t id;
+} hit;
+
+static inline int better(hit a, hit b) { return a.score > b.score || (a.score == b.score && a.id < b.id); }
+
+/** A heap whose root is the worst of the best. */
+typedef struct {
+    hit *hits;
+    int64_t n;
+} heap;
+
+static inline void sift_down(hit *hits, int64_t n, int64_t at)
+{
+    hit moved = hits[at];
+    for (int64_t child; (child = 2 * at + 1) < n; at = child) {
+        if (child + 1 < n && better(hits[child], hits[child + 1])) child++;
+        if (!better(moved, hits[child])) break;
+        hits[at] = hits[child];
+    }
+    hits[at] = moved;
+}
+
+static inline void keep(heap *h, int64_t k, hit new_hit)
+{
+    if (h->n == k) {
+        if (!better(new_hit, h->hits[0])) return;
+        h->hits[0] = new_hit;
+        sift_down(h->hits, k, 0);
+        return;
+    }
+    int64_t at = h->n++;
+    for (; at && better(h->hits[(at - 1) / 2], new_hit); at = (at - 1) / 2) h->hits[at] = h->hits[(at - 1) / 2];
+    h->hits[at] = new_hit;
+}
+
+typedef struct {
+    hit hit;
+    float upper;
+} candidate;
+
+/** The results of one thread for one query. */
+typedef struct {
+    float *lows; /* the k largest lower bounds, the least first, as a heap */
+    int64_t n_lows, n, room;
+    candidate *candidates;
+    float limit; /* rows with upper bounds below it are out: the k-th largest lower bound so far, or find_limits' */
+    int failed;  /* no memory */
+} pool;
+
+static inline void push_low(pool *p, int64_t k, float low)
+{
+    float *lows = p->lows;
+    int64_t at = 0;
+    if (p->n_lows < k) {
+        for (at = p->n_lows++; at && lows[(at - 1) / 2] > low; at = (at - 1) / 2) lows[at] = lows[(at - 1) / 2];
+    } else {
+        if (low <= lows[0]) return;
+        for (int64_t child; (child = 2 * at + 1) < k; at = child) {
+            if (child + 1 < k && lows[child + 1] < lows[child]) child++;
+            if (low <= lows[child]) break;
+            lows[at] = lows[child];
+        }
+    }
+    lows[at] = low;
+    if (p->n_lows == k && lows[0] > p->limit) p->limit = lows[0];
+}
+
+/** Makes room for one more candidate, first by dropping those below the limit. */
+static inline int make_room(pool *p)
+{
+    int64_t n = 0;
+    for (int64_t i = 0; i < p->n; i++)
+        if (p->candidates[i].upper >= p->limit) p->candidates[n++] = p->candidates[i];
+    p->n = n;
+    if (2 * n < p->room) return 1;
+    int64_t room = p->room ? 2 * p->room : 256;
+    candidate *larger = realloc(p->candidates, (size_t)room * sizeof *larger);
+    if (!larger) {
+        p->failed = 1;
+        return 0;
+    }
+    p->candidates = larger;
+    p->room = room;
+    return 1;
+}
+
+static inline void push_candidate(pool *p, candidate c)
+{
+    if (p->n < p->room || make_room(p)) p->candidates[p->n++] = c;
+}
+#endif

@@ -1,0 +1,164 @@
+"""The lists of an index: their centres, learnt from a sample, and rows sorted by list."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import _core
+from . import inputs, storage
+from .inputs import Floats, Ids
+from .storage import BLOCK, Segment
+
+_TOGETHER = 16  # centres whose numbers lie together (turboquant_index.h)
+PER_LIST = 256  # the most rows of a sample that centres are learnt from, for each list
+_ROUNDS = 10  # of k-means
+
+
+@dataclass(frozen=True)
+class Lists:
+    """directions: float32 [n, dim], of unit length; for squared distances the centres themselves.
+    lengths: float32 [n]: a list's centre is its direction times its length; None for squared distances: 1."""
+
+    directions: Floats
+    lengths: Floats | None
+
+    def __len__(self) -> int:
+        return len(self.directions)
+
+    @property
+    def nbytes(self) -> int:
+        return self.directions.nbytes + (0 if self.lengths is None else self.lengths.nbytes)
+
+    @cached_property
+    def core(self) -> tuple[Floats, Floats]:
+        """As the core takes them."""
+        n, dim = self.directions.shape
+        padded = np.zeros((-(-n // _TOGETHER) * _TOGETHER, dim), np.float32)
+        padded[:n] = self.directions
+        packed = np.ascontiguousarray(padded.reshape(-1, _TOGETHER, dim).transpose(0, 2, 1))
+        return packed, np.ones(n, np.float32) if self.lengths is None else self.lengths
+
+    def centres(self, lists: NDArray[np.int32]) -> Floats:
+        """[n, dim], of some lists."""
+        directions = self.directions[lists]
+        return directions if self.lengths is None else directions * self.lengths[lists, None]
+
+    def divided(self, exponent: int) -> Lists:
+        """The lists of vectors divided by 2^exponent."""
+        if self.lengths is None:
+            return Lists(np.ldexp(self.directions, -exponent), None)
+        return Lists(self.directions, np.ldexp(self.lengths, -exponent))
+
+
+def learn(x: Floats, n: int, distances: bool, seed: int, space: Any) -> Lists:
+    """The centres of n lists of a sample: by k-means, by direction unless `distances`. space: takes the tuple of
+    `Lists.core` and returns that of the core."""
+    x = np.ascontiguousarray(x[:: -(-len(x) // (PER_LIST * n))])
+    if distances:
+        return Lists(_clustered(x, n, False, seed), None)
+    there = x.any(axis=1)
+    centres = _clustered(inputs.normalised(x[there]) if there.sum() >= n else x, n, True, seed)
+    size = np.linalg.norm(centres.astype(np.float64), axis=1, keepdims=True)
+    directions = (centres / np.where(size > 0, size, 1)).astype(np.float32)
+    lists = _core.index_assign(space(Lists(directions, np.ones(n, np.float32)).core), x)
+    along = np.einsum("ij,ij->i", x, directions[lists], dtype=np.float64)
+    counts = np.bincount(lists, minlength=n)
+    return Lists(directions, (np.bincount(lists, along, n) / np.maximum(counts, 1)).astype(np.float32))
+
+
+def _clustered(x: Floats, n: int, by_direction: bool, seed: int) -> Floats:
+    """k-means by FAISS, or without it by scikit-learn."""
+    seed %= 2**31
+    try:
+        import faiss
+    except ImportError:
+        pass
+    else:
+        means = faiss.Kmeans(x.shape[1], n, niter=_ROUNDS, seed=seed, spherical=by_direction, min_points_per_centroid=1)
+        means.train(x)
+        return np.ascontiguousarray(means.centroids, np.float32)
+    try:
+        from sklearn.cluster import MiniBatchKMeans
+    except ImportError:
+        raise ImportError(
+            "train: lists need faiss-cpu (pip install 'turboquant-attention[lists]') or scikit-learn"
+        ) from None
+    found = MiniBatchKMeans(n, batch_size=max(4096, 4 * n), max_iter=_ROUNDS, n_init=1, random_state=seed).fit(x)
+    return np.ascontiguousarray(found.cluster_centers_, np.float32)
+
+
+@dataclass
+class Sorted(Segment):
+    """Rows that lie list after list. Leading bits of each list begin a new block."""
+
+    starts: Ids = field(default_factory=lambda: np.zeros(1, np.int64))  # [lists + 1]: rows that each begins with
+
+    @cached_property
+    def _first_blocks(self) -> Ids:
+        blocks = -(-np.diff(self.starts) // BLOCK)
+        return np.append(0, np.cumsum(blocks))
+
+    def lists_of(self, rows: NDArray[Any]) -> NDArray[np.int32]:
+        return np.searchsorted(self.starts, rows, side="right").astype(np.int32) - 1
+
+    def places(self, rows: NDArray[Any]) -> tuple[Ids, Ids]:
+        lists = self.lists_of(rows)
+        inside = rows - self.starts[lists]
+        return self._first_blocks[lists] + inside // BLOCK, inside % BLOCK
+
+    def core_lists(self) -> tuple[NDArray[Any], ...]:
+        return (self.starts,)
+
+    def divided(self, exponent: int) -> Segment:
+        plain = super().divided(exponent)
+        return replace(self, scales=plain.scales, offsets=plain.offsets, _order=None, _noise=None)
+
+    def apart(self) -> Segment:
+        return self  # nothing is added to it
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self.starts.nbytes
+
+
+def sorted_rows(segments: tuple[Segment, ...], n: int) -> tuple[Segment, ...]:
+    """The rows that are there, in one segment sorted by list; rows of a list keep their order."""
+    if len(segments) == 1 and isinstance(segments[0], Sorted) and segments[0].allowed is None:
+        return segments
+    kept = [np.arange(len(s)) if s.allowed is None else np.flatnonzero(s.allowed) for s in segments]
+    lists = np.concatenate([np.empty(0, np.int32), *(s.lists_of(rows) for s, rows in zip(segments, kept, strict=True))])
+    if not len(lists):
+        return ()
+    starts = np.append(0, np.cumsum(np.bincount(lists, minlength=n)))
+    to = np.empty(len(lists), np.int64)
+    to[np.argsort(lists, kind="stable")] = np.arange(len(lists))
+    first, total = segments[0], len(lists)
+    out = Sorted(
+        np.empty((total, first.codes.shape[1]), np.uint8),
+        np.zeros((int((-(-np.diff(starts) // BLOCK)).sum()), *first.signs.shape[1:]), np.uint8),
+        np.empty(total, np.float32),
+        np.empty(total, np.float32),
+        np.empty(total, np.int64),
+        starts=starts,
+    )
+    at = 0
+    for segment, rows in zip(segments, kept, strict=True):
+        for part in storage.parts(rows):  # little memory beside the new segment
+            _put(out, to[at : at + len(part)], segment, part)
+            at += len(part)
+    return (out,)
+
+
+def _put(out: Sorted, to: Ids, segment: Segment, rows: Ids) -> None:
+    assert out.offsets is not None and segment.offsets is not None and isinstance(out.ids, np.ndarray)
+    out.codes[to] = segment.codes[rows]
+    blocks, lanes = out.places(to)
+    out.signs[blocks, :, lanes] = segment.sign_rows(rows)
+    out.scales[to] = segment.scales[rows]
+    out.offsets[to] = segment.offsets[rows]
+    out.ids[to] = segment.all_ids[rows]
