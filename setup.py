@@ -20,6 +20,9 @@ The compile commands are written to build/<variant>/build.ninja, and ninja runs 
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import os
 import platform
 import re
@@ -59,6 +62,7 @@ ISA_UNITS: list[tuple[str, tuple[str, ...], str]] = [
 ]
 
 OLDEST_TORCH = (2, 10)
+OPERATORS = "turboquant"  # the namespace of the operators in torch.ops
 TORCH_DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
 WARNINGS = ["-Wall", "-Wextra"]
 # Free-threaded builds have no limited API.
@@ -310,9 +314,9 @@ rule program
         )
         return output
 
-    def compile(self, source: Path, tool: str, flags: Iterable[str]) -> Path:
+    def compile(self, source: Path, tool: str, flags: Iterable[str], variant: str = "") -> Path:
         inside = source.relative_to(CSRC) if source.is_relative_to(CSRC) else source
-        output = self.folder / inside.with_suffix(source.suffix + ".o")
+        output = self.folder / inside.with_suffix(f"{source.suffix}{variant}.o")
         return self.edge("compile", output, [source], tool, flags, source.suffix[1:].upper())
 
     def link(self, output: str, objects: Iterable[Path], tool: str, flags: Iterable[str]) -> Path:
@@ -340,13 +344,17 @@ def sources(folder: str, suffix: str) -> list[Path]:
     return [path.relative_to(ROOT) for path in sorted((ROOT / CSRC / folder).rglob("*" + suffix))]
 
 
-def link_library(build: Ninja, cc: str, common: list[str], linker: list[str], strict: bool) -> Path:
-    """libturboquant.so: core/ and kernels/, exporting what is TQ_API. dispatch.c learns of each kernel by TQ_HAVE_."""
+def core_objects(build: Ninja, cc: str, common: list[str]) -> list[Path]:
+    """core/ and kernels/. dispatch.c learns of each kernel by TQ_HAVE_."""
     c = [*common, "-std=c11", "-Icsrc/include", "-Icsrc"]
     units = [(path, flags) for path in sources("kernels", ".c") if (flags := isa_flags(path.stem)) is not None]
     c += [f"-DTQ_HAVE_{path.stem.upper()}" for path, _ in units]
     objects = [build.compile(path, cc, c) for path in sources("core", ".c")]
-    objects += [build.compile(path, cc, c + flags) for path, flags in units]
+    return objects + [build.compile(path, cc, c + flags) for path, flags in units]
+
+
+def link_library(build: Ninja, cc: str, objects: list[Path], linker: list[str], strict: bool) -> Path:
+    """libturboquant.so: the core, exporting what is TQ_API."""
     linker = [*linker, "-Wl,-soname,libturboquant.so", *(["-Wl,-z,defs"] if strict else [])]
     # zig's own __cpu_model is not laid out as gcc's __builtin_cpu_supports expects it.
     linker += [asked(cc, "-print-libgcc-file-name")] if glibc_linker() else []
@@ -384,9 +392,18 @@ def libtorch_stubs(build: Ninja, torch: Path) -> list[Path]:
 
 
 def link_torch(
-    build: Ninja, torch: Path, nvcc: str | None, common: list[str], linker: list[str], library: Path, strict: bool
+    build: Ninja,
+    torch: Path,
+    nvcc: str | None,
+    common: list[str],
+    linker: list[str],
+    core: list[Path],
+    strict: bool,
+    operators: str = OPERATORS,
 ) -> None:
-    """_torch.so: operators and CUDA.
+    """_torch.so: operators and CUDA. With a namespace of their own for the operators, NAMESPACE.so.
+
+    core: libturboquant.so, or the objects that it is made of: two libraries of that name would be one in a process.
 
     It names libtorch.so and libtorch_cpu.so as needed and is loaded after `import torch`, so no path of theirs is
     written into it. One file serves torch with and without CUDA: what only libtorch_cuda.so has (the current stream;
@@ -399,7 +416,10 @@ def link_torch(
     if nvcc:
         flags += [f'-DTURBOQUANT_WITH_CUDA="{toolkit(nvcc)}: {" ".join(cuda_archs())}"', "-DUSE_CUDA"]
     flags += ["-include", "csrc/torch/old_libstdcxx.h"] if oldest_glibc() else []
-    objects = [build.compile(path, cxx, flags) for path in sources("torch", ".cpp")]
+    own = operators != OPERATORS
+    flags += [f"-DTQ_OPERATORS={operators}"] if own else []
+    objects = [build.compile(path, cxx, flags, f".{operators}" if own else "") for path in sources("torch", ".cpp")]
+    output = f"{operators}.so" if own else "_torch.so"
     stubs = libtorch_stubs(build, torch) if machine() != platform.machine() else []
     objects += stubs
     folder = build.folder if stubs else torch / "lib"
@@ -412,21 +432,22 @@ def link_torch(
         runtime = [asked(cxx, f"-print-file-name={name}") for name in ("libstdc++.so.6", "libgcc_s.so.1")]
         runtime += [str(cudart_static(nvcc)), "-lrt", "-ldl"] if nvcc else []
         linker = [*linker, "-Wl,--as-needed", *runtime, "-pthread", "-lm"]
-        build.link("_torch.so", [*objects, *cuda, library], zig, linker)
+        linker += [asked(cxx, "-print-libgcc-file-name")] if own else []  # as for libturboquant.so
+        build.link(output, [*objects, *cuda, *core], zig, linker)
         return
     if not nvcc:
-        build.link("_torch.so", [*objects, library], cxx, [*linker, "-pthread", "-lm"])
+        build.link(output, [*objects, *core], cxx, [*linker, "-pthread", "-lm"])
         return
     # nvcc knows where its own static runtime lies, so it links; it has its own spelling for what the linker is told.
     host = [f"-ccbin={os.environ['CXX']}"] if os.environ.get("CXX") else []
     linker = [flag.replace("-Wl,", "-Xlinker=") if flag.startswith("-Wl,") else flag for flag in linker]
     linker = [flag if flag.startswith(("-X", "-L", "-l")) else f"-Xcompiler={flag}" for flag in linker]
     linker = [*host, "--cudart=static", "--no-device-link", *linker, "-Xcompiler=-pthread", "-lm"]
-    build.link("_torch.so", [*objects, *cuda, library], nvcc, linker)
+    build.link(output, [*objects, *cuda, *core], nvcc, linker)
 
 
-def write_ninja(torch: Path | None) -> Ninja:
-    """The graph of everything that is to be built here."""
+def write_ninja(torch: Path | None, operators: str = OPERATORS) -> Ninja:
+    """The graph of everything that is to be built here; with a namespace of their own for the operators, of these."""
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         here = sys.platform if sys.platform != "linux" else "another libc, such as Alpine's musl"
         raise fail(f"only Linux with glibc is supported so far, this is {here}. Use Debian, Ubuntu or Fedora, or WSL")
@@ -446,10 +467,15 @@ def write_ninja(torch: Path | None) -> Ninja:
     # No contraction: the codes that a number gets must not depend on whether a compiler fuses a product and a sum.
     common += ["-ffp-contract=off"]
     c = [*words("CFLAGS"), *common, "-Werror=implicit"]
-    library = link_library(build, cc, c, linker, strict=not sanitize)
+    core = core_objects(build, cc, c)
+    if operators != OPERATORS:
+        assert torch
+        link_torch(build, torch, nvcc_to_build_with(), common, linker, core, True, operators)
+        return build
+    library = link_library(build, cc, core, linker, strict=not sanitize)
     link_core(build, cc, c, linker, library)
     if torch:
-        link_torch(build, torch, nvcc_to_build_with(), common, linker, library, strict=not sanitize)
+        link_torch(build, torch, nvcc_to_build_with(), common, linker, [library], strict=not sanitize)
     return build
 
 
@@ -539,6 +565,71 @@ class BuildSanitize(BuildHarness):
     defines = ("-DTQ_EVERY_LANE_ARRIVES",)
 
 
+class BuildHubKernel(Command):
+    """Writes a build of the operators for the package `kernels` of Hugging Face into build/hub-kernel: the native code
+    as one library, with a namespace of its own in torch.ops, so that several builds can be loaded at once. It is made
+    of the objects of the wheel (make hub-kernel)."""
+
+    description = "build the operators as a kernel for Hugging Face's hub"
+    user_options = [  # noqa: RUF012
+        ("kernel-version=", None, "the kernel's version on the hub, a number (default 1)"),
+        ("folder=", None, "the repository that is written (default build/hub-kernel)"),
+    ]
+    FILES = ("plan.py", "arguments.py", "py.typed")  # of the package, as they are
+
+    def initialize_options(self) -> None:
+        self.kernel_version, self.folder = "1", "build/hub-kernel"
+
+    def finalize_options(self) -> None:
+        if not re.fullmatch("[1-9][0-9]*", str(self.kernel_version)):
+            raise fail(f"--kernel-version must be a number from 1, got {self.kernel_version!r}")
+
+    def run(self) -> None:
+        torch, why = torch_to_build_with()
+        if not torch:
+            raise fail(f"the kernel needs the operators: {why}")
+        nvcc = nvcc_to_build_with()
+        backend = f"cu{toolkit(nvcc).replace('.', '')}" if nvcc else "cpu"
+        named = [arch.removesuffix("+PTX") for arch in cuda_archs()] if nvcc else []
+        archs = [re.sub(r"^(\d+)(\d)", r"\1.\2", arch) for arch in named]
+        name = f"{OPERATORS}_{backend}_{self.digest(backend, archs)}"
+        build = write_ninja(torch, name)
+        build.run([Ninja.path(build.folder / f"{name}.so")], os.cpu_count() or 1)
+        abi = "".join(map(str, OLDEST_TORCH))
+        folder = ROOT / self.folder / "build" / f"torch-stable-abi{abi}-{backend}-{machine()}-linux"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        shutil.copy(ROOT / build.folder / f"{name}.so", folder)
+        for file in self.FILES:
+            shutil.copy(ROOT / "turboquant" / file, folder)
+        for file in sorted((ROOT / CSRC / "hub").glob("*.py")):
+            (folder / file.name).write_text(file.read_text().replace("OPERATORS_OF_THIS_BUILD", name))
+        metadata = {
+            "id": name,
+            "name": "turboquant-attention",
+            "version": int(self.kernel_version),
+            "license": "Apache-2.0",
+            "python-depends": [],
+            "backend": {"type": "cuda", "archs": archs} if nvcc else {"type": "cpu"},
+            "digest": {"algorithm": "sha256", "files": digests(folder)},
+        }
+        (folder / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+        print(folder)
+
+    def digest(self, backend: str, archs: list[str]) -> str:
+        """Of all that the build is made of."""
+        files = [ROOT / path for path in everything] + [ROOT / "turboquant" / name for name in self.FILES]
+        told = [version(), self.kernel_version, backend, *archs, *(file.read_bytes().hex() for file in files)]
+        return hashlib.sha256(repr(told).encode()).hexdigest()[:12]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file of a folder in base64, by its name."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): base64.b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()
+            for path in files}  # fmt: skip
+
+
 def version() -> str:
     found = re.search(r'^#define TQ_VERSION "([^"]+)"', HEADER.read_text(), re.MULTILINE)
     if not found:
@@ -563,5 +654,6 @@ setup(
         "build_cuda": BuildCuda,
         "build_harness": BuildHarness,
         "build_sanitize": BuildSanitize,
+        "build_hub_kernel": BuildHubKernel,
     },
 )

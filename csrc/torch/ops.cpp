@@ -614,6 +614,15 @@ const char *tq_torch_cuda_build(void)
 #endif
 }
 
+/** Bytes of one page of one KV head of a plan, or -1 for words that are no plan. For Python without `turboquant._core`. */
+extern "C" TQ_API int64_t tq_torch_record_bytes(const int64_t *words, size_t n_words);
+int64_t tq_torch_record_bytes(const int64_t *words, size_t n_words)
+{
+    tq_plan plan;
+    tq_error error = {};
+    return tq_plan_init(&plan, words, n_words, &error) == TQ_OK ? plan.record_bytes : -1;
+}
+
 #define TRANSFORMS_SCHEMA                                                                                              \
     "Tensor? key_numbers=None, Tensor? value_numbers=None, Tensor? key_turns=None, Tensor? rotation=None"
 #define EXACT_SCHEMA "Tensor? sink_k=None, Tensor? sink_v=None, Tensor? window_k=None, Tensor? window_v=None"
@@ -628,7 +637,13 @@ const char *tq_torch_cuda_build(void)
     "bool causal=True, int sliding_window=0, float softcap=0.0, Tensor? schedule=None, " RAGGED_SCHEMA                 \
     ", int window=0, Tensor? ends=None"
 
-STABLE_TORCH_LIBRARY(turboquant, m)
+#ifndef TQ_OPERATORS
+#define TQ_OPERATORS turboquant /* their namespace in torch.ops; setup.py, BuildHubKernel, has others */
+#endif
+#define OPERATORS(name, m) STABLE_TORCH_LIBRARY(name, m)
+#define OPERATORS_IMPL(name, device, m) STABLE_TORCH_LIBRARY_IMPL(name, device, m)
+
+OPERATORS(TQ_OPERATORS, m)
 {
     m.def("rotate(int[] plan, Tensor x, Tensor? matrix=None, bool inverse=False) -> Tensor");
     m.def("append(int[] plan, Tensor k, Tensor? v, Tensor lengths, Tensor(a!) pages, Tensor block_table, "
@@ -654,5 +669,5 @@ STABLE_TORCH_LIBRARY(turboquant, m)
     m.def("merge(Tensor outs, Tensor lses) -> (Tensor out, Tensor lse)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(turboquant, CPU, m) { turboquant::implement(m); }
-STABLE_TORCH_LIBRARY_IMPL(turboquant, CUDA, m) { turboquant::implement(m); }
+OPERATORS_IMPL(TQ_OPERATORS, CPU, m) { turboquant::implement(m); }
+OPERATORS_IMPL(TQ_OPERATORS, CUDA, m) { turboquant::implement(m); }
