@@ -13,6 +13,7 @@ import turboquant
 from turboquant import _core
 from turboquant.cli import main
 from turboquant.index import lists, storage
+from turboquant.index.documents import Document, Documents
 
 DIM, LISTS = 44, 21
 METRICS = ["ip", "cosine", "l2"]
@@ -234,6 +235,25 @@ def test_refine_in_lists(few_means, metric):
         exact = ((near - query) ** 2).sum(1) if metric == "l2" else near @ query
         order = np.argsort(exact if metric == "l2" else -exact)[:5]
         assert (ids[i] == everything[i][order]).all() and np.allclose(scores[i], exact[order], rtol=1e-5)
+
+
+def test_documents_in_lists(few_means, tmp_path):
+    index, x = turboquant.Index(DIM, 4, "cosine", lists=LISTS), rows(1, 200)
+    table = Documents(index)
+    with pytest.raises(ValueError, match=r"`train` must learn first"):
+        table.add([Document("0", "text", {})], x[:1])
+    assert not len(table) and not len(index)
+    index.train(rows(0, 1200))
+    table.add([Document(str(i), f"text {i}", {"third": i % 3}) for i in range(200)], x)
+    index.compact()
+    table.add([Document("7", "new", {"third": 0})], x[:1])  # replaces one that is sorted
+    third = {"field": "third", "operator": "==", "value": 0}
+    found = [d.id for d, _ in table.search(x[0], 3, third)]
+    assert set(found[:2]) == {"0", "7"}
+    table.save(tmp_path / "table")
+    again = Documents.load(tmp_path / "table")
+    assert again.index.lists == LISTS and len(again) == 200
+    assert [d.id for d, _ in again.search(x[0], 3, third)] == found
 
 
 def test_commands_and_shards(few_means, tmp_path, capsys):

@@ -121,7 +121,8 @@ class Index:
 
     @property
     def ids(self) -> Ids:
-        """The ids of all vectors, in the order in which they were added; with lists, `compact` sorts them by list."""
+        """The ids of all vectors, in the order in which they were added; with lists, by list where
+        `compact` or a file has sorted them."""
         return self._contents.ids
 
     @property
