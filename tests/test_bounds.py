@@ -174,7 +174,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
         model(), [torch.arange(200).view(2, 100) % 50], sensitivity_batches=n
     ),
     "`batch_size`": scanned,
-    "embed: `memory`": embedded,
+    "embed: `memory`": lambda n: embedded(0.5 if n is None else n),  # None is the default
     "calc: --batch": lambda n: main(["calc", "llama-3-8b", "--batch", str(n)]),
     "calc: --context": lambda n: main(["calc", "llama-3-8b", "--context", str(n)]),
     "doctor: --tokens": lambda n: main(["doctor", "--tokens", str(n)]),

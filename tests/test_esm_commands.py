@@ -96,8 +96,8 @@ def test_proteins_of_a_pipe_are_read_once(model, tmp_path):
     read = read_entries(pipe)
     writer.join()
     pipe.unlink()
-    chosen = argparse.Namespace(fasta=str(pipe), csv=str(where), heatmap=None, profile=None, batch=8,
-                                method="shared-context", spec="esm-default")  # fmt: skip
+    chosen = argparse.Namespace(fasta=str(pipe), csv=str(where), heatmap=None, profile=None, batch=8, mutants=None,
+                                joint=False, method="shared-context", spec="esm-default")  # fmt: skip
     assert commands.scan(model, chosen, None, read) == 0
     assert len(where.read_text().splitlines()) == 1 + 52 * 20
     found = commands.evaluated(model, chosen.fasta, {"a": bare(3, 3)}, None, (None, 2), read)
@@ -282,8 +282,8 @@ def test_scan_command(folder, monkeypatch, tmp_path):
 
 
 def test_a_scan_goes_on_past_what_the_model_cannot_read(folder, tmp_path, capsys, monkeypatch):
-    """A long protein, letters of no amino acid, a stop codon inside, and an entry without a sequence: the others are
-    scanned, and what was left out is listed at the end. `eval` and `calibrate` go on as well."""
+    """Letters of no amino acid, a stop codon inside, and an entry without a sequence: the others are scanned, a long
+    one in windows, and what was left out is listed at the end. `eval` and `calibrate` leave out the long one too."""
     monkeypatch.chdir(tmp_path)
     odd = {
         "long": "M" * 63,
@@ -298,11 +298,13 @@ def test_a_scan_goes_on_past_what_the_model_cannot_read(folder, tmp_path, capsys
     model = str(folder / "model")
     assert main(["esm-scan", "p.fa", "--model", model, "--csv", "s.csv"]) == 0
     with open("s.csv") as file:
-        assert [row["protein"] for row in csv.DictReader(file)] == ["good"] * 200 + ["dot"] * 60 + ["last"] * 80
+        assert [row["protein"] for row in csv.DictReader(file)] == (
+            ["good"] * 200 + ["long"] * 63 * 20 + ["dot"] * 60 + ["last"] * 80
+        )
     said = capsys.readouterr().err.splitlines()
-    at = said.index("left out 5 of 8 proteins:")
+    at = said.index("left out 4 of 8 proteins:")
     assert all("last: 4 residues" not in line for line in said[at:])
-    for name, why in (("nothing", "must have a sequence"), ("foreign", "must be in ASCII"), ("long", "at most 62"),
+    for name, why in (("nothing", "must have a sequence"), ("foreign", "must be in ASCII"),
                       ("ambiguous", "got 'J'"), ("stop", "got '*'")):  # fmt: skip
         assert any(name in line and why in line for line in said[at + 1 :]), name
     assert main(["eval", model, "--fasta", "p.fa", "--spec", "default", "--proteins", "3"]) == 0
@@ -374,10 +376,10 @@ def test_a_scan_that_fails_leaves_the_file_of_the_last(folder, monkeypatch, tmp_
     (tmp_path / "s.csv").write_text("old")
     real = commands.masked_marginals
 
-    def full_at_the_second(model, sequence, **options):
+    def full_at_the_second(model, sequence, *given, **options):
         if len(sequence) == 20:
             raise OSError("no space left")
-        return real(model, sequence, **options)
+        return real(model, sequence, *given, **options)
 
     monkeypatch.setattr(commands, "masked_marginals", full_at_the_second)
     with pytest.raises(SystemExit):
@@ -389,8 +391,8 @@ def test_a_scan_that_fails_leaves_the_file_of_the_last(folder, monkeypatch, tmp_
 BAD = {
     "letters": (["esm-scan", "WRONG", "--model", "MODEL", "--csv", "s.csv"], "must be a letter of the ESM-2 alphabet"),
     "a name twice": (["esm-scan", "TWICE", "--model", "MODEL", "--csv", "s.csv"],
-                     "--fasta must name every protein differently up to the first blank, got two 'a'"),
-    "all too long": (["esm-scan", "LONG", "--model", "MODEL", "--csv", "s.csv"], "at most 62 residues"),
+                     "the FASTA file: proteins must be named differently up to the first blank, got two 'a'"),
+    "all too long": (["eval", "MODEL", "--fasta", "LONG", "--spec", "default"], "at most 62 residues"),
     "no file": (["esm-scan", "none.fasta", "--model", "MODEL", "--csv", "s.csv"], "none.fasta"),
     "no model": (["esm-scan", "TEST", "--model", "./none", "--csv", "s.csv"], "MODEL must be a folder"),
     "csv in no folder": (["esm-scan", "TEST", "--model", "MODEL", "--csv", "no/s.csv"], "--csv"),

@@ -169,7 +169,7 @@ def test_memory_bounds_the_tokens_of_a_batch(model, monkeypatch):
     whole = esm.embed(model, sequences)
     assert len(sizes_seen) == 1
     sizes_seen.clear()
-    monkeypatch.setattr(embedding, "bounded", lambda what, value: 32 * (24 * 4 + 8) * 200)
+    monkeypatch.setattr(embedding, "_MEMORY", (0, 32 * (24 * 4 + 8) * 200))
     np.testing.assert_allclose(esm.embed(model, sequences).means(), whole.means(), atol=2e-6)
     assert len(sizes_seen) > 5 and all(len(batch) * max(batch) <= 200 for batch in sizes_seen)
     flat = [n for batch in sizes_seen for n in batch]
@@ -223,7 +223,7 @@ def stopping(monkeypatch, after):
 def test_an_interrupted_run_goes_on(model, residues, tmp_path, monkeypatch):
     sequences = [protein(n, n) for n in [*range(3, 63), 400]]
     options = dict(residues=residues, layers=(1, 3))
-    monkeypatch.setattr(embedding, "bounded", lambda what, value: 32 * (24 * 4 + 16) * 200)
+    monkeypatch.setattr(embedding, "_MEMORY", (0, 32 * (24 * 4 + 16) * 200))
     esm.embed(model, sequences, out=tmp_path / "whole", **options)
     monkeypatch.setattr(embedding, "_SAVED", 0.0)
     with monkeypatch.context() as patch, pytest.raises(Stop):

@@ -380,7 +380,9 @@ def esm_scan(chosen: argparse.Namespace) -> int:
     from .esm import commands
     from .named_specs import named
 
-    read = {"FASTA": chosen.fasta, "--profile": chosen.profile}
+    read = {"FASTA": chosen.fasta, "--profile": chosen.profile, "--mutants": chosen.mutants}
+    if chosen.joint and (chosen.mutants is None or chosen.method == "wild-type-marginals" or chosen.heatmap):
+        raise ValueError("--joint needs --mutants, a method that masks, and no --heatmap")
     if chosen.csv in STANDARD_OUTPUT:
         chosen.csv = "-"
     else:
@@ -464,8 +466,8 @@ def _add_esm_embed(commands: Any) -> None:
                      "(default: as many as the model has positions for)")  # fmt: skip
     one.add_argument("--overlap", type=int, metavar="N", help="residues that neighbouring windows share at least "
                      "(default: a quarter of a window)")  # fmt: skip
-    one.add_argument("--memory", type=int, metavar="MIB", default=1024, help="for what a layer computes, beside the "
-                     "model (default 1024)")  # fmt: skip
+    one.add_argument("--memory", type=int, metavar="MIB", help="for what a layer computes, beside the model (default "
+                     "1024, and 64 on CPUs, which take longer with more)")  # fmt: skip
     _add_device_options(one)
     one.set_defaults(run=esm_embed)
 
@@ -573,6 +575,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     one.add_argument("--profile", metavar="FILE", help="of the model, as measure and calibrate write it; calibrated "
                      "presets need one of calibrate")  # fmt: skip
+    one.add_argument("--mutants", metavar="FILE", help="score these mutants of the one protein alone: a CSV file with "
+                     "a column mutant, such as A12W:C30D, as ProteinGym writes them; its columns are written again, "
+                     "and the score, the sum over mutations")  # fmt: skip
+    one.add_argument("--joint", action="store_true", help="with --mutants, mask all positions of a mutant together")
     one.add_argument("--batch", type=int, default=32, help="masked copies that run together")
     _add_device_options(one)
     one.set_defaults(run=esm_scan)

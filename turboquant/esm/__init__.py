@@ -2,6 +2,7 @@
 
     ContextCache       proteins read once; changed or new residues run against their packed keys and values
     masked_marginals   the variant-effect scan, with a shared context or exactly
+    joint_marginals    the same with several positions masked together
     wild_type_marginals   the same with nothing masked, in one pass
     embed              means and residues of any number of proteins, of any length: Embeddings
     evaluate           what a spec costs in quality, on proteins
@@ -30,6 +31,7 @@ _HOMES = {
     "heat_map": "heatmap",
     "AMINO_ACIDS": "model",
     "Scan": "scan",
+    "joint_marginals": "scan",
     "masked_marginals": "scan",
     "wild_type_marginals": "scan",
 }
@@ -45,6 +47,7 @@ __all__ = [
     "embed",
     "evaluate",
     "heat_map",
+    "joint_marginals",
     "masked_marginals",
     "protein_batches",
     "read_fasta",
@@ -65,6 +68,7 @@ if TYPE_CHECKING:
     from .quality import evaluate as evaluate
     from .quality import protein_batches as protein_batches
     from .scan import Scan as Scan
+    from .scan import joint_marginals as joint_marginals
     from .scan import masked_marginals as masked_marginals
     from .scan import wild_type_marginals as wild_type_marginals
 

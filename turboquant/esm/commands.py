@@ -6,7 +6,7 @@ import argparse
 import csv
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,8 +22,10 @@ from .embedding import embed
 from .fasta import Entries, Protein, doubts, read_entries
 from .heatmap import figure_class, heat_map
 from .model import AMINO_ACIDS, checked_model, letter_tokens, tokenise
+from .mutants import SCORE, Mutant, read_mutants, summed
 from .quality import ProteinEvaluation, evaluate, protein_batches
-from .scan import Scan, masked_marginals, wild_type_marginals
+from .scan import Scan, joined, joint_marginals, masked_marginals, wild_type_marginals
+from .windows import sizes, windows
 
 __all__ = ["calibrated", "embedded", "evaluated", "markdown", "scan"]
 
@@ -137,7 +139,7 @@ def embedded(model: Any, chosen: argparse.Namespace, read: Read = None) -> int:
         check_names(names, "--index")
     found = embed(model, [protein.sequence for protein in proteins], names=names, layers=chosen.layers,
                   residues=chosen.residues, out=chosen.out, window=chosen.window, overlap=chosen.overlap,
-                  memory=chosen.memory << 20, progress=True)  # fmt: skip
+                  memory=None if chosen.memory is None else chosen.memory << 20, progress=True)  # fmt: skip
     print(f"{chosen.out}: {found!r}, {os.path.getsize(chosen.out):,} bytes")
     if chosen.index is not None:
         means = found.means()
@@ -154,54 +156,113 @@ def _list_left_out(proteins: Sequence[Protein], left_out: Sequence[str]) -> None
 
 
 def scan(model: Any, chosen: argparse.Namespace, profile: Profile | None, read: Read = None) -> int:
-    """Marginals of the proteins of a file, by `--method`, as CSV and, if wanted, as pictures. Skips proteins that the
-    model cannot read, and lists them on stderr at the end. An existing CSV file is replaced at the end; "-" is standard
-    output, which gets each protein's rows at once."""
+    """Marginals of the proteins of a file, by `--method`, as CSV and, if wanted, as pictures; or the scores of mutants
+    of the one protein. Skips proteins that the model cannot read, and lists them on stderr at the end. An existing CSV
+    file is replaced at the end; "-" is standard output, which gets each protein's rows at once."""
     checked_model(model)
     if chosen.heatmap:
         figure_class()
-    proteins, left_out = _usable(chosen.fasta, read, model)
-    names: set[str] = set()
-    for protein in proteins:
-        if protein.name in names:
-            raise ValueError(
-                f"--fasta must name every protein differently up to the first blank, got two {protein.name!r}"
-            )
-        names.add(protein.name)
+    proteins, left_out = _usable(chosen.fasta, read, model, any_length=True)
+    check_names([protein.name for protein in proteins], "the FASTA file")
+    mutants = None
+    if chosen.mutants is not None:
+        if len(proteins) != 1:
+            raise ValueError(f"--mutants needs a FASTA file with the one protein that they are of, got {len(proteins)}")
+        mutants = read_mutants(chosen.mutants, proteins[0].sequence)
     context = ContextCache(model, chosen.spec, profile=profile) if chosen.method == "shared-context" else None
     if chosen.csv == "-":
-        _write(sys.stdout, model, chosen, proteins, context)
+        _write(sys.stdout, model, chosen, proteins, context, mutants)
         sys.stdout.flush()
     else:
         unfinished = f"{chosen.csv}.part"
         with open(unfinished, "w", newline="", encoding="utf-8") as file:
-            _write(file, model, chosen, proteins, context)
+            _write(file, model, chosen, proteins, context, mutants)
         os.replace(unfinished, chosen.csv)
     _list_left_out(proteins, left_out)
     return 0
 
 
 def _write(
-    file: TextIO, model: Any, chosen: argparse.Namespace, proteins: Sequence[Protein], context: ContextCache | None
+    file: TextIO,
+    model: Any,
+    chosen: argparse.Namespace,
+    proteins: Sequence[Protein],
+    context: ContextCache | None,
+    mutants: tuple[list[str], list[Mutant]] | None,
 ) -> None:
     """Scans proteins; writes the rows of each to `file` and its picture, if wanted, to a file of its own."""
     writer = csv.writer(file)
-    writer.writerow(("protein", "position", "wild_type", "mutation", "score", "log_probability"))
+    if mutants is None:
+        writer.writerow(("protein", "position", "wild_type", "mutation", "score", "log_probability"))
+    else:
+        writer.writerow((*mutants[0], SCORE))
     for i, protein in enumerate(proteins):
         print(f"{i + 1} of {len(proteins)}, {protein.name}: {len(protein.sequence)} residues", file=sys.stderr)
-        found = _scanned(model, protein.sequence, chosen, context)
-        writer.writerows(_rows(protein.name, found))
+        if mutants is not None and chosen.joint:
+            scores = _jointly_scored(model, protein.sequence, mutants[1], chosen, context)
+            writer.writerows([*mutant.row, f"{score:.5f}"] for mutant, score in zip(mutants[1], scores, strict=True))
+            continue
+        positions = None if mutants is None else {p for mutant in mutants[1] for p in mutant.positions}
+        found = _scanned(model, protein.sequence, chosen, context, positions)
+        if mutants is None:
+            writer.writerows(_rows(protein.name, found))
+        else:
+            by_position = dict(zip(found.positions, found.scores, strict=True))
+            writer.writerows([*mutant.row, f"{summed(mutant, by_position):.5f}"] for mutant in mutants[1])
         if chosen.heatmap:
             heat_map(found, _numbered(chosen.heatmap, i, len(proteins)), title=protein.name)
 
 
-def _scanned(model: Any, sequence: str, chosen: argparse.Namespace, context: ContextCache | None) -> Scan:
-    if chosen.method == "wild-type-marginals":
-        return wild_type_marginals(model, sequence)
-    if context is not None:
-        context.encode([sequence])
-    return masked_marginals(model, sequence, shared_context=context is not None, context=context,
-                            batch_size=chosen.batch, progress=True)  # fmt: skip
+def _scanned(
+    model: Any,
+    sequence: str,
+    chosen: argparse.Namespace,
+    context: ContextCache | None,
+    positions: Collection[int] | None,
+) -> Scan:
+    """A scan of some positions, or of all, in windows where the protein is longer than the model."""
+    parts = []
+    for w in windows(len(sequence), *sizes(model.config)):
+        at = [p - w.start for p in range(w.first, w.last) if positions is None or p in positions]
+        if not at:
+            continue
+        letters = sequence[w.start : w.stop]
+        if chosen.method == "wild-type-marginals":
+            parts.append((w.start, wild_type_marginals(model, letters, at)))
+            continue
+        if context is not None:
+            context.encode([letters])
+        found = masked_marginals(model, letters, at, context is not None, context=context, batch_size=chosen.batch,
+                                 progress=True)  # fmt: skip
+        parts.append((w.start, found))
+    return joined(sequence, parts)
+
+
+def _jointly_scored(
+    model: Any, sequence: str, mutants: Sequence[Mutant], chosen: argparse.Namespace, context: ContextCache | None
+) -> list[float]:
+    """The score of each mutant with its positions masked together, as far as one window keeps them."""
+    scores = [0.0] * len(mutants)
+    for w in windows(len(sequence), *sizes(model.config)):
+        of_set: dict[tuple[int, ...], list[int]] = {}  # mutants by the positions that this window keeps
+        for i, mutant in enumerate(mutants):
+            kept = tuple(p for p in mutant.positions if w.first <= p < w.last)
+            if kept:
+                of_set.setdefault(kept, []).append(i)
+        if not of_set:
+            continue
+        letters = sequence[w.start : w.stop]
+        if context is not None:
+            context.encode([letters])
+        sets = sorted(of_set, key=lambda kept: (len(kept), kept))  # copies that run together mask equally many
+        found = joint_marginals(model, letters, [[p - w.start for p in kept] for kept in sets], context is not None,
+                                context=context, batch_size=chosen.batch, progress=True)  # fmt: skip
+        for kept, scan in zip(sets, found, strict=True):
+            by_position = dict(zip(kept, scan.scores, strict=True))
+            for i in of_set[kept]:
+                mine = tuple(change for change in mutants[i].changes if change[0] in by_position)
+                scores[i] += summed(Mutant([], mine), by_position)
+    return scores
 
 
 def _rows(name: str, scan: Scan) -> list[tuple[Any, ...]]:

@@ -33,6 +33,7 @@ from .windows import Window, sizes, windows
 
 __all__ = ["embed"]
 
+_MEMORY = (2**30, 2**26)  # bytes, on other devices and on CPUs
 _SAVED = 10.0  # seconds between two notes of how far a file is
 _TIMES_WIDTH = 24  # numbers of a token that a layer holds at once, over its width: its two norms and the wide part
 
@@ -82,7 +83,7 @@ def embed(
     out: str | os.PathLike[str] | None = None,
     window: int | None = None,
     overlap: int | None = None,
-    memory: int = 2**30,
+    memory: int | None = None,
     progress: bool = False,
 ) -> Embeddings:
     """Embeds proteins: means over the residues of each, and on request every residue. See `Embeddings`.
@@ -97,7 +98,8 @@ def embed(
     window, overlap   residues of a window over a protein that is longer, by default as many as the model has positions
                for, and residues that neighbouring windows share at least, by default a quarter of that. Of those that
                two windows share each half is taken from the window in whose middle it lies deeper
-    memory     bytes for what a layer computes, beside the model; proteins run together as far as it goes
+    memory     bytes for what a layer computes, beside the model; proteins run together as far as it goes. None: 1 GiB,
+               and 64 MiB on CPUs, which take longer with more
     progress   how far it is, on stderr
 
     ValueError for a letter that ESM-2 does not know, no proteins, layers that the model lacks, a number that float16
@@ -143,7 +145,7 @@ def _job(
     residues: str,
     window: int | None,
     overlap: int | None,
-    memory: int,
+    memory: int | None,
 ) -> _Job:
     """The arguments of `embed`, checked."""
     if isinstance(sequences, str) or not len(sequences):
@@ -168,7 +170,8 @@ def _job(
         raise ValueError(f"`layers` must name at least one layer, and each once, got {list(layers)}")
     width, size = model.config.hidden_size, next(base.parameters()).element_size()
     each = width * (_TIMES_WIDTH * size + 8 * len(chosen))
-    budget = max(most + 2, bounded("embed: `memory`", memory) // each)
+    room = _MEMORY[device_of(base).type == "cpu"] if memory is None else bounded("embed: `memory`", memory)
+    budget = max(most + 2, room // each)
     tokens = [letter_tokens(sequence, f"sequences[{i}]") for i, sequence in enumerate(sequences)]
     return _Job(tuple(named), tokens, tuple(sorted(chosen)), residues, most, shared, budget)
 

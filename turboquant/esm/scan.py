@@ -28,7 +28,7 @@ from .attention import NAME, plain_attention
 from .context import ContextCache, Letters
 from .model import ALPHABET, AMINO_ACIDS, MASK, check_batch_size, checked_model, integers, tokenise
 
-__all__ = ["Scan", "masked_marginals", "wild_type_marginals"]
+__all__ = ["Plain", "Scan", "joined", "joint_marginals", "masked_marginals", "wild_type_marginals"]
 
 
 @dataclass(frozen=True)
@@ -84,20 +84,55 @@ def masked_marginals(
     """
     base = _scannable(model)
     check_batch_size(batch_size)
-    if context is not None and not isinstance(context, ContextCache):
-        raise TypeError(f"`context` must be a ContextCache or None, got {context!r}")
+    _check_context(context, shared_context)
     tokens = tokenise(sequence, model.config)
     at = _chosen(tokens, positions)
-    if context is not None and not shared_context:
-        raise ValueError("`context` must be None for an exact scan (shared_context=False)")
     batches = [at[i : i + batch_size] for i in range(0, len(at), batch_size)]
     with torch.no_grad(), routed(base, NAME):
         if shared_context:
             cache, protein = _filled(model, sequence, tokens, spec, profile, context)
-            parts = [_from_context(cache, protein, batch) for batch in steps(batches, "scan", "batches", progress)]
+            parts = [torch.cat(list(_masked_in(cache, protein, [[p] for p in batch])))
+                     for batch in steps(batches, "scan", "batches", progress)]  # fmt: skip
         else:
-            parts = [_exactly(model, tokens, batch) for batch in steps(batches, "scan", "batches", progress)]
+            parts = [torch.cat(_jointly(model, tokens, [[p] for p in batch]))
+                     for batch in steps(batches, "scan", "batches", progress)]  # fmt: skip
     return _scan(tokens, at, torch.cat(parts))
+
+
+def joint_marginals(
+    model: Any,
+    sequence: Letters,
+    sets: Sequence[Sequence[int]],
+    shared_context: bool = True,
+    *,
+    spec: CacheSpec | str = "esm-default",
+    profile: Profile | str | os.PathLike[str] | None = None,
+    context: ContextCache | None = None,
+    batch_size: int = 32,
+    progress: bool = False,
+) -> list[Scan]:
+    """Masks all positions of a set at once, as of a mutant with several mutations, and takes the model's distribution
+    at each of them; one `Scan` a set.
+
+    sets    of positions, counted from 0, each at least one, and once in its set
+    batch_size   copies that run together, one a set
+    The others are as in `masked_marginals`, and what it raises too; ValueError for a position that is twice in a set.
+    """
+    base = _scannable(model)
+    check_batch_size(batch_size)
+    tokens = tokenise(sequence, model.config)
+    chosen = [_chosen(tokens, positions, f"sets[{i}]") for i, positions in enumerate(sets)]
+    for i, at in enumerate(chosen):
+        if len(set(at)) != len(at):
+            raise ValueError(f"`sets[{i}]` must name each position once, got {list(at)}")
+    _check_context(context, shared_context)
+    batches = [chosen[i : i + batch_size] for i in range(0, len(chosen), batch_size)]
+    logits: list[torch.Tensor] = []
+    with torch.no_grad(), routed(base, NAME):
+        found = _filled(model, sequence, tokens, spec, profile, context) if shared_context else None
+        for batch in steps(batches, "scan", "batches", progress):
+            logits += _jointly(model, tokens, batch) if found is None else _masked_in(*found, batch)
+    return [_scan(tokens, at, said) for at, said in zip(chosen, logits, strict=True)]
 
 
 def wild_type_marginals(model: Any, sequence: Letters, positions: Sequence[int] | None = None) -> Scan:
@@ -128,15 +163,22 @@ def _scannable(model: Any) -> Any:
     return base
 
 
-def _chosen(tokens: Sequence[int], positions: Sequence[int] | None) -> tuple[int, ...]:
+def _check_context(context: ContextCache | None, shared_context: bool) -> None:
+    if context is not None and not isinstance(context, ContextCache):
+        raise TypeError(f"`context` must be a ContextCache or None, got {context!r}")
+    if context is not None and not shared_context:
+        raise ValueError("`context` must be None for an exact scan (shared_context=False)")
+
+
+def _chosen(tokens: Sequence[int], positions: Sequence[int] | None, argument: str = "positions") -> tuple[int, ...]:
     """The positions to scan, of a protein with its start and end tokens."""
     n = len(tokens) - 2
-    at = tuple(range(n) if positions is None else integers(positions, "positions"))
+    at = tuple(range(n) if positions is None else integers(positions, argument))
     if not at:
-        raise ValueError("`positions` must name at least one position, got none")
+        raise ValueError(f"`{argument}` must name at least one position, got none")
     for i, position in enumerate(at):
         if not 0 <= position < n:
-            raise IndexError(f"`positions[{i}]` must be in 0..{n - 1}, got {position}")
+            raise IndexError(f"`{argument}[{i}]` must be in 0..{n - 1}, got {position}")
     return at
 
 
@@ -146,6 +188,13 @@ def _scan(tokens: Sequence[int], at: tuple[int, ...], logits: torch.Tensor) -> S
     letters = [ALPHABET.index(letter) for letter in AMINO_ACIDS]
     wild = log_p[np.arange(len(at)), [tokens[p + 1] for p in at]]
     return Scan("".join(ALPHABET[t] for t in tokens[1:-1]), at, log_p.take(letters, axis=1), wild)
+
+
+def joined(sequence: str, parts: Sequence[tuple[int, Scan]]) -> Scan:
+    """One scan of a protein from those of its windows, each with the residue that its window begins with."""
+    positions = tuple(start + p for start, part in parts for p in part.positions)
+    log_p = np.concatenate([part.log_probabilities for _, part in parts])
+    return Scan(sequence, positions, log_p, np.concatenate([part.wild_type for _, part in parts]))
 
 
 def _filled(
@@ -169,11 +218,12 @@ def _filled(
     return context, held.index(tokens)
 
 
-def _from_context(cache: ContextCache, protein: int, batch: Sequence[int]) -> torch.Tensor:
-    count = len(batch)
-    said = cache.decode([["<mask>"]] * count, [[p] for p in batch], [protein] * count, batch_size=count)
+def _masked_in(cache: ContextCache, protein: int, batch: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
+    """The logits at each set of positions, masked together."""
+    masks = [["<mask>"] * len(at) for at in batch]
+    said = cache.decode(masks, batch, [protein] * len(batch), batch_size=len(batch))
     assert said.logits is not None
-    return torch.cat(said.logits)
+    return said.logits
 
 
 class Plain:
@@ -183,14 +233,15 @@ class Plain:
         return plain_attention(module, query, key, value, mask, scaling)
 
 
-def _exactly(model: Any, tokens: list[int], batch: Sequence[int]) -> torch.Tensor:
+def _jointly(model: Any, tokens: list[int], batch: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """The same by full passes."""
     device = device_of(model)
     ids = torch.tensor([tokens] * len(batch), device=device)
-    rows, where = torch.arange(len(batch), device=device), torch.tensor(batch, device=device) + 1
+    rows = torch.tensor([i for i, at in enumerate(batch) for _ in at], device=device)
+    where = torch.tensor([p + 1 for at in batch for p in at], device=device)
     ids[rows, where] = MASK
-    states = _states(model, ids)[rows, where]
-    logits: torch.Tensor = model.lm_head(states)
-    return logits
+    logits: torch.Tensor = model.lm_head(_states(model, ids)[rows, where])
+    return list(torch.split(logits, [len(at) for at in batch]))
 
 
 def _states(model: Any, ids: torch.Tensor) -> torch.Tensor:
