@@ -4,7 +4,7 @@
 #define TQ_SCAN_LISTS_H
 #include "scan_encode.h"
 
-enum { CENTRE_VECTORS = TQ_INDEX_CENTRES / HALF, VALUES_TOGETHER = TQ_LANES == 16 ? 4 : TQ_LANES == 8 ? 2 : 1 };
+enum { CENTRE_VECTORS = TQ_INDEX_CENTRES / HALF, VALUES_TOGETHER = TQ_LANES == 16 ? 8 : TQ_LANES == 8 ? 2 : 1 };
 
 TQ_INLINE void value_tile(const float *centres, int32_t n, const float *x, int32_t rows, int64_t stride, int l2,
                           double *values, int64_t values_stride)
@@ -21,6 +21,7 @@ TQ_INLINE void value_tile(const float *centres, int32_t n, const float *x, int32
             for (int32_t v = 0; v < CENTRE_VECTORS; v++) sums[r][v] += l2 ? c[v] * (own - 0.5 * c[v]) : c[v] * own;
         }
     }
+    TQ_UNROLL
     for (int32_t r = 0; r < rows; r++) memcpy(values + r * values_stride, sums[r], sizeof sums[r]);
 }
 

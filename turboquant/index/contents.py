@@ -144,7 +144,9 @@ class Contents:
     def divided(self, exponent: int) -> Contents:
         """The same rows by a transform that divides vectors by 2^exponent."""
         less = exponent - self.transform.exponent
-        segments = tuple(segment.divided(less) for segment in self.segments) if less else self.segments
+        if not less:
+            return self
+        segments = tuple(segment.divided(less) for segment in self.segments)
         return replace(self, transform=self.transform.divided(less), segments=segments)
 
     def apart(self) -> Contents:
