@@ -480,6 +480,7 @@ def test_a_disk_too_full_for_a_checkpoint(model, batches, tmp_path):
 def test_a_calibration_in_a_notebook_is_a_line(rng):
     calibration = made(rng, source="a book")
     assert repr(calibration) == ("Calibration(layers=2, kv_heads=2, head_dim=64, tokens=1000, seed=0, source='a book')")
+    assert calibration._repr_html_().startswith("<p>Calibration(layers=2, kv_heads=2, ")
     with pytest.raises(ValueError, match=r"`budget` must be in 0.5..5 bits for heads of 64 channels, got 0.25"):
         layer_specs(bare(budget=0.25), calibration, 2)
 

@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 
 from ..plan import FINE_GROUP, GROUP
 from ..spec import LEAST_SIDE_BITS, MOST_SIDE_BITS, CacheSpec
-from ..tables import table as written
+from ..tables import html
+from ..tables import table as markdown
 from .distortion import distortions
 
 __all__ = ["METHODS", "WINDOWS", "Trial", "chosen", "side_widths", "table", "uniform_widths"]
@@ -152,17 +153,22 @@ def _holds(trial: Trial) -> bool:
     return trial.elsewhere is None or trial.elsewhere <= 1 + TOLERANCE
 
 
-def table(trials: Sequence[Trial]) -> str:
-    """Markdown: for each window averages by methods, divergence and in brackets `Trial.elsewhere`; below it
+def table(trials: Sequence[Trial], as_html: bool = False) -> str:
+    """Markdown or HTML: for each window averages by methods, divergence and in brackets `Trial.elsewhere`; below it
     what was chosen, and why."""
     parts = []
     for window in dict.fromkeys(trial.window for trial in trials):
         exact = f"The last {window} tokens exact" if window else "No token at the end exact"
-        parts.append(f"{exact}:\n\n{_table([trial for trial in trials if trial.window == window])}")
+        rows, reasons = _rows([trial for trial in trials if trial.window == window])
+        left = [len(rows[0]) - 1]
+        written = html(rows, left, reasons) if as_html else "\n".join(
+            [markdown(rows, left, markdown=True), "", *reasons])  # fmt: skip
+        parts.append(f"<p>{exact}:</p>{written}" if as_html else f"{exact}:\n\n{written}")
     return "\n\n".join(parts)
 
 
-def _table(trials: Sequence[Trial]) -> str:
+def _rows(trials: Sequence[Trial]) -> tuple[list[list[str]], list[str]]:
+    """The cells, and a sentence for each average."""
     labels = list(dict.fromkeys(trial.label for trial in trials))
     at = {(trial.average, trial.label): trial for trial in trials}
     rows = [["bits", *labels, "chosen"]]
@@ -173,7 +179,7 @@ def _table(trials: Sequence[Trial]) -> str:
         (plain,) = (trial for trial in here if trial is not None and trial.method == "none")
         rows.append([f"{average:g}", *map(_cell, here), best.label])
         reasons.append(f"{average:g} bits: {best.label}, {_reason(best, plain, [t for t in here if t is not None])}.")
-    return "\n".join([written(rows, [len(labels) + 1], markdown=True), "", *reasons])
+    return rows, reasons
 
 
 def _cell(trial: Trial | None) -> str:

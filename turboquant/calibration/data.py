@@ -18,6 +18,7 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
+from html import escape
 from itertools import pairwise
 from typing import Any
 
@@ -30,7 +31,7 @@ from ..moments.data import Moments
 from ..plan import FINE_GROUP, GROUP, WIDE_BITS, Plan
 from ..spec import BUDGET_BITS, CacheSpec, group_bits_of
 from .axes import singular_axes
-from .choice import Trial, chosen, side_widths, uniform_widths
+from .choice import Trial, chosen, side_widths, table, uniform_widths
 from .distortion import errors
 from .tables import COLUMNS
 
@@ -127,6 +128,9 @@ class Calibration:
     def __repr__(self) -> str:
         shape = f"layers={self.layers}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"
         return f"Calibration({shape}, tokens={self.tokens}, seed={self.seed}, source={self.source!r})"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(repr(self))}</p>{table(self.trials, as_html=True)}"
 
     @property
     def layers(self) -> int:

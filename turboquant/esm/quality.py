@@ -23,6 +23,7 @@ from ..named_specs import resolve
 from ..plan import PAGE_TOKENS
 from ..progress import Progress
 from ..spec import CacheSpec
+from ..tables import html, measures
 from .attention import NAME, PackedAttention, Pass, plain_attention
 from .layers import packed_layers
 from .model import MASK, attentions, check_batch_size, checked_model, dropout_factor, embed, padded, tokenise
@@ -65,6 +66,10 @@ class ProteinEvaluation:
         names = ("final_cosine_mean", "final_cosine_min", "masked_kl_divergence", "masked_perplexity",
                  "reference_perplexity", "effective_bits", "packed_bits", "bytes_per_token")  # fmt: skip
         return {name: getattr(self, name) for name in names}
+
+    def _repr_html_(self) -> str:
+        about = f"{self.proteins} proteins, {self.residues:,} residues, {self.masked:,} of them masked; {self.spec!r}"
+        return html(measures(self.metrics()), notes=[about])
 
     def __str__(self) -> str:
         return (

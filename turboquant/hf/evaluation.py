@@ -33,7 +33,7 @@ from ..models.wrappers import checked_base_model
 from ..named_specs import resolve
 from ..progress import Progress, steps
 from ..spec import CacheSpec
-from ..tables import table
+from ..tables import html, measures, table
 from .cache import TurboQuantCache, checked_config
 from .kinds import kinds_of, packed_indices
 from .names import CACHE, cache_argument
@@ -131,6 +131,10 @@ class Evaluation:
                  "fixed_bytes")  # fmt: skip
         free = {} if self.free_running is None else self.free_running.metrics()
         return {name: getattr(self, name) for name in names} | free
+
+    def _repr_html_(self) -> str:
+        about = f"{self.windows} x {self.length} tokens, {self.exact}, prefill {self.prefill}; {self.spec!r}"
+        return html(measures(self.metrics()), notes=[about])
 
     @property
     def exact(self) -> str:

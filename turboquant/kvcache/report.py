@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..plan import PAGE_TOKENS
-from ..tables import table
+from ..tables import html, table
 from .pages import RELEASED
 from .storage import LayerStorage
 
@@ -84,6 +84,13 @@ class CacheReport:
         return 2 * self.ratio_bf16
 
     def __str__(self) -> str:
+        return "\n".join([table(self._rows()), *self._lines()])
+
+    def _repr_html_(self) -> str:
+        return html(self._rows(), notes=self._lines())
+
+    def _rows(self) -> list[list[str]]:
+        """A row for each group of layers that are alike."""
         names = list(dict.fromkeys(part for layer in self.layers for part in layer.parts))
         alike: dict[tuple[int, ...], list[int]] = {}
         for layer in self.layers:
@@ -91,15 +98,18 @@ class CacheReport:
             alike.setdefault(cells, []).append(layer.layer)
         rows = [["each of", "tokens", *names, "bytes"]]
         rows += [[_ranges(layers), *(f"{cell:,}" for cell in cells)] for cells, layers in alike.items()]
-        lines = [table(rows)]
-        lines += [f"{part + ' (all layers)':<24}{size:,}" for part, size in self.shared.items()]
+        return rows
+
+    def _lines(self) -> list[str]:
+        """What all layers share, the sum and the notes."""
+        lines = [f"{part + ' (all layers)':<24}{size:,}" for part, size in self.shared.items()]
         if not self.numbers:
-            return "\n".join([*lines, f"{self.nbytes:,} bytes: no token is stored yet", *self.notes])
+            return [*lines, f"{self.nbytes:,} bytes: no token is stored yet", *self.notes]
         size = f"{self.ratio_bf16:.2f} times smaller than bfloat16, {self.ratio_fp32:.2f} than float32"
         if self.ratio_bf16 < 1:
             size = f"{1 / self.ratio_bf16:.2f} times larger than bfloat16, {self._largest()}"
         lines.append(f"{self.nbytes:,} bytes: {self.effective_bits:.3f} bits per number, {size}")
-        return "\n".join([*lines, *self.notes])
+        return [*lines, *self.notes]
 
     def _largest(self) -> str:
         """Why a cache is large: its largest part, in words."""
