@@ -46,6 +46,38 @@ def test_calibrate_measures_too(model, calibrated, tmp_path):
     assert back.calibration.described() == calibrated.calibration.described()
 
 
+def test_folders_and_repositories_of_the_hub(model, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    plain = turboquant.measure(model)
+    plain.to_hub(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["turboquant-profile.safetensors"]
+    assert same(Profile.from_hub(tmp_path).moments.arrays(), plain.moments.arrays())
+    asked: list[tuple[object, ...]] = []
+
+    def upload(*, path_or_fileobj, path_in_repo, repo_id):
+        asked.append((repo_id, path_in_repo, Profile.load(path_or_fileobj).tokens))
+
+    def download(repo, file, revision):
+        asked.append((repo, file, revision))
+        return tmp_path / file
+
+    monkeypatch.setattr(huggingface_hub, "upload_file", upload)
+    plain.to_hub("us/model")
+    assert asked.pop() == ("us/model", "turboquant-profile.safetensors", plain.tokens)
+    with pytest.raises(FileNotFoundError, match="`name` must be a folder or a repository of the hub, got '/no/where'"):
+        Profile.from_hub("/no/where")
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert Profile.from_hub("us/model", "v1").tokens == plain.tokens
+    assert asked == [("us/model", "turboquant-profile.safetensors", "v1")]
+    with pytest.raises(ValueError, match="`revision` must be None for a folder, got 'v1'"):
+        Profile.from_hub(tmp_path, "v1")
+    with pytest.raises(FileNotFoundError, match="`path` must be a profile"):
+        Profile.from_hub(tmp_path.parent)
+    with pytest.raises(TypeError, match="`name` must be a str or a path, got 3"):
+        Profile.from_hub(3)
+
+
 def test_a_profile_serves_every_spec(model, calibrated):
     """A calibrated one has the moments of `default`; one that is not calibrated does not serve a budget."""
     turboquant.patch(model, "default", profile=calibrated)

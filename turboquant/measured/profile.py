@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from ..spec import CacheSpec
 __all__ = ["FORMAT", "Profile", "used_by"]
 
 FORMAT = "turboquant-profile-1"
+FILE = "turboquant-profile.safetensors"  # in a folder or a repository of the hub
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +107,40 @@ class Profile:
             described["calibration"] = self.calibration.described()
             arrays |= {f"calibration.{name}": array for name, array in self.calibration.arrays().items()}
         write_arrays(path, FORMAT, described, arrays)
+
+    @classmethod
+    def from_hub(cls, name: str | os.PathLike[str], revision: str | None = None) -> Profile:
+        """The profile in a folder, or in a repository of the Hugging Face hub, where `to_hub` puts it; `revision` is a
+        branch, tag or commit of a repository. FileNotFoundError where there is none, and errors as of `load` and of
+        huggingface_hub."""
+        folder = file_name(name, "name")
+        if os.path.isdir(folder):
+            if revision is not None:
+                raise ValueError(f"`revision` must be None for a folder, got {revision!r}")
+            return cls.load(os.path.join(folder, FILE))
+        try:
+            from huggingface_hub import errors, hf_hub_download
+        except ImportError as error:
+            raise ImportError("profiles of the hub need huggingface_hub: pip install huggingface_hub") from error
+        try:
+            return cls.load(hf_hub_download(folder, FILE, revision=revision))
+        except errors.HFValidationError as error:
+            raise FileNotFoundError(f"`name` must be a folder or a repository of the hub, got {folder!r}") from error
+
+    def to_hub(self, name: str | os.PathLike[str]) -> None:
+        """Puts the profile, as one file, into a folder, or into a repository of the hub that is there, for
+        `from_hub`. Beside the model's own files is a good place."""
+        folder = file_name(name, "name")
+        if os.path.isdir(folder):
+            self.save(os.path.join(folder, FILE))
+            return
+        try:
+            from huggingface_hub import upload_file
+        except ImportError as error:
+            raise ImportError("profiles of the hub need huggingface_hub: pip install huggingface_hub") from error
+        with tempfile.TemporaryDirectory() as temporary:
+            self.save(os.path.join(temporary, FILE))
+            upload_file(path_or_fileobj=os.path.join(temporary, FILE), path_in_repo=FILE, repo_id=folder)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
