@@ -82,10 +82,10 @@ typedef struct {
     const int32_t *lists; /* [n], or NULL */
     uint8_t *codes, *signs;
     float *scales, *offsets;
-    float *workspace;       /* [threads, 2, 64, padded]; with lists [threads, 3, 64, padded] */
-    float residuals[256];   /* of codes, for the noise; all groups have the same bits and lead */
-    double expected;        /* mean of their squares; 0: the noise is not measured */
-    atomic_llong first_bad; /* the first row that is refused, or n */
+    float *workspace;        /* [threads, 2, 64, padded]; with lists [threads, 3, 64, padded] */
+    float residuals[2][256]; /* of codes, for the noise under each bound; all groups have the same bits and lead */
+    double expected[2];      /* mean of their squares; 0: the noise is not measured */
+    atomic_llong first_bad;  /* the first row that is refused, or n */
 } encode_job;
 
 static void pack_all(const encode_job *job, int64_t row, const uint8_t *codes)
@@ -106,12 +106,13 @@ static void pack_all(const encode_job *job, int64_t row, const uint8_t *codes)
 static const double NOISE[TQ_INDEX_NOISE_CLASSES] = {1, 1.2, 1.5, 1.9, 2.4, 3.2, 4.5, INFINITY};
 
 /** With weights w_j = x_j^2 / |x|^2 and the residuals e of all codes, rotated back: sum w_j e_j^2 over E[e^2], the
- *  square of the noise. x [padded]: the centred row. workspace: [padded]. */
-static uint32_t noise_class(const encode_job *job, const float *x, const uint8_t *codes, float *workspace)
+ *  square of the noise under the first or the second bound. x [padded]: the centred row. workspace: [padded]. */
+static uint32_t noise_class(const encode_job *job, int32_t bound, const float *x, const uint8_t *codes,
+                            float *workspace)
 {
     const tq_index_use *use = &job->use;
     double weights[8] = {0}, sums[8] = {0}, weight = 0, sum = 0;
-    for (int32_t j = 0; j < use->channels; j++) workspace[j] = job->residuals[codes[j]];
+    for (int32_t j = 0; j < use->channels; j++) workspace[j] = job->residuals[bound][codes[j]];
     tq_rotate_vector(use->kernels, use->space->plan, use->space->plan->rotation, NULL, 1, workspace, workspace);
     for (int32_t j = 0; j < use->channels; j += 8)
         for (int32_t k = 0; k < 8; k++) {
@@ -124,8 +125,21 @@ static uint32_t noise_class(const encode_job *job, const float *x, const uint8_t
         sum += sums[k];
     }
     uint32_t found = 0;
-    while (found + 1 < TQ_INDEX_NOISE_CLASSES && sum > weight * job->expected * NOISE[found] * NOISE[found]) found++;
+    while (found + 1 < TQ_INDEX_NOISE_CLASSES && sum > weight * job->expected[bound] * NOISE[found] * NOISE[found])
+        found++;
     return found;
+}
+
+/** The larger class of both bounds. */
+static uint32_t largest_class(const encode_job *job, const float *x, const uint8_t *codes, float *workspace)
+{
+    uint32_t largest = 0;
+    for (int32_t bound = 0; bound < 2; bound++) {
+        if (!(job->expected[bound] > 0)) continue;
+        uint32_t own = noise_class(job, bound, x, codes, workspace);
+        if (own > largest) largest = own;
+    }
+    return largest;
 }
 
 /** The nearest float whose lowest bits are the class. */
@@ -148,9 +162,11 @@ static void prepare_noise(encode_job *job)
             layout->steps[g] != layout->steps[0])
             return;
     if (use->space->matrix) return;
-    job->expected = tq_index_lead_error(layout->bits[0], layout->lead[0]);
-    if (job->expected < 1e-9) job->expected = 0;
-    tq_index_residuals(layout->bits[0], layout->lead[0], job->residuals);
+    for (int32_t bound = 0; bound <= use->layout.next; bound++) {
+        double expected = tq_index_lead_error(layout->bits[0], layout->lead[0] + bound);
+        job->expected[bound] = expected < 1e-9 ? 0 : expected;
+        tq_index_residuals(layout->bits[0], layout->lead[0] + bound, job->residuals[bound]);
+    }
 }
 
 static void note_bad(encode_job *job, int64_t row)
@@ -206,7 +222,7 @@ static void encode_block(void *context, int64_t block, int32_t worker)
     for (int32_t i = 0; i < rows; i++) {
         float *row = z + (int64_t)i * use->padded, scale = use->scan->encode(&use->layout, row, codes);
         const float *x = centred + (int64_t)i * use->padded;
-        job->scales[first + i] = with_class(scale, job->expected > 0 ? noise_class(job, x, codes, row) : 0);
+        job->scales[first + i] = with_class(scale, largest_class(job, x, codes, row));
         pack_all(job, first + i, codes);
         if (job->lists)
             offsets[i] -= of_centre(job, codes, job->scales[first + i], centres + (int64_t)i * use->padded, row);

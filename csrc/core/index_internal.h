@@ -65,9 +65,11 @@ int tq_index_fix(const tq_index_use *use, const float *x, int64_t first, int32_t
 
 /** A row's score, without the query's constant, is at most scale * (sum * unit + margin) + offset. `sum` adds table
  *  entries for its leading bits (kernels/scan_signs.h). The bound fails only if the other bits add more than `sigmas`
- *  standard deviations. */
+ *  standard deviations. Where the layout has `next`, a second bound is scale * (sum * both_unit + next_sum * next_unit +
+ *  both_margin) + offset. */
 typedef struct {
     float unit, margin, inverse_unit;
+    float both_unit, next_unit, both_margin;
 } tq_sign_query;
 
 /** The difference between each level of a code, in units of u, and what its leading bits estimate: residuals [256]. */
@@ -75,7 +77,8 @@ void tq_index_residuals(int32_t bits, int32_t lead, float *residuals);
 
 /** How many tables of 64 bytes there are for this many planes. */
 int32_t tq_sign_tables(int32_t planes);
+/** The sum of the table entries of one row's leading bits [planes], as the kernels add them up. */
+uint16_t tq_sign_sum(const uint8_t *tables, int32_t planes, const uint8_t *lead);
 /** q [padded] in units of `unit`; tables: [tq_sign_tables(planes), 64]. */
-void tq_sign_query_make(const tq_index_layout *layout, double sigmas, const int16_t *q, double unit, uint8_t *tables,
-                        tq_sign_query *out);
+void tq_sign_query_make(const tq_index_use *use, const int16_t *q, double unit, uint8_t *tables, tq_sign_query *out);
 #endif

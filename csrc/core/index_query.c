@@ -175,20 +175,44 @@ static void pairs_of(const plane_values *planes, int32_t t, const float *pairs[3
     for (int32_t k = 0; k < 3; k++) pairs[k] = t % 4 < 3 ? first[t % 4].at[k] : first[k].at[3];
 }
 
-static void fill_table(const float *const pairs[3], float factor, uint8_t table[64])
+/** The second bound is this much wider, so that hardly a row is lost whose first bound holds. */
+static const double WIDER = 1.2;
+
+/** The second bound. Levels are about s a + t b, where the signs s and t are the leading bit and the next: `sum` has s
+ *  times another a. squares: of q; rounding: the variance of `sum`, in the query's units. */
+static void add_next(const tq_index_use *use, double squares, double unit, double rounding, float least,
+                     tq_sign_query *out)
 {
-    for (int32_t e = 0; e < 64; e++) {
-        float entry = factor * (pairs[0][e & 3] + pairs[1][e >> 2 & 3] + pairs[2][e >> 4]) + 0.5f;
-        table[e] = (uint8_t)(entry > 63 ? 63 : entry);
-    }
+    int32_t bits = use->layout.even_bits;
+    const float *own = fits[bits][1].values[0], *both = fits[bits][2].values[0];
+    double ratio = (both[3] + both[2]) / 2 / own[1], level = unit / tq_index_step(bits);
+    double variance = level * level * squares * fits[bits][2].error + ratio * ratio * rounding;
+    out->both_unit = (float)(ratio * out->unit);
+    out->next_unit = (float)(level * (both[3] - both[2]) / 2);
+    out->both_margin = (float)(WIDER * use->space->sigmas * sqrt(variance > 0 ? variance : 0) + ratio * least);
 }
 
-void tq_sign_query_make(const tq_index_layout *layout, double sigmas, const int16_t *q, double unit, uint8_t *tables,
-                        tq_sign_query *out)
+uint16_t tq_sign_sum(const uint8_t *tables, int32_t planes, const uint8_t *lead)
 {
+    int32_t sum = 0;
+    for (int32_t p = 0; p < planes; p += 3, tables += 256) {
+        int32_t rest = 0;
+        for (int32_t i = 0; i < 3 && p + i < planes; i++) {
+            sum += tables[64 * i + (lead[p + i] & 63)];
+            rest |= lead[p + i] >> 6 << 2 * i;
+        }
+        for (int32_t i = planes - p; i < 3; i++) sum += tables[64 * i];
+        sum += tables[192 + rest];
+    }
+    return (uint16_t)sum;
+}
+
+void tq_sign_query_make(const tq_index_use *use, const int16_t *q, double unit, uint8_t *tables, tq_sign_query *out)
+{
+    const tq_index_layout *layout = use->layout.layout;
     plane_values planes[TQ_INDEX_MAX_PLANES + 2];
     float least = 0, largest = 0;
-    double variance = 0;
+    double variance = 0, squares = 0;
     int32_t n = 0;
     pthread_once(&fits_once, make_fits);
     for (int32_t at = 0, size; at < layout->channels; at += size) {
@@ -201,6 +225,7 @@ void tq_sign_query_make(const tq_index_layout *layout, double sigmas, const int1
         for (int32_t j = 0; j < size; j++) {
             z[j] = (float)(level * q[at + j]);
             variance += (double)z[j] * z[j] * its->error;
+            squares += (double)q[at + j] * q[at + j];
         }
         for (int32_t f = 0; 2 * f < lead; f++)
             for (int32_t width = lead - 2 * f > 1 ? 2 : 1, i = 0; i < size / 8 * width; i++, n++) {
@@ -220,10 +245,12 @@ void tq_sign_query_make(const tq_index_layout *layout, double sigmas, const int1
     float factor = largest > 0 ? 63.0f / largest : 0;
     for (int32_t t = 0; t < count; t++) {
         pairs_of(planes, t, pairs);
-        fill_table(pairs, factor, tables + 64 * t);
+        use->scan->fill_table(pairs, factor, tables + 64 * t);
     }
     out->unit = largest / 63.0f;
     out->inverse_unit = largest > 0 ? 63.0f / largest : 0;
-    variance += count * (double)out->unit * out->unit / 12; /* of rounding the entries */
-    out->margin = (float)(sigmas * sqrt(variance > 0 ? variance : 0) + least);
+    double rounding = count * (double)out->unit * out->unit / 12; /* of the entries */
+    variance += rounding;
+    out->margin = (float)(use->space->sigmas * sqrt(variance > 0 ? variance : 0) + least);
+    if (use->layout.next) add_next(use, squares, unit, rounding, least, out);
 }

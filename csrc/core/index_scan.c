@@ -18,26 +18,6 @@ enum {
     MOST_SAMPLED = 512, /* the most rows that are scored for it */
 };
 
-const tq_scan_kernels *tq_get_scan_kernels(tq_error *error)
-{
-    const tq_kernels *kernels = tq_get_kernels(error);
-    if (!kernels) return NULL;
-#if defined(TQ_HAVE_AVX512_VNNI_SCAN)
-    if (strcmp(kernels->isa, "avx512_vnni") == 0 || strcmp(kernels->isa, "avx512_amx") == 0)
-        return &tq_scan_avx512_vnni;
-#endif
-#if defined(TQ_HAVE_AVX512_SCAN)
-    if (strcmp(kernels->isa, "avx512") == 0) return &tq_scan_avx512;
-#endif
-#if defined(TQ_HAVE_AVX2_SCAN)
-    if (strncmp(kernels->isa, "avx2", 4) == 0) return &tq_scan_avx2;
-#endif
-#if defined(TQ_HAVE_NEON_SCAN)
-    if (strncmp(kernels->isa, "neon", 4) == 0) return &tq_scan_neon;
-#endif
-    return &tq_scan_scalar;
-}
-
 typedef struct {
     tq_index_use use;
     int32_t threads;
@@ -194,12 +174,28 @@ static void take_row(const scan_job *job, const tq_index_rows *rows, int32_t wor
     take_score(job, rows, job->pools + worker * job->n + q, q, row, part_of_score(job, rows, q, row, lead), upper);
 }
 
+/** The smaller of a row's bounds, of which `upper` is the first. sum: of its leading bits. */
+static float smaller_bound(const scan_job *job, const tq_index_rows *rows, int64_t q, int64_t row, uint16_t sum,
+                           float upper)
+{
+    const tq_index_use *use = &job->use;
+    if (!use->layout.next) return upper;
+    const tq_sign_query *b = job->bounds + q;
+    int32_t next =
+        use->scan->next_sum(&use->layout, rows->codes + row * use->row_bytes, job->queries.q + q * use->padded);
+    float both = ((float)sum * b->both_unit + (float)next * b->next_unit + b->both_margin) * rows->scales[row];
+    if (rows->offsets) both += rows->offsets[row];
+    if (job->values) both += (float)list_value(job, rows, q, row);
+    return both < upper ? both : upper;
+}
+
 /** Rows of a run whose bounds passed, before they are scored. */
 typedef struct {
     int32_t n;
     struct {
         int32_t row; /* from the first of the run */
         float upper;
+        uint16_t sum; /* of its leading bits */
     } rows[NOTED + BLOCK];
 } pending_rows;
 
@@ -225,20 +221,24 @@ static void note(const scan_job *job, const tq_index_rows *rows, int64_t q, floa
         float upper = upper_bound(job, rows, q, RUN * BLOCK * run + row, f, sums, lane);
         if (upper < limit) continue;
         out->rows[out->n].row = row;
+        out->rows[out->n].sum = sums[lane];
         out->rows[out->n++].upper = upper;
         const uint8_t *codes = rows->codes + (RUN * BLOCK * run + row) * job->use.row_bytes;
         for (int64_t at = 0; at < job->use.row_bytes; at += 64) __builtin_prefetch(codes + at);
     }
 }
 
-/** Scores the noted rows that the limit has not risen above. */
+/** Scores the noted rows that the limit has not risen above, neither above their second bounds. */
 static void score_noted(const scan_job *job, const tq_index_rows *rows, int32_t worker, int64_t q, int64_t run,
                         pending_rows *noted)
 {
     const pool *p = job->pools + worker * job->n + q;
-    for (int32_t i = 0; i < noted->n; i++)
-        if (noted->rows[i].upper >= p->limit)
-            take_row(job, rows, worker, q, RUN * BLOCK * run + noted->rows[i].row, noted->rows[i].upper);
+    for (int32_t i = 0; i < noted->n; i++) {
+        float upper = noted->rows[i].upper;
+        int64_t row = RUN * BLOCK * run + noted->rows[i].row;
+        if (upper >= p->limit) upper = smaller_bound(job, rows, q, row, noted->rows[i].sum, upper);
+        if (upper >= p->limit) take_row(job, rows, worker, q, row, upper);
+    }
     noted->n = 0;
 }
 
@@ -427,7 +427,9 @@ static float limit_of(const scan_job *job, int64_t q, const heap *best, float *l
         uint8_t lead[TQ_INDEX_MAX_PLANES];
         leading_bits(job, rows, row, lead);
         double part = part_of_score(job, rows, q, row, lead);
-        push_low(&p, job->k, part < best->hits[i].score ? (float)part : best->hits[i].score);
+        uint16_t sum = tq_sign_sum(job->tables + q * job->table_bytes, job->use.planes, lead);
+        float upper = smaller_bound(job, rows, q, row, sum, best->hits[i].score);
+        push_low(&p, job->k, part < upper ? (float)part : upper);
     }
     return p.limit;
 }
@@ -532,8 +534,8 @@ static void make_some(void *context, int64_t task, int32_t worker)
     if (job->values) value_lists(job, workspace, first, rows);
     if (!job->tables) return;
     for (int64_t q = first; q < first + rows; q++)
-        tq_sign_query_make(use->layout.layout, use->space->sigmas, job->queries.q + q * use->padded,
-                           job->queries.units[q], job->tables + q * job->table_bytes, &job->bounds[q]);
+        tq_sign_query_make(use, job->queries.q + q * use->padded, job->queries.units[q],
+                           job->tables + q * job->table_bytes, &job->bounds[q]);
 }
 
 static tq_status make_queries(scan_job *job, tq_error *error)

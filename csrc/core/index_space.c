@@ -7,6 +7,26 @@
 #include <stdlib.h>
 #include <string.h>
 
+const tq_scan_kernels *tq_get_scan_kernels(tq_error *error)
+{
+    const tq_kernels *kernels = tq_get_kernels(error);
+    if (!kernels) return NULL;
+#if defined(TQ_HAVE_AVX512_VNNI_SCAN)
+    if (strcmp(kernels->isa, "avx512_vnni") == 0 || strcmp(kernels->isa, "avx512_amx") == 0)
+        return &tq_scan_avx512_vnni;
+#endif
+#if defined(TQ_HAVE_AVX512_SCAN)
+    if (strcmp(kernels->isa, "avx512") == 0) return &tq_scan_avx512;
+#endif
+#if defined(TQ_HAVE_AVX2_SCAN)
+    if (strncmp(kernels->isa, "avx2", 4) == 0) return &tq_scan_avx2;
+#endif
+#if defined(TQ_HAVE_NEON_SCAN)
+    if (strncmp(kernels->isa, "neon", 4) == 0) return &tq_scan_neon;
+#endif
+    return &tq_scan_scalar;
+}
+
 static tq_index_book all_books[TQ_WIDE_BITS + 1];
 static pthread_once_t books_once = PTHREAD_ONCE_INIT;
 
@@ -88,12 +108,13 @@ tq_status tq_index_begin(const tq_index_space *space, tq_index_use *use, tq_erro
 tq_scan_layout tq_index_scan_layout(const tq_index_layout *layout)
 {
     int32_t lead = layout->lead[0], groups = tq_index_groups(layout);
-    tq_scan_layout out = {layout, tq_index_books(), groups, layout->channels % 32 / 8, 0, 0};
+    tq_scan_layout out = {layout, tq_index_books(), groups, layout->channels % 32 / 8, 0, 0, 0};
     out.even_bits = lead == 1 || lead == 2 ? layout->bits[0] : 0;
     for (int32_t g = 0; g < groups; g++) {
         out.coded += layout->bits[g] ? tq_index_group_channels(layout, g) : 0;
         if (layout->bits[g] != layout->bits[0] || layout->lead[g] != lead) out.even_bits = 0;
     }
+    out.next = lead == 1 && out.even_bits > 1;
     return out;
 }
 

@@ -26,6 +26,7 @@ typedef struct {
     int32_t groups, eights; /* of 32 channels, the last filled up with 0; groups of 8 in a last one that is not full */
     int32_t coded;          /* channels that have bits */
     int32_t even_bits;      /* bits of all groups, if they are equal and 1 or 2 of them lead; else 0 */
+    int32_t next;           /* whether the bit behind the leading one gives a second bound: even_bits > lead = 1 */
 } tq_scan_layout;
 
 typedef struct {
@@ -49,6 +50,11 @@ typedef struct {
     void (*products)(const int16_t *levels, int32_t n, const int16_t *q, int32_t sums[TQ_SCAN_ROWS]);
     /** sum of level[j] q[j] over a row; q [32 groups], 0 behind the last channel. */
     int32_t (*score)(const tq_scan_layout *layout, const uint8_t *row, const uint8_t *lead, const int16_t *q);
+    /** sum of q[j] where the bit behind the leading one is set, less the others; the layout has `next`. */
+    int32_t (*next_sum)(const tq_scan_layout *layout, const uint8_t *row, const int16_t *q);
+    /** table[e] = factor (a[e & 3] + b[e >> 2 & 3] + c[e >> 4]) + 0.5, at most 63, without what is behind the point; a,
+     *  b, c: pairs. None is below 0. */
+    void (*fill_table)(const float *const pairs[3], float factor, uint8_t table[64]);
     /** Sums of table entries by the leading bits of a block (kernels/scan_signs.h); tables: [ceil(planes / 3), 4, 64].
      *  Returns whether one is at least `least`. */
     int32_t (*sums)(const uint8_t *block, int32_t planes, const uint8_t *tables, uint16_t least,

@@ -44,7 +44,8 @@ extern "C" {
 /* The noise of a row: what its unread bits add to a score, in standard deviations as the bound of tq_index_search
  * assumes them, for queries that have their energy where the row has its own. It is measured in the coordinates of x:
  * where the energy of vectors lies in few numbers, rotated coordinates are no independent noise. The classes end at 1,
- * 1.2, 1.5, 1.9, 2.4, 3.2, 4.5 and infinity. Rows under a dense rotation, and rows whose bits all lead, have class 0. */
+ * 1.2, 1.5, 1.9, 2.4, 3.2, 4.5 and infinity; of two bounds the larger class counts. Rows under a dense rotation, and
+ * rows whose bits all lead, have class 0. */
 #define TQ_INDEX_NOISE_CLASSES 8
 
 typedef struct {
@@ -126,10 +127,10 @@ typedef struct {
 /** The k best allowed rows of all segments for each of n queries [n, dim], float32 as x in tq_index_encode: scores [n,
  *  k] float32, best first, equal ones by ascending id, and ids [n, k]; -inf and -1 where fewer are left.
  *  A row's leading bits bound its score from above: the other bits count as `sigmas` standard deviations of what they
- *  add.
- *  A row's lower bound is the smaller of its score and that bound. Rows whose upper bound reaches the k-th largest
- *  lower bound of all allowed rows are scored from all bits; if at most 1 row in 50 is allowed, or without a bound, all
- *  allowed rows are.
+ *  add. Where all groups have the same bits, at least 2, and 1 of them leads, the bit behind it gives a second bound, of
+ *  1.2 sigmas; the smaller bound counts. A row's lower bound is the smaller of its score and its upper bound. Rows whose
+ *  upper bound reaches the k-th largest lower bound of all allowed rows are scored from all bits; if at most 1 row in 50
+ *  is allowed, or without a bound, all allowed rows are.
  *  So the result depends on neither threads nor segments nor the instruction set.
  *  With lists a query reads segments whose rows are all of one of the `probe` lists that have the largest values for it
  *  (as a row's list has), among lists that have allowed rows in such segments, and all segments whose rows are of

@@ -293,7 +293,45 @@ static int32_t scan_score(const tq_scan_layout *layout, const uint8_t *row, cons
     return scan_all_of(sum);
 }
 
+/* ---- the bit behind the leading one ---- It is the highest of a row's own `rest` bits, so it is in the last field
+ * where rest is odd; otherwise there is but one field, and it is the highest of its bits. */
+
+/** Rows whose groups have `rest` bits of their own, which is a constant where this is inlined. */
+TQ_INLINE int32_t scan_next_of(const tq_scan_layout *layout, int32_t rest, const uint8_t *row, const int16_t *q)
+{
+    static const int8_t one[64] = {-1, 1}, two[64] = {-1, -1, 1, 1};
+    static const int8_t four[64] = {-1, -1, -1, -1, -1, -1, -1, -1, 1, 1, 1, 1, 1, 1, 1, 1};
+    const int32_t width = rest & 1 ? 1 : rest;
+    const int8_t *signs = width == 1 ? one : width == 2 ? two : four;
+    scan_sum sum = scan_no_sum();
+    for (int32_t g = layout->eights > 0; g < layout->groups; g++, q += 32, row += 4 * rest)
+        sum = scan_add_product(sum, signs, width, scan_field(row + 4 * (rest - width), width), q);
+    if (layout->eights) {
+        scan_codes all = scan_no_codes();
+        uint64_t eights[4] = {0};
+        for (int32_t e = 0; e < layout->eights; e++, row += rest) {
+            const uint8_t *from = row + rest - width;
+            eights[e] = scan_eight(&from, width);
+        }
+        memcpy(&all, eights, sizeof eights);
+        sum = scan_add_product(sum, signs, width, all, q);
+    }
+    return scan_all_of(sum);
+}
+
+static int32_t scan_next_sum(const tq_scan_layout *layout, const uint8_t *row, const int16_t *q)
+{
+    switch (layout->even_bits) {
+    case 2: return scan_next_of(layout, 1, row, q);
+    case 3: return scan_next_of(layout, 2, row, q);
+    case 4: return scan_next_of(layout, 3, row, q);
+    case 5: return scan_next_of(layout, 4, row, q);
+    case 6: return scan_next_of(layout, 5, row, q);
+    default: return scan_next_of(layout, 7, row, q);
+    }
+}
+
 #define TQ_SCAN_TABLE(name)                                                                                            \
-    {name,          scan_centre, scan_rotate, scan_values,    scan_encode, scan_unpack,                                \
-     scan_products, scan_score,  scan_sums,   scan_sums_many, scan_above,  scan_largest}
+    {name,       scan_centre,   scan_rotate,     scan_values, scan_encode,    scan_unpack, scan_products,              \
+     scan_score, scan_next_sum, scan_fill_table, scan_sums,   scan_sums_many, scan_above,  scan_largest}
 #endif

@@ -207,6 +207,21 @@ static int32_t scan_sums_many(const uint8_t *block, int32_t planes, const uint8_
 }
 #endif
 
+static void scan_fill_table(const float *const pairs[3], float factor, uint8_t table[64])
+{
+    float first[16]; /* a[e & 3] + b[e >> 2] */
+    tq_floats ab[16 / TQ_LANES], most = tq_all(63.0f);
+    for (int32_t e = 0; e < 16; e++) first[e] = pairs[0][e & 3] + pairs[1][e >> 2];
+    memcpy(ab, first, sizeof first);
+    for (int32_t e = 0; e < 4; e++) TQ_UNROLL
+    for (int32_t v = 0; v < 16 / TQ_LANES; v++, table += TQ_LANES) {
+        tq_floats x = (ab[v] + pairs[2][e]) * factor + 0.5f;
+        tq_bytes bytes =
+            __builtin_convertvector(__builtin_convertvector(tq_select(x > most, most, x), tq_ints), tq_bytes);
+        memcpy(table, &bytes, sizeof bytes);
+    }
+}
+
 static float scan_largest(const float *x)
 {
     tq_floats most = tq_load_floats(x);
