@@ -13,6 +13,9 @@
                both also as CUDA graphs
     overhead   CPU time of a decoding step beyond the model, a layer: 33 layers of 20 heads, narrow, one short protein
     memory     bytes that a context of the 650M shape holds
+    embed      means of proteins of proteins_train.fasta, cut at 1,022 residues, by `esm.embed` and by transformers in
+               padded batches of 8 in the order of the file, in turns, 3 rounds; random weights in the shapes of the 8M
+               and 35M models in float32 on a CPU, of the 650M model in bfloat16 on a GPU
 
 quality, families, ablation and scan run models/esm-reference in float32; on a GPU scan also times the 650M shape. That
 shape has random weights in bfloat16 (on a CPU, memory alone, and without its feed-forward layers).
@@ -39,6 +42,7 @@ from transformers import EsmConfig, EsmForMaskedLM
 import turboquant
 from turboquant import CacheSpec, Profile, esm
 from turboquant.esm.attention import NAME
+from turboquant.esm.model import padded, tokenise
 from turboquant.hf.routing import routed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -402,8 +406,61 @@ def memory(report: Report, args: argparse.Namespace) -> None:
             print(report.rows[-1])
 
 
+SHAPES = {"8M": (320, 6), "35M": (480, 12)}  # width, layers; 20 heads
+
+
+def embed(report: Report, args: argparse.Namespace) -> None:
+    """Seconds are those of the clock on a GPU, and of the processor otherwise."""
+    found = spread(esm.read_fasta(SHARED / "data/proteins_train.fasta"), args.proteins)
+    sequences = [p.sequence[:1022].replace("J", "L") for p in found]
+    shapes = {"650M": None} if args.device == "cuda" else SHAPES
+    for name, shape in shapes.items():
+        model = shape_650m("cuda") if shape is None else shaped(*shape)
+        clock = time.perf_counter if shape is None else time.process_time
+        ways = {"transformers": partial(padded_means, model, sequences),
+                "embed": lambda model=model: esm.embed(model, sequences).means()}  # fmt: skip
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        means: dict[str, np.ndarray] = {}
+        for _ in range(3):
+            for way, run in ways.items():
+                wait(model)
+                start = clock()
+                means[way] = run()
+                wait(model)
+                seconds[way].append(clock() - start)
+        ratio = np.median([a / b for a, b in zip(*seconds.values())])
+        error = np.abs(means["embed"] - means["transformers"]).max()
+        params = {"shape": name, "proteins": len(sequences), "residues": sum(map(len, sequences))}
+        metrics = {**{way: float(np.median(all_of)) for way, all_of in seconds.items()},
+                   "ratio": float(ratio), "largest_difference": float(error)}  # fmt: skip
+        report.add("embed", params, rounded(metrics))
+        print(params, report.rows[-1]["metrics"], flush=True)
+
+
+def shaped(width: int, layers: int) -> Any:
+    config = EsmConfig(
+        vocab_size=33, hidden_size=width, num_hidden_layers=layers, num_attention_heads=20, intermediate_size=4 * width,
+        max_position_embeddings=1026, pad_token_id=1, mask_token_id=32, position_embedding_type="rotary",
+        token_dropout=True, emb_layer_norm_before=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return EsmForMaskedLM(config).eval()
+
+
+def padded_means(model: Any, sequences: list[str]) -> np.ndarray:
+    """As one writes it with transformers."""
+    means = []
+    for at in range(0, len(sequences), 8):
+        tokens = [tokenise(sequence, model.config) for sequence in sequences[at : at + 8]]
+        ids, real = padded(tokens, model.device)
+        with torch.no_grad():
+            states = model.base_model(input_ids=ids, attention_mask=real.long()).last_hidden_state.float()
+        means += [states[b, 1 : len(own) - 1].mean(0).cpu().numpy() for b, own in enumerate(tokens)]
+    return np.stack(means)
+
+
 BENCHES = {"quality": quality, "full": full, "families": families, "ablation": ablation, "scan": scan, "decode": decode,
-           "overhead": overhead, "memory": memory}  # fmt: skip
+           "overhead": overhead, "memory": memory, "embed": embed}  # fmt: skip
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ import turboquant
 from turboquant import index_commands
 from turboquant.cli import main
 from turboquant.index import training
+from turboquant.index.documents import Document, Documents
 
 
 @pytest.fixture
@@ -262,3 +263,17 @@ def test_a_reader_that_leaves_early_and_no_torch(here):
     assert run.stdout.readline().strip() == b"query,rank,id,score"
     run.stdout.close()
     assert run.wait() == 141
+
+
+def test_ids_of_documents_are_printed(here, capsys):
+    """As adapters save them; a damaged table is an error."""
+    documents = Documents(turboquant.Index(64, 4))
+    documents.add([Document(f"d{i}", None, {}) for i in range(2000)], list(rows(2000)))
+    documents.save("x")
+    want = documents.index.search(rows(7, seed=1), 3)[1]
+    assert main(["index", "search", "x", "queries.npy", "-k", "3"]) == 0
+    lines = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+    assert [line["id"] for line in lines] == [f"d{i}" for i in want.ravel()]
+    documents.index._save("x", {"documents": [np.frombuffer(b"[[1]]", np.uint8)]})
+    said = fails(capsys, "search", "x", "queries.npy")
+    assert "INDEX must be a file of an index, got one whose documents are damaged" in said
