@@ -178,6 +178,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "calc: --batch": lambda n: main(["calc", "llama-3-8b", "--batch", str(n)]),
     "calc: --context": lambda n: main(["calc", "llama-3-8b", "--context", str(n)]),
     "doctor: --tokens": lambda n: main(["doctor", "--tokens", str(n)]),
+    "chat: --tokens": lambda n: main(["chat", DEMO, "--tokens", str(n)]),
     "eval: --batch": lambda n: main(["eval", DEMO, "--text", "t", "--spec", "default", "--batch", str(n)]),
     "eval: --generate": lambda n: main(["eval", DEMO, "--text", "t", "--spec", "default", "--generate", str(n)]),
     "eval: --windows": lambda n: main(["eval", DEMO, "--text", "t", "--spec", "default", "--windows", str(n)]),

@@ -57,7 +57,7 @@ TORCH_MODULES = [
     f"turboquant.{name}"
     for name in (
         "operators operator_docs ops kvcache.* hf hf.* models models.* calibration calibration.* moments moments.* "
-        "measured measured.* demo diagnosis esm esm.* "
+        "measured measured.* chat demo diagnosis esm esm.* "
         "vllm.batch vllm.ragged vllm.layers vllm.backend vllm.by_spec vllm.choose"
     ).split()
 ]
@@ -65,7 +65,7 @@ NEEDS_TORCH = {"torch", "transformers", "safetensors", "tokenizers"}
 
 # What each part of the package may not import, not even in a function: packed caches do not depend on transformers, and
 # modules that quantise do not depend on models.
-_COMMANDS = [f"turboquant.{name}" for name in "calc cli demo diagnosis doctor index_commands kernels".split()]
+_COMMANDS = [f"turboquant.{name}" for name in "calc chat cli demo diagnosis doctor index_commands kernels".split()]
 _MODELS = [
     *_COMMANDS,
     *("transformers turboquant.hf turboquant.models turboquant.esm turboquant.calibration.measure".split()),

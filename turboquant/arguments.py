@@ -54,6 +54,7 @@ BOUNDS = {
     "calc: --batch": (1, _MOST),
     "calc: --context": (1, _MOST),
     "doctor: --tokens": (1, _MOST),
+    "chat: --tokens": (1, 2**20),
     "eval: --batch": (1, 2**16),
     "eval: --generate": (0, 2**20),
     "eval: --windows": (1, 2**20),

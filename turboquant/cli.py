@@ -40,6 +40,7 @@ _EXAMPLES = {
     "calibrate": "calibrate HuggingFaceTB/SmolLM2-135M-Instruct --out smollm2.safetensors",
     "eval": "eval HuggingFaceTB/SmolLM2-135M-Instruct --text book.txt --spec default,compact",
     "esm-embed": "esm-embed proteins.fasta --model facebook/esm2_t33_650M_UR50D --out proteins.safetensors",
+    "chat": "chat HuggingFaceTB/SmolLM2-135M-Instruct --spec compact",
     "esm-scan": "esm-scan proteins.fasta --model facebook/esm2_t6_8M_UR50D --csv scores.csv",
 }
 _MODEL = "MODEL must be a folder or a name on the Hugging Face hub"
@@ -375,6 +376,25 @@ def calc(chosen: argparse.Namespace) -> int:
     return run(chosen)
 
 
+def chat(chosen: argparse.Namespace) -> int:
+    """A conversation in the terminal on a packed cache."""
+    from .named_specs import named
+
+    bounded("chat: --tokens", chosen.tokens)
+    if not 0 <= chosen.temperature <= 100:
+        raise ValueError(f"--temperature must be in 0..100, got {chosen.temperature}")
+    if named(chosen.spec, "--spec").calibrated and chosen.profile is None:
+        raise ValueError(f"--profile must name a file for {chosen.spec}; `turboquant calibrate` makes one")
+    _check_name(chosen.model)
+    chosen.fasta = None
+    _check_kind(chosen.model, proteins=False)
+    from .chat import chat as run
+
+    found = None if chosen.profile is None else loaded_profile(chosen.profile)
+    tokenizer = _tokenizer(chosen.model)
+    return run(_model(chosen), tokenizer, chosen.spec, found, chosen.tokens, chosen.temperature, chosen.seed)
+
+
 def esm_scan(chosen: argparse.Namespace) -> int:
     """Masked or wild-type marginals of proteins: what a model expects at each position."""
     from .esm import commands
@@ -582,6 +602,16 @@ def make_parser() -> argparse.ArgumentParser:
     one.add_argument("--batch", type=int, default=32, help="masked copies that run together")
     _add_device_options(one)
     one.set_defaults(run=esm_scan)
+    one = commands.add_parser("chat", help="a conversation in the terminal, which tells the bytes of its packed cache")
+    one.add_argument("model", metavar="MODEL", help="a folder, or a name on the Hugging Face hub")
+    one.add_argument("--spec", metavar="NAME", default="default", help="preset of the cache (default default)")
+    one.add_argument("--profile", metavar="FILE", help="of the model, as measure and calibrate write it")
+    one.add_argument("--tokens", type=int, metavar="N", default=512, help="the most of an answer (default 512)")
+    one.add_argument("--temperature", type=float, metavar="T", default=0.7, help="of the sampling; 0: the likeliest "
+                     "token (default 0.7)")  # fmt: skip
+    one.add_argument("--seed", type=int, metavar="N", default=0, help="of the sampling (default 0)")
+    _add_device_options(one, own_dtype=True)
+    one.set_defaults(run=chat)
     for name, example in _EXAMPLES.items():
         commands.choices[name].epilog = f"example: turboquant {example}"
     return parser
