@@ -19,6 +19,20 @@ def calibrate(*args: Any, **options: Any) -> Calibration:
     return found
 
 
+def made_calibration(
+    rng: np.random.Generator, layers: int = 2, kv_heads: int = 2, head_dim: int = 64, **fields: Any
+) -> Calibration:
+    """A calibration of random numbers, with orthonormal axes."""
+    shape = (layers, 2, kv_heads, head_dim)
+    axes = np.linalg.qr(rng.standard_normal((*shape, head_dim)))[0].astype(np.float32)
+    variance = -np.sort(-rng.gamma(0.3, size=shape).astype(np.float32))
+    covariance = axes.swapaxes(-1, -2) * variance[..., None, :] @ axes
+    centre = rng.standard_normal(shape).astype(np.float32)
+    sensitivity = rng.uniform(0.5, 2, shape).astype(np.float32)
+    mark = fields.pop("fingerprint", {"layers": layers})
+    return Calibration(centre, covariance, axes, variance, sensitivity, mark, 1000, **fields)
+
+
 def profile_of(given: Any) -> Any:
     """A profile with these moments or this calibration, and plain moments where there are none; all else as it is."""
     if isinstance(given, Moments):

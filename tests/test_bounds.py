@@ -3,10 +3,12 @@ names the argument, before anything is allocated."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
 import tempfile
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import ROOT
+from profiles import made_calibration, profile_of
 
 import turboquant
 from turboquant.arguments import BOUNDS
-from turboquant.cli import main
+from turboquant.calc import read_model
+from turboquant.calibration.choice import Trial
+from turboquant.cli import _parser, main
 from turboquant.files import read_header
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -104,18 +109,21 @@ def _put(meta: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
 def files() -> dict[str, Path]:
     """A file of each kind."""
     folder = Path(tempfile.mkdtemp())
-    found = {name: folder / name for name in ("cache", "wave", "index", "profile")}
+    found = {name: folder / name for name in ("cache", "wave", "index", "profile", "calibrated", "config")}
     filled().save(found["cache"])
     profile = turboquant.measure(model())
     profile.save(found["profile"])
     turboquant.TurboQuantCache(model(), "default", profile=profile).save(found["wave"])
+    profile_of(made_calibration(np.random.default_rng(0))).save(found["calibrated"])
     index().save(found["index"])
+    model().config.save_pretrained(found["config"])
     return found
 
 
 def forged(kind: str, *path: Any) -> Callable[[Any], Any]:
     """Loads a file whose header has another number at a place."""
-    loaders = {"index": turboquant.Index.load, "profile": turboquant.Profile.load}
+    profile = turboquant.Profile.load
+    loaders = {"index": turboquant.Index.load, "profile": profile, "calibrated": profile}
 
     def load(value: Any) -> Any:
         def read(file: Any, form: str) -> Any:
@@ -130,6 +138,21 @@ def forged(kind: str, *path: Any) -> Callable[[Any], Any]:
             return loaders.get(kind, turboquant.TurboQuantCache.load)(file)
 
     return load
+
+
+def configured(name: str) -> Callable[[Any], Any]:
+    """Counts the bytes of a model whose config.json has another number, at the top and inside."""
+
+    def read(value: Any) -> Any:
+        file = Path(tempfile.mkdtemp(), "config.json")
+        given = json.loads((files()["config"] / "config.json").read_text())
+        for forged in ({"text_config": {name: value}}, {**given, name: value}):
+            file.write_text(json.dumps(forged))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("transformers.AutoConfig.from_pretrained", pytest.fail)  # it makes lists of layers
+                read_model(str(file))
+
+    return read
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {
@@ -165,6 +188,11 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "cache file: `sliding_windows`": forged("cache", "sliding_windows", 0),
     "cache file: `moments`": forged("wave", "moments", "shapes", 0, 0),
     "Moments: `tokens`": forged("profile", "moments", "tokens"),
+    "Calibration: `tokens`": forged("calibrated", "calibration", "tokens"),
+    "Calibration: `seed`": forged("calibrated", "calibration", "seed"),
+    "Calibration: `windows`": lambda n: made_calibration(np.random.default_rng(0), windows=(n,)),
+    "Trial: `window`": lambda n: Trial(n, 4.0, "none", 32, 0.0),
+    **{name: configured(name.split("`")[1]) for name in BOUNDS if name.startswith("config.json")},
     "evaluate: `chunk`": lambda n: evaluate(chunk=n),
     "evaluate: `batch`": lambda n: evaluate(batch=n),
     "evaluate: `generate`": lambda n: evaluate(generate=n),
@@ -175,17 +203,26 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     ),
     "`batch_size`": scanned,
     "embed: `memory`": lambda n: embedded(0.5 if n is None else n),  # None is the default
+    "embed: `memory`": embedded,
+    "`seed`": lambda n: turboquant.calibrate(model(), [torch.arange(200).view(2, 100) % 50], seed=n),
     "calc: --batch": lambda n: main(["calc", "llama-3-8b", "--batch", str(n)]),
     "calc: --context": lambda n: main(["calc", "llama-3-8b", "--context", str(n)]),
+    "calibrate: --tokens": lambda n: main(["calibrate", DEMO, "--out", "o", "--text", "t", "--tokens", str(n)]),
+    "calibrate: --seed": lambda n: main(["calibrate", DEMO, "--out", "o", "--seed", str(n)]),
+    "demo: --prompt-tokens": lambda n: main(["demo", "--prompt-tokens", str(n)]),
+    "demo: --tokens": lambda n: main(["demo", "--tokens", str(n)]),
+    "demo: --seed": lambda n: main(["demo", "--seed", str(n)]),
     "doctor: --tokens": lambda n: main(["doctor", "--tokens", str(n)]),
     "chat: --tokens": lambda n: main(["chat", DEMO, "--tokens", str(n)]),
     "eval: --batch": lambda n: main(["eval", DEMO, "--text", "t", "--spec", "default", "--batch", str(n)]),
     "eval: --generate": lambda n: main(["eval", DEMO, "--text", "t", "--spec", "default", "--generate", str(n)]),
+    "eval: --proteins": lambda n: main(["eval", DEMO, "--fasta", "f", "--spec", "default", "--proteins", str(n)]),
     "eval: --windows": lambda n: main(["eval", DEMO, "--text", "t", "--spec", "default", "--windows", str(n)]),
     "eval: --length": lambda n: main(["eval", DEMO, "--text", "t", "--spec", "default", "--length", str(n)]),
     "esm-scan: --batch": lambda n: main(["esm-scan", "f", "--model", DEMO, "--csv", "-", "--batch", str(n)]),
 }
-FILES = [name for name in BOUNDS if name.startswith(("load", "cache file", "Moments"))]
+IN_FILES = ("load", "cache file", "Moments", "Calibration: `tokens`", "Calibration: `seed`", "config.json")
+FILES = [name for name in BOUNDS if name.startswith(IN_FILES)]
 OPTIONS = [name for name in BOUNDS if ": --" in name]
 
 
@@ -214,8 +251,12 @@ def test_beyond_its_bounds(name: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert filled().get_seq_length() == before and len(packed()[1]) == 4
 
 
-@pytest.mark.parametrize("name", [name for name in BOUNDS if name not in OPTIONS])
-@pytest.mark.parametrize("value", [True, 1.0, "1", None, [1], float("nan")], ids=repr)
+def no_integers(name: str) -> tuple[Any, ...]:
+    """Values that are refused. A configuration may say null, or have a list with a number for each layer."""
+    return (True, 1.0, "1", *(() if name.startswith("config.json") else (None, [1], float("nan"))))
+
+
+@pytest.mark.parametrize("name, value", [(n, v) for n in BOUNDS if n not in OPTIONS for v in no_integers(n)], ids=repr)
 def test_no_integer(name: str, value: Any) -> None:
     kind = ValueError if name in FILES else TypeError  # a file that is none of ours
     with pytest.raises(kind, match=re.escape(f"{name} must be an integer, got")):
@@ -234,3 +275,18 @@ def test_the_documented_table() -> None:
     page = (ROOT / "docs" / "security.md").read_text()
     rows = dict(re.findall(r"^\| (.+?) \| (-?[\d,]+ to [\d,]+) \|$", page, re.MULTILINE))
     assert rows == {name: f"{low:,} to {high:,}" for name, (low, high) in BOUNDS.items()}
+
+
+def integer_options(parser: argparse.ArgumentParser, command: str = "") -> Iterator[str]:
+    """The options of a command and those inside it that take an integer, as the table names them."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inside in action.choices.items():
+                yield from integer_options(inside, f"{command} {name}".strip())
+        elif action.type is int:
+            yield f"{command}: {max(action.option_strings, key=len)}"
+
+
+def test_every_option_is_in_the_table() -> None:
+    found = {*integer_options(_parser())}
+    assert found and found <= {*OPTIONS}, found - {*OPTIONS}

@@ -17,7 +17,7 @@ import pytest
 import reference
 from esm_models import protein, tiny_esm
 from models import prompts, tiny
-from profiles import calibrate, profile_of
+from profiles import calibrate, made_calibration, profile_of
 from profiles import load as load_calibration
 from specs import bare
 
@@ -37,18 +37,6 @@ from turboquant.hf.tap import tapped
 from turboquant.models.identity import describe, fingerprint
 
 torch = pytest.importorskip("torch")
-
-
-def made(rng, layers=2, kv_heads=2, head_dim=64, **fields):
-    """A calibration of random numbers, with orthonormal axes."""
-    shape = (layers, 2, kv_heads, head_dim)
-    axes = np.linalg.qr(rng.standard_normal((*shape, head_dim)))[0].astype(np.float32)
-    variance = -np.sort(-rng.gamma(0.3, size=shape).astype(np.float32))
-    covariance = axes.swapaxes(-1, -2) * variance[..., None, :] @ axes
-    centre = rng.standard_normal(shape).astype(np.float32)
-    sensitivity = rng.uniform(0.5, 2, shape).astype(np.float32)
-    mark = fields.pop("fingerprint", {"layers": layers})
-    return Calibration(centre, covariance, axes, variance, sensitivity, mark, 1000, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -118,14 +106,14 @@ def test_a_sharing_that_cannot_be(rng):
             allocate(energy, budget)
     for average in (0.1, 5.5, float("nan"), -1):
         with pytest.raises(ValueError, match=r"`average` must be in 0\.5\.\.5 bits for heads of 64 channels, got"):
-            made(rng).bits(average)
+            made_calibration(rng).bits(average)
 
 
 @pytest.mark.parametrize("group", [32, 16])
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 128])
 @pytest.mark.parametrize("average", [2, 2.6, 3.5, 5])
 def test_bits_keep_to_the_budget(head_dim, average, group, rng):
-    one = made(rng, layers=3, head_dim=head_dim)
+    one = made_calibration(rng, layers=3, head_dim=head_dim)
     bits = one.bits(average, group)
     assert bits.shape == (3, 2, one.groups(group)) and average - 1 / bits.size < bits.mean() <= average
     spec = bare(budget=average, group=group)
@@ -144,7 +132,7 @@ def test_groups_of_16_may_have_8_bits(rng):
 
 
 def test_a_budget_in_bytes(rng):
-    one = made(rng)  # 2 layers, 2 sides, 2 heads, 2 groups of 32: 16 bytes of scales, 64 per average bit
+    one = made_calibration(rng)  # 2 layers, 2 sides, 2 heads, 2 groups of 32: 16 bytes of scales, 64 per average bit
     assert one.average_of_bytes(16 + 64 * 3) == 3 and one.average_of_bytes(1e9) == 5
     with pytest.raises(ValueError, match="`bytes_per_token` must be at least 48 for this model, got 47"):
         one.average_of_bytes(47)
@@ -155,7 +143,7 @@ def test_a_budget_in_bytes(rng):
 
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 96])
 def test_rotations_and_steps(head_dim, rng):
-    one = made(rng, head_dim=head_dim)
+    one = made_calibration(rng, head_dim=head_dim)
     for rotation in one.rotations().reshape(-1, head_dim, head_dim).astype(np.float64):
         np.testing.assert_allclose(rotation @ rotation.T, np.eye(head_dim), atol=2e-6)
     mix = group_mix(head_dim, 5)
@@ -180,7 +168,7 @@ def test_rotations_and_steps(head_dim, rng):
     ("fingerprint", None, "`fingerprint` must be a mapping"),
 ])  # fmt: skip
 def test_what_it_refuses_to_hold(name, value, message, rng):
-    one = made(rng, 1, 1, 8)
+    one = made_calibration(rng, 1, 1, 8)
     fields = {field: getattr(one, field) for field in one.__dataclass_fields__}
     with pytest.raises(ValueError, match=message):
         Calibration(**{**fields, name: value})
@@ -349,7 +337,7 @@ def test_defaults_of_torch_change_nothing(kind, model, batches, measured):
 def test_seeds_may_be_any_integers(model, batches):
     found, want = (calibrate(model, batches, seed=seed) for seed in (np.int64(3), 3))
     assert same(found, want) and type(found.seed) is int
-    largest = made(np.random.default_rng(0), seed=2**63 - 1)  # seeds of later groups are larger, mod 2^63
+    largest = made_calibration(np.random.default_rng(0), seed=2**63 - 1)  # seeds of later groups are larger, mod 2^63
     np.testing.assert_allclose(largest.rotations() @ largest.rotations().swapaxes(-1, -2),
                                np.broadcast_to(np.eye(64), largest.covariance.shape), atol=1e-5)  # fmt: skip
 
@@ -478,7 +466,7 @@ def test_a_disk_too_full_for_a_checkpoint(model, batches, tmp_path):
 
 
 def test_a_calibration_in_a_notebook_is_a_line(rng):
-    calibration = made(rng, source="a book")
+    calibration = made_calibration(rng, source="a book")
     assert repr(calibration) == ("Calibration(layers=2, kv_heads=2, head_dim=64, tokens=1000, seed=0, source='a book')")
     assert calibration._repr_html_().startswith("<p>Calibration(layers=2, kv_heads=2, ")
     with pytest.raises(ValueError, match=r"`budget` must be in 0.5..5 bits for heads of 64 channels, got 0.25"):
@@ -696,7 +684,7 @@ def test_calibrations_of_other_models(model, measured, rng):
             config = tiny(**fields).config
         with pytest.raises(ValueError, match=f"`profile` must be of this model.*{message}"):
             TurboQuantCache(config, "calibrated-3", profile=profile_of(measured))
-    loose = made(rng, layers=3, kv_heads=1, head_dim=32)
+    loose = made_calibration(rng, layers=3, kv_heads=1, head_dim=32)
     with pytest.raises(
         ValueError, match="layer 0: keys must have the 1 KV heads of 32 channels of the calibration, got 2"
     ):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
 import re
 from collections import Counter
@@ -20,7 +21,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from .arguments import bounded
+from .arguments import BOUNDS, bounded
 from .calc_table import GPUS, ITEM_BYTES, MODELS, TIMED, TIMED_BYTES, TIMES, Row
 from .modes import is_split
 from .named_specs import named, of_bits
@@ -160,8 +161,10 @@ def _from_file(path: str) -> Model:
     from transformers import AutoConfig
 
     try:
+        file = Path(path, "config.json") if os.path.isdir(path) else Path(path)
+        _check_integers(json.loads(file.read_text(encoding="utf-8")))
         config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         said = str(error).strip().partition("\n")[0]
         raise ValueError(f"MODEL must be a folder with a config.json, or such a file, got {path!r}: {said}") from None
     if getattr(config, "is_encoder_decoder", False) or config.model_type == "esm":
@@ -169,6 +172,15 @@ def _from_file(path: str) -> Model:
     text = config.get_text_config(decoder=True)
     layers = layers_of(text, path)
     return Model(Path(path).resolve().name, path, layers, _refused_by_patch(text) or refused(layers))
+
+
+def _check_integers(config: Any) -> None:
+    """Checks the integers of a parsed config.json that transformers and calc make lists and sums of, at any depth."""
+    for name, value in config.items() if isinstance(config, dict) else ():
+        if isinstance(value, dict):
+            _check_integers(value)
+        elif f"config.json: `{name}`" in BOUNDS and not isinstance(value, list | None):
+            bounded(f"config.json: `{name}`", value)
 
 
 def layers_of(text: Any, path: str) -> tuple[Layer, ...]:

@@ -140,10 +140,10 @@ def _device(wanted: str | None) -> str:
 
 def calibrate(chosen: argparse.Namespace) -> int:
     """Measure a model's keys and values and what errors in them cost, and write what calibrated specs need."""
-    from .calibration.measure import checked_seed
-
     check_output(chosen.out, "--out", {"--text": chosen.text, "--fasta": chosen.fasta}, moved=True)
-    checked_seed(chosen.seed, "--seed")
+    bounded("calibrate: --seed", chosen.seed)
+    if chosen.tokens is not None:
+        bounded("calibrate: --tokens", chosen.tokens)
     if chosen.text is chosen.fasta is None and chosen.tokens is not None:
         raise ValueError(f"--tokens must be given with --text or --fasta only, got {chosen.tokens}")
     text, proteins = _checked_files(chosen)
@@ -304,6 +304,8 @@ def evaluate(chosen: argparse.Namespace) -> int:
         raise ValueError(f"--profile must name a file for {', '.join(missing)}; `turboquant calibrate` makes one")
     for name in ("batch", "generate", "windows", "length"):
         bounded(f"eval: --{name}", getattr(chosen, name))
+    if chosen.proteins is not None:
+        bounded("eval: --proteins", chosen.proteins)
     read = {"--text": chosen.text, "--fasta": chosen.fasta, "--profile": chosen.profile}
     if chosen.json not in STANDARD_OUTPUT:
         check_output(chosen.json or None, "--json", read)

@@ -26,6 +26,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arguments import bounded
 from ..plan import FINE_GROUP, GROUP
 from ..spec import LEAST_SIDE_BITS, MOST_SIDE_BITS, CacheSpec
 from ..tables import html
@@ -71,8 +72,7 @@ class Trial:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"`method` must be one of {', '.join(METHODS)}, got {self.method!r}")
-        if type(self.window) is not int or self.window < 0:
-            raise ValueError(f"`window` must be a number of tokens, got {self.window!r}")
+        bounded("Trial: `window`", self.window)
         for name in ("average", "kl_divergence"):
             if not (isinstance(value := getattr(self, name), float) and math.isfinite(value)):
                 raise ValueError(f"`{name}` must be a finite float, got {value!r}")

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
+from ..arguments import bounded
 from ..fingerprints import differences
 from ..moments.data import Moments
 from ..plan import FINE_GROUP, GROUP, WIDE_BITS, Plan
@@ -108,7 +109,9 @@ class Calibration:
         if {*self.moments} not in (set(), {"model", "text"}) or bool(self.moments) != (self.side_costs is not None):
             raise ValueError(f"`moments` must be those of the model and of the text, with `side_costs`, or none, got "
                              f"{[*self.moments]}")  # fmt: skip
-        if bool(self.windows) != bool(self.moments) or any(type(w) is not int or w < 0 for w in self.windows):
+        for window in self.windows:
+            bounded("Calibration: `windows`", window)
+        if bool(self.windows) != bool(self.moments):
             raise ValueError(f"`windows` must be numbers of tokens, one for each of `side_costs`, got {self.windows!r}")
         if {t.window for t in self.trials} - {*self.windows}:
             raise ValueError(f"`trials` must be with one of the windows {self.windows}, got others")
@@ -120,10 +123,8 @@ class Calibration:
         for name, held in self.moments.items():
             if len(held.layers) != self.layers:
                 raise ValueError(f"`moments` must have {self.layers} layers, got {len(held.layers)} of the {name}")
-        for name in ("tokens", "seed"):
-            value = getattr(self, name)
-            if type(value) is not int or not 0 <= value < 2**63:
-                raise ValueError(f"`{name}` must be an integer in 0..2**63 - 1, got {value!r}")
+        bounded("Calibration: `tokens`", self.tokens)
+        bounded("Calibration: `seed`", self.seed)
 
     def __repr__(self) -> str:
         shape = f"layers={self.layers}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"

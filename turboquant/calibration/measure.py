@@ -27,7 +27,8 @@ import torch
 from torch.utils.checkpoint import checkpoint as run_again
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..arguments import bounded, integer
+from ..arguments import bounded
+from ..files import file_name, write_whole
 from ..hf.kinds import latent_size, sources_of
 from ..hf.routing import evaluating, text_config, uses_interface
 from ..hf.tap import Tap, tapped
@@ -44,7 +45,6 @@ from .unfinished import Unfinished
 __all__ = [
     "calibrate",
     "check_vocabulary",
-    "checked_seed",
     "gradients",
     "of_tokens",
     "skipped",
@@ -333,7 +333,7 @@ def calibrate(
     """
     from ..moments.text import PACKAGE, check_tokenizer, found_tokenizer
 
-    seed = checked_seed(seed)
+    seed = bounded("`seed`", seed)
     if not isinstance(source, str):
         raise TypeError(f"`source` must be a str, got {source!r}")
     mark = _checked_model(model)
@@ -471,15 +471,6 @@ def checked_averages(averages: Sequence[float]) -> tuple[float, ...]:
         wants = f"{LEAST_AVERAGE}..{MOST_SIDE_BITS} bits, at least one"
         raise ValueError(f"`averages` must be in {wants}, got {list(averages)}")
     return found
-
-
-def checked_seed(seed: Any, name: str = "`seed`") -> int:
-    """An integer of any type as an int. TypeError for another object, a bool included; ValueError outside
-    0..2**63 - 1. They call it `name`."""
-    number = integer(seed, name)
-    if not 0 <= number < 2**63:
-        raise ValueError(f"{name} must be in 0..2**63 - 1, got {number}")
-    return number
 
 
 def token_ids(given: Any, wants: str) -> torch.Tensor:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..calibration.measure import checked_seed, token_divergence
+from ..arguments import bounded
+from ..calibration.measure import token_divergence
 from ..hf.routing import evaluating, routed
 from ..measured import Profile
 from ..models.placement import device_of
@@ -145,7 +146,7 @@ def _check_choice(sequences: Any, mask_share: Any, seed: Any) -> None:
         raise ValueError(f"{wants}, got {sequences!r}")
     if not isinstance(mask_share, Real):
         raise TypeError(f"`mask_share` must be a number, got {mask_share!r}")
-    checked_seed(seed)
+    bounded("`seed`", seed)
 
 
 def protein_batches(

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from transformers import cache_utils
 
+from ..arguments import bounded
 from ..kvcache.common import Common
 from ..spec import CacheSpec
 from .kinds import has_state
 from .latent import LatentLayer
-from .layer import PackedLayer, indices_of, integer
+from .layer import PackedLayer, indices_of
 
 __all__ = ["BothLayer", "StateLayer", "made_layer"]
 
@@ -64,7 +65,7 @@ class StateLayer(_LinearAttentionLayer):  # type: ignore[misc]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each sequence `repeats` times, one after the other."""
-        times = range(integer(repeats, "`repeats`"))
+        times = range(bounded("batch_repeat_interleave: `repeats`", repeats))
         self._select([b for b in range(self._batch) for _ in times])
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
@@ -145,7 +146,7 @@ class BothLayer(StateLayer, PackedLayer):
 
     def crop(self, tokens: int) -> None:
         """Refused where a token would be forgotten."""
-        if integer(tokens, "`tokens`"):
+        if bounded("crop: `tokens`", tokens):
             raise NotImplementedError(f"crop: the state of layer {self.index} cannot be taken back")
 
     def fork(self, shared: Common) -> BothLayer:
