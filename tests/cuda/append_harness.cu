@@ -508,8 +508,8 @@ static void check_fine_appends(int thin)
     }
 }
 
-/** Prompts so long that a warp of append_prefill_80_96 has two tiles of a side, levels of equal distance through every kernel, and rows that
- *  may not be copied 16 bytes at a time. */
+/** Prompts of thousands of tokens with head_dim 80 and 96, levels of equal distance through every kernel, and rows that may not be
+ *  copied 16 bytes at a time. */
 static void check_other_appends(int thin)
 {
     int n = 0;
@@ -519,7 +519,6 @@ static void check_other_appends(int thin)
                  std::to_string(c.group) + ", pages of " + std::to_string(c.page_tokens);
         if (n++ % thin == 0) run(c);
     };
-    // 2 * 16 * 454 tiles: four waves of 8 warps, three blocks on each of 144 multiprocessors
     for (int i = 0; i < 8; i++) {
         Case c;
         c.dim = i % 2 ? 96 : 80, c.batch = 2, c.heads = 8, c.key_bits = {1 + i / 2}, c.value_bits = {4 - i / 2};
@@ -529,7 +528,7 @@ static void check_other_appends(int thin)
         c.rows = i >= 4 ? i % HARD_ROWS : -1, c.scale = i == 2 ? TQ_SCALE_NORM : TQ_SCALE_EDEN, c.law = i % 3;
         c.bad_numbers = i == 3 ? 3 : 0, c.padding = {0, 1000}, c.appends = {50, 14500, 3};
         c.max_pages = 15000 / c.page_tokens;
-        go(c, "many tokens of append_prefill_80_96");
+        go(c, "many tokens");
     }
     for (int dim : {64, 80, 96, 128, 256, 112})
         for (int i = 0; i < 8; i++) { // through every kernel of groups of 32 and of 16
@@ -590,8 +589,7 @@ static void check_blocked_appends(int thin)
 
 // ---- the others ----
 
-/** Every codebook up to 5 bits has cells, and up to 4 bits one comparison decides (append_prefill_80_96 relies on it): ranks at and
- *  beside thresholds. */
+/** Every codebook up to 5 bits has cells, and up to 4 bits one comparison decides: ranks at and beside thresholds. */
 static void check_books()
 {
     for (int law = 0; law < 3; law++)

@@ -137,9 +137,8 @@ tq_status refuse_ragged(const tq_append_params &p, tq_error *error)
 
 // ---- the choice ----
 
-enum class Kernel { BLOCKS, ONE_TOKEN, GENERAL, PREFILL, PREFILL_80_96 };
-const char *const NAMES[] = {"append_blocks", "append_one_token", "append_general", "append_prefill",
-                             "append_prefill_80_96"};
+enum class Kernel { BLOCKS, ONE_TOKEN, GENERAL, PREFILL };
+const char *const NAMES[] = {"append_blocks", "append_one_token", "append_general", "append_prefill"};
 
 /** Whether rows can be read 16 bytes at a time, and have no steps. */
 bool rows_suit_tiles(const tq_append_params &p)
@@ -166,12 +165,10 @@ bool plan_suits_tiles(const tq_plan &plan)
 /** The kernel that packs tokens; README.md has these lines as a table. */
 Kernel choose_kernel(const tq_plan &plan, const tq_append_params &p)
 {
-    const int d = plan.head_dim;
     if (!tq_is_plain(&plan)) return Kernel::BLOCKS;
     if (p.tokens == 1 && plan.rotation != TQ_ROTATION_DENSE) return Kernel::ONE_TOKEN;
-    if (p.tokens <= FEW_TOKENS || !rows_suit_tiles(p) || !plan_suits_tiles(plan)) return Kernel::GENERAL;
-    if (tq_is_settled(&plan)) return Kernel::PREFILL;
-    return (d == 80 || d == 96) && !tq_has_moments(&plan) && !plan.tries ? Kernel::PREFILL_80_96 : Kernel::GENERAL;
+    const bool tiles = p.tokens > FEW_TOKENS && rows_suit_tiles(p) && plan_suits_tiles(plan) && tq_is_settled(&plan);
+    return tiles ? Kernel::PREFILL : Kernel::GENERAL;
 }
 
 } // namespace
@@ -198,7 +195,6 @@ tq_status tq_cuda_append(const tq_plan *plan, const tq_append_params *params, in
     case Kernel::ONE_TOKEN: return launch_append_one_token(args, settled, stream, error);
     case Kernel::GENERAL: TQ_CUDA_TRY(launch_append_general(args, settled, few, stream, error)); break;
     case Kernel::PREFILL: TQ_CUDA_TRY(launch_append_prefill(args, stream, error)); break;
-    case Kernel::PREFILL_80_96: TQ_CUDA_TRY(launch_append_prefill_80_96(args, *plan, stream, error)); break;
     }
     return few ? TQ_OK : launch_copy_exact(args, stream, error);
 }

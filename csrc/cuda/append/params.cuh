@@ -5,7 +5,6 @@
 //   baselines/append.cu the same for plans that are not plain
 //   append/prefill.cuh  many tokens, usual shapes with tiles of 32 (prefill): a warp a token tile, rotated by tensor cores; copy_exact
 //                    behind it
-//   append/prefill_80_96.cuh  the same for head_dim 80 and 96, without tries: a warp a token tile, two lanes a token
 //   append/append.cu        the choice between them, copy_exact, and the launcher
 //
 // A token is encoded from the ring if it was stored before this append, from k or v if not, and the ring slot it leaves is taken
@@ -87,10 +86,8 @@ tq_status launch_append_general(const AppendArgs &args, bool settled, bool one_b
 /** The same of plans that are not plain. */
 tq_status launch_append_blocks(const AppendArgs &args, const tq_plan &plan, const tq_append_params &params,
                                bool one_block, cudaStream_t stream, tq_error *error);
-/** Rows of 16 bits, aligned to 16 bytes, without steps. Plans of settled rows, and of head_dim 80 and 96: append/append.cu says which. */
+/** Rows of 16 bits, aligned to 16 bytes, without steps. Plans of settled rows: append/append.cu says which. */
 tq_status launch_append_prefill(const AppendArgs &args, cudaStream_t stream, tq_error *error);
-tq_status launch_append_prefill_80_96(const AppendArgs &args, const tq_plan &plan, cudaStream_t stream,
-                                      tq_error *error);
 
 /** How many tiles along the tokens of a sequence an append can touch: its tokens are packed in one range that may start anywhere. */
 inline int64_t append_tiles(const AppendArgs &args)

@@ -1,4 +1,4 @@
-// What the kernels for many tokens share: rows on their way to shared memory, and rows that need mending.
+// Rows of append_prefill on their way to shared memory, and rows that need mending.
 #ifndef TQ_CUDA_APPEND_ROWS_CUH
 #define TQ_CUDA_APPEND_ROWS_CUH
 #include "cuda/append/params.cuh"
