@@ -104,14 +104,14 @@ class MaskRequest:
         return self.made("sdpa")
 
     def padding(self, before: int, tokens: int, known: tuple[int, ...]) -> tuple[int, ...]:
-        """Padding in front of each sequence: found in the first forward (`before` is 0), `known` later. Sequences that
-        had only padding so far may have more.
+        """Masked positions of each sequence, with those of this forward: they are not stored. In the first forward
+        (`before` is 0) and in later ones they are in front of a sequence's new tokens.
 
         before, tokens   positions of each sequence before this forward, and new ones
-        known            the padding of an empty cache is unknown: zeros, as many as sequences
+        known            masked positions so far; those of an empty cache are unknown: zeros, as many as sequences
 
-        Checked once per forward, but not in a step of one token on a GPU. Raises ValueError for padding that is not on
-        the left or that contradicts what is stored.
+        Checked once per forward, but not in a step of one token on a GPU. Raises ValueError for masked positions behind
+        new tokens, and where others of the stored positions are masked than were padding, by their number.
         """
         if self._padding is None:
             self._padding = self._found(tokens, known) if before == 0 else self._confirmed(before, tokens, known)
@@ -137,19 +137,18 @@ class MaskRequest:
         if mask.shape != (len(known), after):
             raise ValueError(f"`attention_mask` must cover the {before} stored positions and the {tokens} new ones, "
                              f"shape {(len(known), after)}, got {tuple(mask.shape)}")  # fmt: skip
-        begun = [pad < before for pad in known]  # the others hold nothing yet: they may have more padding
-        if tokens == 1 and mask.device.type != "cpu" and all(begun):
+        if tokens == 1 and mask.device.type != "cpu" and all(pad < before for pad in known):
             return known  # reading the mask would wait for the device in every step
-        if not all(begun):
-            masked = (~mask).sum(1).tolist()
-            known = tuple(pad if has else most for pad, has, most in zip(known, begun, masked))
-        first = torch.tensor(known, device=mask.device).view(-1, 1)
-        if not torch.equal(mask, torch.arange(after, device=mask.device) >= first):
+        masked, new = ~mask, mask[:, before:]
+        ends = (new[:, :-1] > new[:, 1:]).any(1)  # a real token before a masked one
+        stored, every, bad = torch.stack([masked[:, :before].sum(1), masked.sum(1), ends.long()]).tolist()
+        if tuple(stored) != known or any(bad):
             raise ValueError(
-                "`attention_mask` must mask the left padding of the first forward and nothing else: padding between or "
-                "after stored tokens is not supported with a TurboQuantCache"
+                f"`attention_mask` must mask as many stored positions of each sequence as were padding, {list(known)}, "
+                f"and new ones only in front of its new tokens, got {stored} and padding behind new tokens in "
+                f"{sum(bad)} of {len(bad)} sequences"
             )
-        return known
+        return tuple(every)
 
 
 def request_mask(**arguments: Any) -> MaskRequest:

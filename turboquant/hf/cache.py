@@ -16,6 +16,7 @@ from ..calibration import Calibration
 from ..kvcache.common import Common
 from ..kvcache.latent import latent_spec
 from ..kvcache.report import CacheReport, LayerReport, bytes_by_part, layer_report, layer_tensors
+from ..kvcache.rows import join
 from ..measured import Profile, used_by
 from ..models.identity import describe
 from ..models.wrappers import base_model
@@ -23,7 +24,8 @@ from ..moments import Moments
 from ..named_specs import resolve
 from ..spec import CacheSpec
 from .kinds import has_keys, kinds_of, latent_size, packed_indices, unknown_kinds
-from .layer import PackedLayer, indices_of
+from .latent import LatentLayer
+from .layer import LayerStorage, PackedLayer, indices_of
 from .moments import moments_for, moments_notes, warn_of_changes
 from .notices import Unread
 from .states import StateLayer, made_layer
@@ -85,6 +87,33 @@ def _patched_with(model: Any, profile: Any) -> tuple[CacheSpec, Profile | None]:
         raise ValueError(f"`model` must be patched where no `spec` is given: {right}")
     warn_of_changes(state, base_model(model))
     return state.spec, state.profile
+
+
+def _check_joined(caches: list[Any]) -> None:
+    """Checks that caches can be put together."""
+    if not caches or not all(isinstance(cache, TurboQuantCache) for cache in caches):
+        kinds = ", ".join(sorted({type(cache).__name__ for cache in caches})) or "none"
+        raise TypeError(f"join: `caches` must be TurboQuantCaches, at least one, got {kinds}")
+    first = caches[0]
+    for i, cache in enumerate(caches):
+        cache.was_read()
+        cache._check_states()
+        same = (cache.spec, cache.fingerprint, cache.kinds) == (first.spec, first.fingerprint, first.kinds)
+        if not same or not cache.get_seq_length():
+            what = "hold tokens" if same else "be of the model and spec of the first"
+            raise ValueError(f"join: `caches[{i}]` must {what}, got {cache!r}")
+        for layer, other in zip(cache.packed_layers, first.packed_layers):
+            stored, like = layer.storage, other.storage
+            if isinstance(layer, LatentLayer) or stored.split:
+                kept = "latents, padding included" if isinstance(layer, LatentLayer) else 'outliers="prompt"'
+                raise NotImplementedError(f"join: caches with {kept} cannot be put together")
+            if stored.damaged:
+                raise ValueError(f"join: `caches[{i}]` must be whole, got one that an earlier failure left unusable")
+            if stored.shape is None or like.shape is None or stored.shape[1:] != like.shape[1:]:
+                raise ValueError(f"join: `caches[{i}]` must be like the first in layer {layer.index}, which holds "
+                                 f"{like}, got {stored}")  # fmt: skip
+            if not all(torch.equal(held, like.transforms[name]) for name, held in stored.transforms.items()):
+                raise ValueError(f"join: `caches[{i}]` must have the moments of the first, got others")
 
 
 class TurboQuantCache(Cache):  # type: ignore[misc]
@@ -274,6 +303,31 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         other.measured_moments, other.shift = self.measured_moments, self.shift
         other.known_ids, other.compared_with = self.known_ids, self.compared_with
         return other
+
+    @classmethod
+    def join(cls, caches: Sequence[TurboQuantCache]) -> TurboQuantCache:
+        """A cache with the sequences of several, one after the other, such as forks of one prefix of which each has
+        read a text of its own. They go on as a batch with padding on the left: `attention_mask` masks as many positions
+        of each sequence as the longest has more. Pages of forks are shared, those of other caches copied; sinks, window
+        and states are copied.
+
+        Raises ValueError for caches of other models, specs, moments, dtypes or devices than the first, for empty ones
+        and for damaged ones; NotImplementedError for specs with outliers="prompt", which each cache has of its own.
+        """
+        caches = list(caches)
+        _check_joined(caches)
+        first = caches[0]
+        joined = first.fork()
+        for i, layer in enumerate(joined.layers):
+            parts = [cache.layers[i] for cache in caches]
+            if isinstance(layer, PackedLayer):
+                layer.storage = LayerStorage(layer.index, layer.spec, joined._shared)
+                join(layer.storage, [part.storage for part in parts])
+            if isinstance(layer, StateLayer):
+                layer.join_states(parts)
+        joined._shared.layers = [layer.storage for layer in joined.packed_layers]
+        joined.known_ids = None
+        return joined
 
     def save(self, path: str | os.PathLike[str], model: Any = None) -> None:
         """Writes the cache to a file (`docs/format.md`), whole or not at all, for `load` on any machine and device.

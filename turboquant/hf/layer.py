@@ -15,6 +15,7 @@ from ..arguments import bounded, integer
 from ..kvcache.again import Seen, attend_again
 from ..kvcache.common import Common
 from ..kvcache.pages import outside_autograd
+from ..kvcache.rows import store_rows
 from ..kvcache.sliding import attention_behind_window, attention_under_mask, chunk_starts, visible_past
 from ..kvcache.storage import LayerStorage
 from ..spec import CacheSpec
@@ -190,6 +191,9 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             raise NotImplementedError(
                 f"crop: layer {self.index} has freed positions that fell out of its sliding window"
             )
+        if keep < stored.least:
+            raise NotImplementedError(f"crop: up to position {stored.least} there is padding between tokens, which "
+                                      "was not stored: fork the cache before such a forward")  # fmt: skip
         if not stored.can_crop_to(keep):
             raise NotImplementedError(
                 f"crop: layer {self.index} has a window of {self.spec.window} tokens and older ones are quantised "
@@ -359,7 +363,13 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             "sliding_window": sliding,
             "softcap": options.get("softcap") or 0.0,
         }
+        behind = stored.tokens and any(a > b for a, b in zip(padding, stored.padding) if b < stored.tokens)
+        if behind:
+            self._check_padding_behind(mask, sliding)
         lengths = self._shared.lengths(after, padding, stored.device)
+        if behind:
+            out, lse = store_rows(stored, query, key, value, lengths, padding, how, return_lse)
+            return out.transpose(1, 2).contiguous(), lse, None
         seen = Seen.of(stored, key, value, lengths, padding, how) if self.is_shared else None
         if stored.tokens == 0 and self.spec.prefill == "exact" and not return_lse:
             out, _ = own_attention(module, query, key, value, mask, scaling, dropout, options)
@@ -377,6 +387,22 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             return out, None, seen
         out, lse = attended
         return out.transpose(1, 2).contiguous(), lse, seen
+
+    def _check_padding_behind(self, mask: MaskRequest | torch.Tensor | None, sliding: int) -> None:
+        """Raises where padding between stored and new tokens is not known."""
+        why = {
+            "a sliding window": sliding,
+            "chunked attention": self.chunk,
+            "keys that later layers share": self.is_shared,
+            "states of linear attention": self._shared.stateful,
+            "a pattern other than causal": type(mask) is MaskRequest and not mask.causal,
+        }
+        for what, there in why.items():
+            if there:
+                raise NotImplementedError(
+                    f"padding between stored and new tokens is not supported with {what}: give each text to a fork of "
+                    "the cache, and put these together by TurboQuantCache.join"
+                )
 
     def _attend_in_chunks(
         self,

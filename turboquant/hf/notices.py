@@ -128,12 +128,13 @@ def check_positions(
     if new == 1:
         off = abs(int(positions[-1, 0]) - held + padding[-1]) if padding else 0
     else:
-        at = torch.arange(held, held + new)[None]
-        if held:
+        at, real = torch.arange(held, held + new)[None], torch.ones(1, new, dtype=torch.bool)
+        if mask is not None and mask.dim() == 2:
+            shown = mask.cpu() != 0
+            at, real = at - (~shown).sum(1, keepdim=True), shown[:, -new:]
+        elif held:
             at = at - torch.tensor(padding)[:, None]
-        elif mask is not None and mask.dim() == 2:
-            at = at - (mask == 0).sum(1, keepdim=True).cpu()
-        off = int(((positions.cpu() - at).abs() * (at >= 0)).max())
+        off = int(((positions.cpu() - at).abs() * real).max())
     if off >= FAR:
         how = 'number the tokens of each sequence from 0, or use a spec with centre="none"'
         why = f"because `position_ids` lie up to {off} from the cache's count of tokens, by which the wave is turned"

@@ -79,6 +79,14 @@ class StateLayer(_LinearAttentionLayer):  # type: ignore[misc]
         getattr(self, f"{part}_states")[at].copy_(state)
         self.has_previous_state[at] = True
 
+    def join_states(self, parts: Sequence[StateLayer]) -> None:
+        """Holds the states of the sequences of all parts, one after the other; it has those of the first."""
+        for name in ("conv_states", "recurrent_states"):
+            held = getattr(self, name)
+            for i, state in held.items():
+                if state is not None:
+                    held[i] = torch.cat([getattr(part, name)[i] for part in parts])
+
     def copy_states(self, other: StateLayer) -> None:
         """Gives another layer copies of all states."""
         for name, x in vars(self).items():

@@ -33,6 +33,7 @@ class LayerStorage(LayerTensors):
     past         these copies
     damaged      the contents are wrong: a write or its undoing failed half-way
     owes_release a forward has kept pages that fell out of the sliding window, for layers behind this one
+    least        no crop to fewer positions: up to there was padding between tokens, which a shorter text has elsewhere
     """
 
     def __init__(self, index: int, spec: CacheSpec, shared: Common) -> None:
@@ -43,14 +44,15 @@ class LayerStorage(LayerTensors):
         """Frees all memory. The next forward may have another batch size, dtype or device."""
         super().reset()
         self.damaged = self.owes_release = False
-        self.past = PastWindows()
-        self._earlier: tuple[Any, Any] = ((), [])  # padding and past windows before the current forward
+        self.past, self.least = PastWindows(), 0
+        # before the current forward: padding and `least`, past windows
+        self._earlier: tuple[tuple[tuple[int, ...], int], Any] = (((), 0), [])
 
     # ---- writing ----
 
     def begin(self) -> None:
         """A forward begins: `take_back` goes back to here."""
-        self._earlier = self.padding, self.past.snapshots
+        self._earlier = (self.padding, self.least), self.past.snapshots
 
     def abort(self) -> None:
         """The forward failed before it stored anything here."""
@@ -150,7 +152,7 @@ class LayerStorage(LayerTensors):
         window, first = self.spec.window, self.spec.sinks + min(self.padding, default=0)
         if tokens >= self.tokens:
             return True
-        if self.has_released(tokens):
+        if tokens < self.least or self.has_released(tokens):
             return False
         inside = window == 0 or self.tokens <= first + window
         return inside or self.past.reaches(tokens, self.tokens, window, first)
@@ -176,12 +178,12 @@ class LayerStorage(LayerTensors):
         """Restores the layer at `positions`, before the forward that failed. It is damaged if that is not possible."""
         if self.tokens <= positions:
             return
-        padding, snapshots = self._earlier
+        (self.padding, self.least), snapshots = self._earlier
         try:
             self.damaged = self.damaged or not self.can_crop_to(positions)
             if not self.damaged:
                 self.crop_to(positions)
-                self.padding, self.past.snapshots = padding, [one for one in snapshots if one[0] <= positions]
+                self.past.snapshots = [one for one in snapshots if one[0] <= positions]
         except RuntimeError:  # no memory for the earlier window
             self.damaged = True
 

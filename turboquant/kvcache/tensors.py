@@ -1,8 +1,9 @@
 """The tensors of one layer of a TurboQuantCache, [ sinks | packed pages | window ] (turboquant.h, "the cache"), and
 room for more tokens.
 
-Each sequence has its own length. Padding on the left of a batch is never stored: token i of sequence b has position
-i - padding[b], and is padding if that is negative.
+Each sequence has its own length. Padding is never stored. It is counted as if it were all in front: token i of
+sequence b has position i - padding[b], and is padding if that is negative. Padding between a prefix and what follows
+(`rows`) moves the prefix of its sequence to the right.
 
     pages        uint8 [n_pages, kv_heads, record_bytes], zeros where nothing is stored
     block_table  int32 [batch, max_pages]: the page of each 128 packed tokens of a sequence
@@ -47,7 +48,7 @@ class LayerTensors(PackedKV):
     index           of the layer in the model
     rank            among the layers of the model that have keys and values; calibration and moments count so
     tokens          positions seen, padding included: what transformers calls the sequence length
-    padding         how many of them in front of each sequence are padding, which is not stored
+    padding         how many of them are padding, which is not stored, of each sequence
     sliding_window  of the last forward, 0: none
     released        the pages of positions before this one are freed
     shape           (batch, kv_heads, head_dim, dtype, device), None while there is nothing
@@ -222,7 +223,7 @@ class LayerTensors(PackedKV):
         assert table is not None
         if self.sliding_window:
             self.release()
-        undo = table.reserve(self.packed(self.tokens, padding), self.packed(after, padding), self._table_before())
+        undo = table.reserve(self.packed(self.tokens, self.padding), self.packed(after, padding), self._table_before())
         exact = self.spec.sinks + self.spec.window
         table.ready = min((len(row) * PAGE_TOKENS + exact + pad for row, pad in zip(table.rows, padding)), default=-1)
         return undo

@@ -1,0 +1,87 @@
+"""Sequences of a layer one by one: forwards with padding between the tokens that are stored and the new ones, and
+sequences of several layers put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .pages import PageTable, outside_autograd
+from .rewind import PastWindows
+from .storage import LayerStorage
+
+__all__ = ["join", "store_rows"]
+
+_append_attend = torch.ops.turboquant.append_attend.default
+
+
+def store_rows(
+    stored: LayerStorage,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: torch.Tensor,
+    padding: tuple[int, ...],
+    how: dict[str, Any],
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`LayerStorage.store` of a layer without a sliding window, where the first padding[b] - stored.padding[b] of the
+    new tokens of sequence b are padding. Each sequence is a batch of its own. The result of padding is 0, its lse -inf.
+    """
+    table, new = stored.table, key.shape[2]
+    assert table is not None
+    after = stored.tokens + new
+    out = query.new_zeros(query.shape)
+    lse = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32) if return_lse else None
+    if after > stored.exact_ready:
+        stored.make_exact_room(after)
+    with table.pool.lock:
+        stored.reserve_pages(after, padding)
+        exact = stored.exact()
+        others = {name: held for name, held in stored.arguments().items() if name not in exact}
+        for b, first in enumerate(masked - known for masked, known in zip(padding, stored.padding)):
+            if first >= new:
+                continue
+            row, some = slice(b, b + 1), slice(first, new)
+            step = {**how, **others, **{name: held[row] for name, held in exact.items()}}
+            if stored.flag is not None:
+                step["flag"] = flag = torch.zeros_like(stored.flag)
+            if lse is not None:
+                step["lse"] = part = query.new_empty((1, query.shape[1], new - first), dtype=torch.float32)
+            out[row, :, some] = _append_attend(
+                stored.plan.words, query[row, :, some], key[row, :, some], value[row, :, some], lengths[row],
+                stored.pages, stored.block_table[row], **step
+            )  # fmt: skip
+            if lse is not None:
+                lse[row, :, some] = part
+            if stored.flag is not None:  # of sequence 0, there
+                stored.flag.copy_(torch.where((stored.flag == 0) & (flag != 0), flag + (b << 32), stored.flag))
+    stored.tokens, stored.padding, stored.sliding_window = after, padding, 0
+    stored.past, stored.least = PastWindows(), after
+    return out, lse
+
+
+@outside_autograd
+def join(joined: LayerStorage, parts: Sequence[LayerStorage]) -> None:
+    """Makes `joined`, an empty layer of a cache of its own, hold the sequences of `parts`, one after the other, as a
+    batch with padding on the left. Pages of forks are shared, others copied."""
+    tokens, first = max(part.tokens for part in parts), parts[0]
+    assert first.shape is not None
+    for part in parts:
+        part.bring_back()
+        part.make_exact_room(part.spec.sinks + part.spec.window)  # as many rows in each
+    tables = [part.table for part in parts]
+    exact = [part.exact() for part in parts]
+    state = {name: torch.cat([held[name] for held in exact]) for name in exact[0]}
+    state["table"] = PageTable.joined([table for table in tables if table is not None])
+    if first.flag is not None:
+        state["flag"] = torch.zeros_like(first.flag)
+    joined.__dict__.update({**first.__dict__, **state, "shared": joined.shared})
+    joined.tokens = tokens
+    joined.padding = tuple(tokens - part.tokens + pad for part in parts for pad in part.padding)
+    joined.released = max(part.released and part.released + tokens - part.tokens for part in parts)
+    joined.shape = (len(joined.padding), *first.shape[1:])
+    joined.past, joined.least, joined.damaged = PastWindows(), 0, False
+    joined.begin()
