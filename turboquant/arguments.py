@@ -8,7 +8,7 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BOUNDS", "STANDARD_OUTPUT", "bounded", "check_output", "integer", "integer_in"]
+__all__ = ["BOUNDS", "STANDARD_OUTPUT", "bounded", "check_options", "check_output", "integer", "integer_in"]
 
 _MOST = 2**31 - 1
 
@@ -81,6 +81,11 @@ BOUNDS = {
     "eval: --windows": (1, 2**20),
     "eval: --length": (2, 2**20),
     "esm-scan: --batch": (1, 2**16),
+    "index build: --bits": (1, 8),
+    "index build: --seed": (0, 2**63 - 1),
+    "index search: -k": (1, 2**20),
+    "index search: --factor": (1, 1000),
+    "index search: --threads": (0, 256),
 }
 
 
@@ -103,7 +108,16 @@ def integer_in(value: Any, what: str, low: int, high: int) -> int:
 
 def bounded(what: str, value: Any) -> int:
     """`integer_in` the bounds of `what`. Options of commands are named without the command."""
-    return integer_in(value, what.rpartition(": ")[2] if ": --" in what else what, *BOUNDS[what])
+    return integer_in(value, what.rpartition(": ")[2] if ": -" in what else what, *BOUNDS[what])
+
+
+def check_options(command: str, chosen: object) -> None:
+    """Checks the integers among the options of a command, attributes of `chosen`, that were given."""
+    for what in BOUNDS:
+        name, _, option = what.rpartition(": -")
+        value = getattr(chosen, option.strip("-").replace("-", "_"), None) if name == command else None
+        if value is not None:
+            bounded(what, value)
 
 
 # ---- files that commands write ----

@@ -444,8 +444,6 @@ def calc(chosen: argparse.Namespace) -> int:
             print(_from_row(name, row))
         return 0
     specs = {name: spec_named(name) for name in chosen.spec.split(",")}
-    bounded("calc: --batch", chosen.batch)
-    bounded("calc: --context", chosen.context)
     memory, gpu = _memory(chosen.memory), chosen.gpu.lower()
     if gpu not in GPUS:
         raise ValueError(f"--gpu must be one of {', '.join(GPUS)}, got {chosen.gpu!r}")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import turboquant
 
-from .arguments import STANDARD_OUTPUT, bounded, check_output
+from .arguments import STANDARD_OUTPUT, check_options, check_output
 from .calc_table import GPUS, ITEM_BYTES
 from .doctor import doctor, info
 from .findings import device_code, installed, library
@@ -141,9 +141,6 @@ def _device(wanted: str | None) -> str:
 def calibrate(chosen: argparse.Namespace) -> int:
     """Measure a model's keys and values and what errors in them cost, and write what calibrated specs need."""
     check_output(chosen.out, "--out", {"--text": chosen.text, "--fasta": chosen.fasta}, moved=True)
-    bounded("calibrate: --seed", chosen.seed)
-    if chosen.tokens is not None:
-        bounded("calibrate: --tokens", chosen.tokens)
     if chosen.text is chosen.fasta is None and chosen.tokens is not None:
         raise ValueError(f"--tokens must be given with --text or --fasta only, got {chosen.tokens}")
     text, proteins = _checked_files(chosen)
@@ -302,10 +299,6 @@ def evaluate(chosen: argparse.Namespace) -> int:
     missing = [name for name, spec in specs.items() if spec.calibrated and chosen.profile is None]
     if missing:
         raise ValueError(f"--profile must name a file for {', '.join(missing)}; `turboquant calibrate` makes one")
-    for name in ("batch", "generate", "windows", "length"):
-        bounded(f"eval: --{name}", getattr(chosen, name))
-    if chosen.proteins is not None:
-        bounded("eval: --proteins", chosen.proteins)
     read = {"--text": chosen.text, "--fasta": chosen.fasta, "--profile": chosen.profile}
     if chosen.json not in STANDARD_OUTPUT:
         check_output(chosen.json or None, "--json", read)
@@ -365,7 +358,6 @@ def _doctor(chosen: argparse.Namespace) -> int:
     from .named_specs import named
 
     named(chosen.spec, "--spec")
-    bounded("doctor: --tokens", chosen.tokens)
     if chosen.model is not None:
         _check_name(chosen.model)
     return doctor(chosen.model, chosen.spec, chosen.tokens)
@@ -410,7 +402,6 @@ def esm_scan(chosen: argparse.Namespace) -> int:
     else:
         check_output(chosen.csv, "--csv", read, moved=True)
     check_output(chosen.heatmap or None, "--heatmap", {**read, "--csv": None if chosen.csv == "-" else chosen.csv})
-    bounded("esm-scan: --batch", chosen.batch)
     if chosen.heatmap and Path(chosen.heatmap).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--heatmap must end in .png, .svg or .pdf, got {chosen.heatmap!r}")
     if named(chosen.spec, "--spec").calibrated and chosen.profile is None and chosen.method == "shared-context":
@@ -646,6 +637,7 @@ def _run(parser: argparse.ArgumentParser, chosen: argparse.Namespace, rest: Sequ
     if chosen.command == "info" and chosen.kernels is None:
         return info()
     try:
+        check_options(chosen.command, chosen)
         return demo(rest) if chosen.command == "demo" else int(chosen.run(chosen))
     except BrokenPipeError:
         raise

@@ -32,7 +32,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import turboquant
 
-from .arguments import bounded
+from .arguments import check_options
 from .hf.cache import TurboQuantCache
 from .hf.names import CACHE
 from .hf.notices import quiet
@@ -172,8 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
     options = parser.parse_args(arguments)
     try:
-        for name in ("prompt-tokens", "tokens", "seed"):
-            bounded(f"demo: --{name}", getattr(options, name.replace("-", "_")))
+        check_options("demo", options)
     except ValueError as error:
         parser.error(str(error))
     files = folder()

@@ -243,7 +243,7 @@ def _add_build(actions: Any) -> None:
     one.add_argument("vectors", metavar="VECTORS", help="a .npy file of numbers, [n, dim], which is mapped; rows, from "
                      "0 on, are the ids; or means of esm-embed, with the names of their proteins")  # fmt: skip
     one.add_argument("--out", "-o", metavar="FILE", required=True, help="the index")
-    one.add_argument("--bits", type=int, choices=(1, 2, 3, 4, 5, 6, 8), default=3, help="of a number (default 3)")
+    one.add_argument("--bits", type=int, default=3, help="of a number (default 3)")
     one.add_argument("--metric", choices=("ip", "cosine", "l2"), default="ip", help="inner product (the default), "
                      "cosine, or squared distance")  # fmt: skip
     one.add_argument("--train", action="store_true", help="first learn a mean, axes and widths from up to 100,000 of "

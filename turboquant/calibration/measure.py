@@ -28,7 +28,6 @@ from torch.utils.checkpoint import checkpoint as run_again
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..arguments import bounded
-from ..files import file_name, write_whole
 from ..hf.kinds import latent_size, sources_of
 from ..hf.routing import evaluating, text_config, uses_interface
 from ..hf.tap import Tap, tapped

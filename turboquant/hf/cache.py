@@ -17,6 +17,7 @@ from ..kvcache.common import Common
 from ..kvcache.latent import latent_spec
 from ..kvcache.report import CacheReport, LayerReport, bytes_by_part, layer_report, layer_tensors
 from ..kvcache.rows import join
+from ..kvcache.storage import LayerStorage
 from ..measured import Profile, used_by
 from ..models.identity import describe
 from ..models.wrappers import base_model
@@ -25,7 +26,7 @@ from ..named_specs import resolve
 from ..spec import CacheSpec
 from .kinds import has_keys, kinds_of, latent_size, packed_indices, unknown_kinds
 from .latent import LatentLayer
-from .layer import LayerStorage, PackedLayer, indices_of
+from .layer import PackedLayer, indices_of
 from .moments import moments_for, moments_notes, warn_of_changes
 from .notices import Unread
 from .states import StateLayer, made_layer

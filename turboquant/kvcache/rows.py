@@ -74,7 +74,7 @@ def join(joined: LayerStorage, parts: Sequence[LayerStorage]) -> None:
         part.make_exact_room(part.spec.sinks + part.spec.window)  # as many rows in each
     tables = [part.table for part in parts]
     exact = [part.exact() for part in parts]
-    state = {name: torch.cat([held[name] for held in exact]) for name in exact[0]}
+    state: dict[str, Any] = {name: torch.cat([held[name] for held in exact]) for name in exact[0]}
     state["table"] = PageTable.joined([table for table in tables if table is not None])
     if first.flag is not None:
         state["flag"] = torch.zeros_like(first.flag)
