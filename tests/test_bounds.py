@@ -22,7 +22,7 @@ import turboquant
 from turboquant.arguments import BOUNDS
 from turboquant.calc import read_model
 from turboquant.calibration.choice import Trial
-from turboquant.cli import _parser, main
+from turboquant.cli import main, make_parser
 from turboquant.files import read_header
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -293,5 +293,5 @@ def integer_options(parser: argparse.ArgumentParser, command: str = "") -> Itera
 
 
 def test_every_option_is_in_the_table() -> None:
-    found = {*integer_options(_parser())}
+    found = {*integer_options(make_parser())}
     assert found and found <= {*OPTIONS}, found - {*OPTIONS}
