@@ -220,10 +220,15 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "eval: --windows": lambda n: main(["eval", DEMO, "--text", "t", "--spec", "default", "--windows", str(n)]),
     "eval: --length": lambda n: main(["eval", DEMO, "--text", "t", "--spec", "default", "--length", str(n)]),
     "esm-scan: --batch": lambda n: main(["esm-scan", "f", "--model", DEMO, "--csv", "-", "--batch", str(n)]),
+    "esm-embed: --memory": lambda n: main(["esm-embed", "f", "--model", DEMO, "--out", "o", "--memory", str(n)]),
+    "esm-embed: --window": lambda n: main(["esm-embed", "f", "--model", DEMO, "--out", "o", "--window", str(n)]),
+    "esm-embed: --overlap": lambda n: main(["esm-embed", "f", "--model", DEMO, "--out", "o", "--overlap", str(n)]),
     "index build: --bits": lambda n: main(["index", "build", "x", "--out", "o", "--bits", str(n)]),
+    "index build: --lists": lambda n: main(["index", "build", "x", "--out", "o", "--lists", str(n)]),
     "index build: --seed": lambda n: main(["index", "build", "x", "--out", "o", "--seed", str(n)]),
     "index search: -k": lambda n: main(["index", "search", "x", "q", "-k", str(n)]),
     "index search: --factor": lambda n: main(["index", "search", "x", "q", "--factor", str(n)]),
+    "index search: --probe": lambda n: main(["index", "search", "x", "q", "--probe", str(n)]),
     "index search: --threads": lambda n: main(["index", "search", "x", "q", "--threads", str(n)]),
 }
 IN_FILES = ("load", "cache file", "Moments", "Calibration: `tokens`", "Calibration: `seed`", "config.json")

@@ -81,10 +81,15 @@ BOUNDS = {
     "eval: --windows": (1, 2**20),
     "eval: --length": (2, 2**20),
     "esm-scan: --batch": (1, 2**16),
+    "esm-embed: --memory": (1, 2**30),
+    "esm-embed: --window": (2, 2**20),
+    "esm-embed: --overlap": (0, 2**20),
     "index build: --bits": (1, 8),
+    "index build: --lists": (0, 2**20),
     "index build: --seed": (0, 2**63 - 1),
     "index search: -k": (1, 2**20),
     "index search: --factor": (1, 1000),
+    "index search: --probe": (1, 2**20),
     "index search: --threads": (0, 256),
 }
 
