@@ -203,7 +203,6 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     ),
     "`batch_size`": scanned,
     "embed: `memory`": lambda n: embedded(0.5 if n is None else n),  # None is the default
-    "embed: `memory`": embedded,
     "`seed`": lambda n: turboquant.calibrate(model(), [torch.arange(200).view(2, 100) % 50], seed=n),
     "calc: --batch": lambda n: main(["calc", "llama-3-8b", "--batch", str(n)]),
     "calc: --context": lambda n: main(["calc", "llama-3-8b", "--context", str(n)]),
