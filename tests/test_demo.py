@@ -47,7 +47,7 @@ def test_demo_refuses_what_the_passage_has_not():
 def test_demo_refuses_seeds_out_of_range(seed, capsys):
     with pytest.raises(SystemExit) as left:
         main(["demo", "--seed", seed])
-    assert left.value.code == 2 and f"--seed must be in 0..2**63 - 1, got {seed}" in capsys.readouterr().err
+    assert left.value.code == 2 and f"--seed must be in 0..{2**63 - 1}, got {seed}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["calc", "info"])

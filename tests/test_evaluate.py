@@ -406,7 +406,7 @@ BAD = {
     ),
     "a negative seed": (
         ["calibrate", "DEMO", "--out", "x", "--seed", "-1"],
-        "--seed must be in 0..2**63 - 1, got -1",
+        f"--seed must be in 0..{2**63 - 1}, got -1",
     ),
     "no batch": (
         ["eval", "DEMO", "--text", "TEXT", "--spec", "default", "--batch", "0"],
