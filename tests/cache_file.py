@@ -23,7 +23,7 @@ def tensors_of(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     start = 8 + int.from_bytes(data[:8], "little")
     entries = json.loads(data[8:start])
     about = entries.pop("__metadata__")
-    assert about["format"] == "turboquant-cache-3"
+    assert about["format"] == "turboquant-cache-4"
     assert about["crc32"] == f"{zlib.crc32(about['turboquant'].encode()):08x}"
     header, tensors, at = json.loads(about["turboquant"]), {}, 0
     for name, entry in entries.items():
@@ -113,6 +113,8 @@ def read(path: Path) -> list[dict[str, Any]]:
     out = []
     for i, (kv_heads, head_dim) in enumerate(header["sizes"]):
         spec, pages = header["spec"], tensors[f"layers.{i}.pages"]
+        if header["widths"] is not None:
+            spec = spec | dict(zip(("key_bits", "value_bits"), header["widths"][i]))
         layer: dict[str, Any] = {"packed_k": [], "packed_v": []}
         for b, row in enumerate(header["rows"][i]):
             tokens = max(0, header["positions"] - header["padding"][b] - spec["sinks"] - spec["window"])

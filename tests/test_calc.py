@@ -17,11 +17,12 @@ from profiles import calibrate, profile_of
 
 import turboquant
 from turboquant import CacheSpec, calc, calc_table
-from turboquant.calc import Layer, Model, decode_seconds, full_bytes, packed_parts, read_model, tokens_that_fit
+from turboquant.calc import decode_seconds, read_model
 from turboquant.calc_table import GPUS, MODELS, TIMED, TIMED_BYTES, TIMES
 from turboquant.cli import main
 from turboquant.hf.names import CACHE
 from turboquant.named_specs import presets
+from turboquant.sizes import Layer, Model, full_bytes, packed_parts, tokens_that_fit
 
 # ---- bytes ----
 

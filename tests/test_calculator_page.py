@@ -19,7 +19,7 @@ import pytest
 from conftest import ROOT
 
 pytest.importorskip("turboquant._core")
-from turboquant import calc
+from turboquant import calc, sizes
 from turboquant.calc_table import GPUS, MODELS
 from turboquant.cli import main
 
@@ -103,11 +103,11 @@ def some_settings() -> list[dict[str, Any]]:
 def expected(one: dict[str, Any]) -> dict[str, tuple[Callable[[int], int], list[float]]]:
     """(tokens -> bytes, [seconds, share of the bandwidth]) of each cache; -1 where it is not timed."""
     model, batch, context, gpu = calc.read_model(one["model"]), one["batch"], one["context"], one["gpu"]
-    caches: dict[str, Any] = {name: (item, lambda n, item=item: calc.full_bytes(model, batch, n, item))
+    caches: dict[str, Any] = {name: (item, lambda n, item=item: sizes.full_bytes(model, batch, n, item))
                               for name, item in calc.FULL.items()}  # fmt: skip
     if not model.refused:
         spec = calc.spec_named(one["spec"])
-        caches[one["spec"]] = spec, lambda n: sum(calc.packed_parts(model, spec, batch, n).values())
+        caches[one["spec"]] = spec, lambda n: sum(sizes.packed_parts(model, spec, batch, n).values())
     rows = {}
     for name, (stored, size) in caches.items():
         try:
@@ -121,7 +121,7 @@ def expected(one: dict[str, Any]) -> dict[str, tuple[Callable[[int], int], list[
 
 def fits(size: Callable[[int], int], tokens: int | None, memory: int) -> bool:
     if tokens is None:
-        return size(calc.MOST_TOKENS) <= memory
+        return size(sizes.MOST_TOKENS) <= memory
     return (tokens == 0 or size(tokens) <= memory) and size(tokens + 1) > memory
 
 

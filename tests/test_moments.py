@@ -521,7 +521,7 @@ def test_files(tmp_path):
     assert same(Profile.load(tmp_path / "m.safetensors"), found)
     assert repr(found) == (
         "Profile(layers=3, kv_heads=2, head_dim=32, pairs=16, tokens=2044, source='random token ids', "
-        f"nbytes={found.nbytes})"
+        f"nbytes={found.nbytes}, no_costs='it has no text')"
     )
     with pytest.raises(FileNotFoundError, match="`path` must be a profile"):
         Profile.load(tmp_path / "absent")

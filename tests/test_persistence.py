@@ -349,11 +349,11 @@ def test_files_of_others(tmp_path, small):
     for data in (b"", b"TQ", b"\x80\x04K\x01.", b"PK\x03\x04" + bytes(60), small[1:], os.urandom(5000)):
         refuses(tmp_path, data, "it is not one that turboquant wrote, or it is truncated")
     Codes.save(Quantizer(32, 3).quantize(np.ones((3, 32), np.float32)), tmp_path / "codes")
-    refuses(tmp_path, (tmp_path / "codes").read_bytes(), "its format must be turboquant-cache-3, got '.*codes-2'")
-    refuses(tmp_path, small.replace(b"cache-3", b"cache-4"), "its format must be turboquant-cache-3, got '.*cache-4'")
-    refuses(tmp_path, small.replace(b"cache-3", b"cache-1"), "cache-1', which commit 14a37f9 of turboquant reads")
+    refuses(tmp_path, (tmp_path / "codes").read_bytes(), "its format must be turboquant-cache-4, got '.*codes-2'")
+    refuses(tmp_path, small.replace(b"cache-4", b"cache-3"), "its format must be turboquant-cache-4, got '.*cache-3'")
+    refuses(tmp_path, small.replace(b"cache-4", b"cache-1"), "cache-1', which commit 14a37f9 of turboquant reads")
     turboquant.Index(8, 4).save(tmp_path / "index")
-    refuses(tmp_path, (tmp_path / "index").read_bytes(), "its format must be turboquant-cache-3, got '.*index-4'")
+    refuses(tmp_path, (tmp_path / "index").read_bytes(), "its format must be turboquant-cache-4, got '.*index-4'")
     save_file({"layers.0.pages": torch.zeros(1)}, tmp_path / "weights")
     refuses(tmp_path, (tmp_path / "weights").read_bytes(), "it is not one that turboquant wrote")
     with pytest.raises(FileNotFoundError, match="`path` must be a cache file, got 'absent'"):
@@ -446,7 +446,10 @@ FORGED = {
 
 CHANGED_MOMENTS = {
     "none": (lambda h: h.update(moments=None), "its spec needs `moments`"),
-    "not wanted": (lambda h: h["spec"].update(centre="none", metric="none"), "its spec needs no `moments`"),
+    "not wanted": (
+        lambda h: (h["spec"].update(centre="none", metric="none"), h.update(widths=None)),
+        "its spec needs no `moments`",
+    ),
     "of fewer layers": (lambda h: h["moments"]["shapes"].pop(), "`moments` are not of its layers"),
     "of fewer kinds": (
         lambda h: h["moments"]["kinds"].pop(),

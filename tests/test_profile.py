@@ -138,10 +138,7 @@ def test_bits(model):
     (dict(bits="3"), TypeError, "`bits` must be a number or None, got '3'"),
     (dict(bits=True), TypeError, "`bits` must be a number"),
     (dict(bits=0), ValueError, "key_bits"),
-    (dict(memory=2**30), NotImplementedError, "`memory` is not supported yet, got 1073741824"),
-    (dict(tokens=32768), NotImplementedError, "`tokens` is not supported yet"),
-    (dict(quality=0.01), NotImplementedError, "`quality` is not supported yet"),
-    (dict(uniform=True), NotImplementedError, "`uniform` is not supported yet"),
+    (dict(uniform=1), TypeError, "`uniform` must be True or False, got 1"),
 ])  # fmt: skip
 def test_arguments_of_patch_that_are_refused(model, given, error, says):
     with pytest.raises(error, match=says):

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the model is measured on random 
 def test_settings_are_a_preset_and_what_differs():
     plain = Settings.of({})
     assert (plain.name, plain.profile, plain.exact) == ("default", FIND, (4, 0))
-    assert plain.spec == CacheSpec(window=0)
+    assert plain.spec == CacheSpec(window=0, uniform=True)
     given = {"spec": "tiny", "profile": "p", "window": 28, "sinks": 1, "overrides": {"0": {"key_bits": 5}}}
     made = Settings.of(given)
     assert made.exact == (1, 28) and made.profile == "p"

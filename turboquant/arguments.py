@@ -66,6 +66,7 @@ BOUNDS = {
     "`batch_size`": (1, 2**16),
     "embed: `memory`": (2**20, 2**50),
     "`seed`": (0, 2**63 - 1),
+    "patch: `tokens`": (1, _MOST),
     "calc: --batch": (1, _MOST),
     "calc: --context": (1, _MOST),
     "calibrate: --tokens": (1, _MOST),

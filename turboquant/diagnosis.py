@@ -13,7 +13,6 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from .calc import Model, full_bytes, layers_of, packed_parts, refused
 from .findings import Finding
 from .hf.kinds import kinds_of, latent_size, packed_indices
 from .hf.patching import check
@@ -22,6 +21,7 @@ from .moments.data import PROTEINS
 from .moments.measure import cache_folder
 from .moments.text import found_tokenizer
 from .named_specs import resolve
+from .sizes import Model, full_bytes, layers_of, packed_parts, refused
 from .spec import CacheSpec
 
 __all__ = ["diagnose"]

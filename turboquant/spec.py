@@ -73,12 +73,14 @@ LEAST_AVERAGE = 2  # the smallest budget, except with `method="axes"`
 LEAST_SIDE_BITS = 1  # the least and the most that a budget gives a side of a layer
 MOST_SIDE_BITS = MAX_BITS
 _TRIES = (0, 3, 5, 7)
+SHARED_BITS = (2, 3, 4, 5)  # averages that layers share by what their errors cost
 _WHOLE_CACHE = (
     "prefill",
     "overrides",
     "budget",
     "method",
     "group",
+    "uniform",
 )  # the same for all layers: an override may not set them
 
 
@@ -190,6 +192,11 @@ class CacheSpec:
                     same bytes, and a slower prompt. "auto": 3, but 0 at 2 bits and less, where it gains nothing, and
                     where a plan cannot have tries: another scale than "eden", blocks, tables, sketches, outliers and
                     `value_rotation`.
+    uniform         True: all layers have `key_bits` and `value_bits`. False: where both are the same number, 2..5, and
+                    there are a window and moments, that number is an average. Sides of layers whose errors cost more,
+                    by the costs in the moments of the model, get one bit more, as many others one less. Layers of a
+                    kind (full or sliding attention) share theirs, so bytes are the same. Overrides that name bits or
+                    tries, and moments without costs, make widths uniform as well.
     budget          average bits of a code over all layers, keys and values, which a calibration distributes: 2 to 6;
                     with `method="axes"` above 0 and at most 5. key_bits, value_bits, rotation, centre and metric are
                     then "auto": the method sets them for each layer. None: they hold as they are.
@@ -225,6 +232,7 @@ class CacheSpec:
     outlier_tokens: int = 128
     group: int = GROUP
     tries: int | Literal["auto"] = AUTO
+    uniform: bool = False
 
     def __new__(cls, *_: Any, **fields: Any) -> CacheSpec:
         """Names of fields are checked here, because the message of a dataclass does not list them."""
@@ -267,6 +275,8 @@ class CacheSpec:
             if isinstance(self.tries, bool) or self.tries not in _TRIES:
                 raise ValueError(f"`tries` must be 0, 3, 5, 7 or 'auto', got {self.tries!r}")
             put(self, "tries", int(self.tries))
+        if not isinstance(self.uniform, bool):
+            raise TypeError(f"`uniform` must be True or False, got {self.uniform!r}")
         put(self, "group", _integer(self.group, "group", 0, 2**12))
         if self.group not in (GROUP, FINE_GROUP):
             raise ValueError(f"`group` must be {GROUP} or {FINE_GROUP} channels, got {self.group!r}")
@@ -371,6 +381,22 @@ class CacheSpec:
         """Whether it cannot be used without the moments of the model; a budget finds them in its calibration. Ignores
         overrides."""
         return self.budget is None and (self._meant("centre") == "wave" or self._meant("metric") == "query")
+
+    @property
+    def shared_bits(self) -> int | None:
+        """The average that layers share by what their errors cost; None where widths are uniform (see `uniform`)."""
+        bits = self._meant("key_bits")
+        named = {name for _, fields in self.overrides for name, _ in fields}
+        if self.uniform or self.budget is not None or not self.measured or self.blocked or not self.window:
+            return None
+        if bits != self._meant("value_bits") or bits not in SHARED_BITS or named & {"key_bits", "value_bits", "tries"}:
+            return None
+        return int(bits)
+
+    def with_widths(self, average: CacheSpec, key_bits: int, value_bits: int) -> CacheSpec:
+        """The spec of a layer with its share of `average`, whose `shared_bits` are not None."""
+        tries = {"tries": AUTO} if average.tries == AUTO else {}
+        return self.with_(key_bits=key_bits, value_bits=value_bits, uniform=True, **tries).settled()
 
     def _meant(self, name: str) -> Any:
         """The value of a field, or what "auto" stands for there."""

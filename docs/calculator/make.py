@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from turboquant import calc
+from turboquant import calc, sizes
 from turboquant.calc_table import GPUS, ITEM_BYTES, MODELS, TIMED, TIMED_BYTES, TIMES
 from turboquant.named_specs import OTHERS, OURS
 from turboquant.plan import PAGE_TOKENS
@@ -37,8 +37,8 @@ def numbers() -> dict[str, Any]:
                         "scale": 1.0 if name in TIMES else GPUS["h100"] / speed} for name, speed in GPUS.items()},
         "timed": {column: [size * tokens for tokens in TIMED] for column, size in TIMED_BYTES.items()},
         "page": PAGE_TOKENS,
-        "most": calc.MOST_TOKENS,
-        "units": calc.UNITS,
+        "most": sizes.MOST_TOKENS,
+        "units": sizes.UNITS,
     }  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def _spec(spec: CacheSpec) -> dict[str, Any]:
     return {"sinks": spec.sinks, "window": spec.window, "column": column}
 
 
-def _model(model: calc.Model) -> dict[str, Any]:
+def _model(model: sizes.Model) -> dict[str, Any]:
     """layers: [how many, numbers that attention reads of a token, those that are stored, window]."""
     layers = [(one, model.layers.count(one)) for one in dict.fromkeys(model.layers) if one.kind != "none"]
     names = () if model.refused else [name for some in SPECS.values() for name in some]
@@ -62,14 +62,14 @@ def _model(model: calc.Model) -> dict[str, Any]:
     }
 
 
-def _packed(model: calc.Model, spec: CacheSpec) -> dict[str, Any]:
+def _packed(model: sizes.Model, spec: CacheSpec) -> dict[str, Any]:
     """once: bytes that do not depend on what is stored. sequence: bytes for each sequence, but for its tokens.
     layers: [how many, bytes of a page, bytes of an exact token, window]."""
-    once = sum(calc.packed_parts(model, spec, 0, 0).values())
-    sequence = sum(calc.packed_parts(model, spec, 1, 0).values()) - once
+    once = sum(sizes.packed_parts(model, spec, 0, 0).values())
+    sequence = sum(sizes.packed_parts(model, spec, 1, 0).values()) - once
     item = ITEM_BYTES[DTYPE]
     layers = [(count, PAGE_TOKENS * per_token, item * one.stores(1), one.window)
-              for one, _, per_token, count in calc.runs(model, spec)]  # fmt: skip
+              for one, _, per_token, count in sizes.runs(model, spec)]  # fmt: skip
     return {"once": once, "sequence": sequence, "layers": layers}
 
 

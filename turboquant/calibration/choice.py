@@ -110,12 +110,19 @@ def _errors(tries: int, channels: int) -> dict[int, float]:
     return {**found, 1: found[2] + SECOND_BIT * (found[1] - found[2])}
 
 
-def side_widths(costs: NDArray[np.floating], average: float, tries: int = 0, channels: int = 128) -> Widths:
-    """[layers, 2] for costs [layers, 2]: LEAST_SIDE_BITS to MOST_SIDE_BITS each, their mean at most `average`.
+def side_widths(
+    costs: NDArray[np.floating],
+    average: float,
+    tries: int = 0,
+    channels: int = 128,
+    least: int = LEAST_SIDE_BITS,
+    most: int = MOST_SIDE_BITS,
+) -> Widths:
+    """[layers, 2] for costs [layers, 2]: `least` to `most` bits each, their mean at most `average`.
     tries, channels: of the encoder and of a head, as `distortions` takes them."""
     errors = _errors(tries, channels)
     weights = np.maximum(costs.astype(np.float64), 1e-30) ** POWER
-    widths = np.full(costs.shape, LEAST_SIDE_BITS)
+    widths = np.full(costs.shape, least)
 
     def gain(at: tuple[int, ...]) -> float:
         now = int(widths[at])
@@ -123,10 +130,10 @@ def side_widths(costs: NDArray[np.floating], average: float, tries: int = 0, cha
 
     queue = [(-gain(at), at) for at in np.ndindex(costs.shape)]
     heapq.heapify(queue)
-    for _ in range(int(average * costs.size + 1e-6) - LEAST_SIDE_BITS * costs.size):
+    for _ in range(int(average * costs.size + 1e-6) - least * costs.size):
         _, at = heapq.heappop(queue)
         widths[at] += 1
-        if widths[at] < MOST_SIDE_BITS:
+        if widths[at] < most:
             heapq.heappush(queue, (-gain(at), at))
     return widths
 

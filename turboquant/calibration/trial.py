@@ -18,18 +18,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..hf.tap import tapped
 from ..measured.profile import Profile
-from ..moments import Moments
+from ..moments.costs import side_costs
 from ..moments.text import kinds
 from ..progress import Progress, steps
 from ..spec import BUDGET_BITS, CacheSpec
 from .choice import NOISE, WINDOWS, Trial, chosen
 from .data import Calibration
-from .measure import SINKS, gradients, of_tokens, skipped
+from .measure import SINKS
 from .unfinished import Unfinished
 
-__all__ = ["side_costs", "tried", "with_moments"]
+__all__ = ["tried", "with_moments"]
 
 FIRST = 3.0  # bits at which all methods are tried, or the average nearest to it
 NEAR = 1.25  # a method above this multiple of the best is not tried at other averages
@@ -108,32 +107,6 @@ def _rows(batches: Sequence[Batch]) -> list[torch.Tensor]:
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool().cpu()
         found += [row[kept][None] for row, kept in zip(ids, real)]
     return found
-
-
-def side_costs(model: Any, ids: torch.Tensor, moments: Moments, seed: int, window: int = 0) -> F64:
-    """[layers, 2]: what a side costs, in nats per token, if the error of each vector is as large as what is quantised.
-
-    ids [1, tokens];  window  last tokens that a query sees exactly.
-
-    Quantised are y = A (k - c_p) for keys, and v itself for values. The error spreads evenly over all channels, and
-    that of y is multiplied by A^-1. So a token costs |A^-1 g|^2 |y|^2 / (2 head_dim), or |g|^2 |v|^2 / (2 head_dim),
-    with g as of `measure.gradients`. Both factors are unusual for the same tokens, those that many others look at, so
-    the product of two means would be another number.
-    """
-    skip, found = skipped(model), np.zeros((len(moments.layers), 2))
-    positions = np.arange(skip, ids.shape[1])
-    with tapped(model) as tap:
-        for layer, side, x, gradient in gradients(model, tap, {"input_ids": ids}, seed, window):
-            x, gradient = x[:, :, skip:].double(), gradient[:, :, skip:].double()
-            if side == 0:
-                there, back = (torch.from_numpy(a).to(x.device) for a in moments.layers[layer].metric())
-                centre = torch.from_numpy(moments.layers[layer].centre_at(positions)).to(x.device)
-                x, gradient = (x - centre) @ there, gradient @ back
-            rows = gradient * x.norm(dim=-1, keepdim=True)
-            if (layer, side) == (0, 1):
-                rows = of_tokens(rows, ids[:, skip:], None)
-            found[layer, side] = float(rows.square().sum()) / (2 * x.shape[-1])
-    return found / max(len(positions), 1)
 
 
 def tried(

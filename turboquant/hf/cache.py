@@ -18,7 +18,7 @@ from ..kvcache.latent import latent_spec
 from ..kvcache.report import CacheReport, LayerReport, bytes_by_part, layer_report, layer_tensors
 from ..kvcache.rows import join
 from ..kvcache.storage import LayerStorage
-from ..measured import Profile, used_by
+from ..measured import Profile, shared_widths, used_by
 from ..models.identity import describe
 from ..models.wrappers import base_model
 from ..moments import Moments
@@ -110,6 +110,9 @@ def _check_joined(caches: list[Any]) -> None:
                 raise NotImplementedError(f"join: caches with {kept} cannot be put together")
             if stored.damaged:
                 raise ValueError(f"join: `caches[{i}]` must be whole, got one that an earlier failure left unusable")
+            if layer.spec != other.spec:
+                raise ValueError(f"join: `caches[{i}]` must have the widths of the first in layer {layer.index}, "
+                                 f"{other.spec!r}, got {layer.spec!r}")  # fmt: skip
             if stored.shape is None or like.shape is None or stored.shape[1:] != like.shape[1:]:
                 raise ValueError(f"join: `caches[{i}]` must be like the first in layer {layer.index}, which holds "
                                  f"{like}, got {stored}")  # fmt: skip
@@ -157,7 +160,9 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         specs, calibration, moments = used_by(self.spec, given, len(kinds), packed_indices(text))
         if getattr(text, "kv_lora_rank", None):
             specs = [latent_spec(one) for one in specs]
-        self._set_up(calibration, describe(text), specs, moments_for(model, specs, moments), kinds)
+        moments = moments_for(model, specs, moments)
+        specs = shared_widths(self.spec, specs, moments, [kind for kind, _ in kinds if has_keys(kind)])
+        self._set_up(calibration, describe(text), specs, moments, kinds)
 
     def _set_up(
         self,
@@ -463,7 +468,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         """The bytes of each layer by part, compared with bfloat16; ``print`` it for a table."""
         self.was_read()
         layers = tuple(layer_report(layer.storage) for layer in self.packed_layers)
-        notes = moments_notes(self._shared.moments, [layer.spec for layer in self.packed_layers])
+        notes = moments_notes(self.spec, self._shared.moments, [layer.spec for layer in self.packed_layers])
         return CacheReport(layers, bytes_by_part(self._common_tensors()), notes)
 
 

@@ -20,7 +20,7 @@ from ..progress import log
 from ..spec import CacheSpec
 from .routing import measuring
 
-__all__ = ["moments_for", "moments_notes", "warn_of_changes"]
+__all__ = ["moments_for", "moments_notes", "own_moments", "warn_of_changes"]
 
 _WAY_OUT = 'pass a `profile` from a file (turboquant.Profile.load), or use a spec with centre="none" and metric="none"'
 
@@ -67,12 +67,12 @@ def moments_for(model: Any, specs: Sequence[CacheSpec], given: Moments | None = 
     if not isinstance(base, torch.nn.Module):
         needs = "with a configuration, from which nothing can be measured"
         raise ValueError(f"`profile` must be given {needs}, got None: give the model itself, {_WAY_OUT}")
-    own: Moments = _own_moments(base, getattr(state, "tokenizer", None))
+    own: Moments = own_moments(base, getattr(state, "tokenizer", None))
     return own
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _own_moments(model: Any, tokenizer: Any) -> Moments:
+def own_moments(model: Any, tokenizer: Any) -> Moments:
     """Measured once for the weights that the model has now."""
     body = model.base_model  # the same with every head
     known = _measured.get(body)
@@ -143,14 +143,19 @@ def _measure(model: torch.nn.Module, tokenizer: Any, read: bool = True, write: b
         raise type(error)(f"{error}: {_WAY_OUT}") from error
 
 
-def moments_notes(moments: Moments | None, specs: Sequence[CacheSpec]) -> tuple[str, ...]:
-    """Notes on the moments for the report of a cache."""
+def moments_notes(spec: CacheSpec, moments: Moments | None, specs: Sequence[CacheSpec]) -> tuple[str, ...]:
+    """Notes on the moments for the report of a cache of this spec, with one of `specs` for each layer."""
     if moments is None:
         return ()
     notes = [f"moments of {moments.tokens:,} tokens: {moments.source or 'of unknown source'}"]
     if moments.source == RANDOM_IDS:
         notes.append("random token ids cost 1.2 to 1.5 times the divergence: pass `tokenizer` to turboquant.patch")
-    waves = [i for i, spec in enumerate(specs) if spec.centre == "wave"]
+    if spec.shared_bits is not None and moments.costs is None:
+        notes.append(f"the same widths in all layers: {moments.no_costs or 'the profile has no costs'}")
+    elif spec.shared_bits is not None:
+        bits = [bits for one in specs for bits in (one.key_bits, one.value_bits)]
+        notes.append(f"{min(bits)} to {max(bits)} bits by layer and side, {spec.shared_bits} on average")
+    waves = [i for i, one in enumerate(specs) if one.centre == "wave"]
     for kind, why in (
         ("constant", "their keys do not turn"),
         ("not probed", "it was not found whether and how their keys turn"),

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMAT", "calibration_mark", "load", "moments_mark", "save"]
 
-FORMAT = "turboquant-cache-3"
+FORMAT = "turboquant-cache-4"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _EXACT = ("sink_k", "sink_v", "window_k", "window_v")
@@ -123,7 +123,7 @@ def moments_mark(moments: Moments | None) -> str | None:
     """A checksum of moments."""
     if moments is None:
         return None
-    return f"{crc32(array_bytes(array) for array in moments.arrays().values()):08x}"
+    return f"{crc32(array_bytes(array) for array in moments.without_costs().arrays().values()):08x}"
 
 
 def _mark(model: Any) -> dict[str, Any]:
@@ -154,7 +154,8 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
         raise NotImplementedError("save: a cache of latents cannot be written to a file")
     if cache.at_work or any(layer.damaged or layer.tokens != layers[0].tokens for layer in layers):
         raise RuntimeError("save: an earlier call failed after it had changed the cache: call cache.reset()")
-    moments = cache._shared.moments
+    found = cache._shared.moments
+    moments = None if found is None else found.without_costs()
     mark = cache.fingerprint
     if model is not None:
         mark = _mark(model)
@@ -164,6 +165,7 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
         "byte_format": FORMAT_VERSION,
         "spec": cache.spec.settled().to_dict(),  # "auto" may mean something else to the version that reads it
         "fingerprint": mark,
+        "widths": None if cache.spec.shared_bits is None else _widths(cache),
         "calibration": calibration_mark(cache._shared.calibration),
         "moments": None if moments is None else moments.described(),
         "kinds": [[kind, options] for kind, options in cache.kinds],
@@ -198,6 +200,11 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
     by_name = dict(zip(tensors, parts, strict=True))
     described["crc32"] = {name: _checksums(by_name[name], _units(name, held)) for name, held in tensors.items()}
     write_tensors(path, FORMAT, described, tensors, {name: [part] for name, part in by_name.items()})
+
+
+def _widths(cache: TurboQuantCache) -> list[list[Any]]:
+    """Bits of keys, bits of values and tries of each layer."""
+    return [[layer.spec.key_bits, layer.spec.value_bits, layer.spec.tries] for layer in cache.packed_layers]
 
 
 def _exact_tensors(layer: LayerStorage) -> Iterator[torch.Tensor]:
@@ -293,11 +300,23 @@ class _Reader:
         cache._set_up(
             calibration,
             {name: x for name, x in header["fingerprint"].items() if name != "weights"},
-            layer_specs(cache.spec, calibration, len(kinds), packed),
+            self.specs(cache.spec, layer_specs(cache.spec, calibration, len(kinds), packed)),
             kinds=kinds,
         )
         self.fill(cache, _devices(model, len(kinds)) if device is None else [device] * len(kinds))
         return cache
+
+    def specs(self, average: CacheSpec, each: list[CacheSpec]) -> list[CacheSpec]:
+        """The spec of each layer, with its widths where layers share the bits of an average."""
+        widths = self.header["widths"]
+        _want((widths is None) == (average.shared_bits is None), "`widths` are not those of its spec")
+        if widths is None:
+            return each
+        _want(isinstance(widths, list) and len(widths) == len(each), "`widths` are not of its layers")
+        right = (isinstance(one, list) and len(one) == 3 and all(type(x) is int for x in one) for one in widths)
+        _want(all(right), "`widths` must be bits of keys, bits of values and tries")
+        return [one.with_(key_bits=key, value_bits=value, tries=tries, uniform=True)
+                for one, (key, value, tries) in zip(each, widths)]  # fmt: skip
 
     def kinds(self) -> list[tuple[str, dict[str, Any]]]:
         """The kind of each layer, and arguments of its class."""

@@ -1,5 +1,5 @@
 """What is measured once for a model, as one object and one file. NumPy."""
 
-from .profile import Profile, used_by
+from .profile import Profile, shared_widths, used_by
 
-__all__ = ["Profile", "used_by"]
+__all__ = ["Profile", "shared_widths", "used_by"]

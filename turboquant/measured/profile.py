@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..calibration.choice import side_widths
 from ..calibration.data import Calibration, layer_specs
 from ..files import file_name, path_called, read_arrays, write_arrays
 from ..fingerprints import differences
 from ..moments.data import LayerMoments, Moments
 from ..spec import CacheSpec
 
-__all__ = ["FORMAT", "Profile", "used_by"]
+__all__ = ["FORMAT", "Profile", "shared_widths", "used_by"]
 
 FORMAT = "turboquant-profile-1"
 FILE = "turboquant-profile.safetensors"  # in a folder or a repository of the hub
@@ -188,3 +189,27 @@ def used_by(
         own = None if calibration is None else calibration.moments_of(spec)
         moments = profile.moments if own is None else own
     return specs, calibration, moments
+
+
+def shared_widths(
+    spec: CacheSpec, specs: Sequence[CacheSpec], moments: Moments | None, kinds: Sequence[str]
+) -> list[CacheSpec]:
+    """The spec of each layer with its share of the bits that `spec` is an average of (`CacheSpec.uniform`); `specs` as
+    they are where widths are uniform.
+
+    specs   as `used_by` returns them;  kinds  one for each of them: layers of a kind share bits, if they have as many
+            KV heads and channels, so that a cache has as many bytes as with uniform widths, however long it is
+    """
+    average = spec.shared_bits
+    if average is None or moments is None or moments.costs is None:
+        return list(specs)
+    shapes = [(kind, *layer.centre.shape) for kind, layer in zip(kinds, moments.layers, strict=True)]
+    least, most = max(average - 1, 1 if average == 2 else 2), average + 1
+    found = list(specs)
+    for shape in dict.fromkeys(shapes):
+        alike = [i for i, one in enumerate(shapes) if one == shape]
+        tries = int(specs[alike[0]].with_widths(spec, most, most).tries)
+        widths = side_widths(moments.costs[alike], average, tries, shape[2], least, most)
+        for i, (key, value) in zip(alike, widths.tolist()):
+            found[i] = specs[i].with_widths(spec, key, value)
+    return found

@@ -199,12 +199,20 @@ class Moments:
     fingerprint  of the model (`models.identity.fingerprint`): its type and shape, rotary embedding, a few weights.
     tokens       how many tokens were counted.
     source       which tokens they were, in words.
+    costs        float32 [layers, 2 (keys, values)]: the divergence of the next token in nats if each error of a packed
+                 vector were as large as what is quantised, with the exact tokens of the presets (`costs.side_costs`).
+                 None: not measured.
+    no_costs     why there are no costs, in words; "" where there are, and in moments of a text of a calibration.
+
+    Raises ValueError that names what is wrong.
     """
 
     layers: tuple[LayerMoments, ...]
     fingerprint: dict[str, Any]
     tokens: int
     source: str = ""
+    costs: F32 | None = None
+    no_costs: str = ""
 
     def __post_init__(self) -> None:
         if not self.layers or not all(isinstance(layer, LayerMoments) for layer in self.layers):
@@ -215,6 +223,13 @@ class Moments:
             wanted = f"the {self.fingerprint['layers']} layers of its fingerprint"
             raise ValueError(f"`layers` must be {wanted}, got {len(self.layers)}")
         bounded("Moments: `tokens`", self.tokens)
+        if self.costs is None:
+            return
+        if self.costs.shape != (len(self.layers), 2) or self.costs.dtype != np.float32:
+            raise ValueError(f"`costs` must be float32 [{len(self.layers)}, 2], got {self.costs.dtype} "
+                             f"{list(self.costs.shape)}")  # fmt: skip
+        if not (np.isfinite(self.costs).all() and self.costs.min() >= 0):
+            raise ValueError("`costs` must be finite and not negative")
 
     def __repr__(self) -> str:
         shapes = sorted({layer.centre.shape for layer in self.layers})
@@ -229,12 +244,13 @@ class Moments:
             f"nbytes={self.nbytes}",
         ]
         parts += [f"not_probed={list(self.not_probed)}"] if self.not_probed else []
+        parts += [f"no_costs={self.no_costs!r}"] if self.no_costs else []
         return f"Moments({', '.join(parts)})"
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(array.nbytes for array in self.arrays().values())
 
     def averaged(self, shifts: NDArray[np.integer], weights: NDArray[np.floating]) -> Moments:
         """See `LayerMoments.averaged`."""
@@ -256,11 +272,17 @@ class Moments:
             **{name: getattr(self, name) for name in _DESCRIBED},
             "kinds": [layer.kind for layer in self.layers],
             "shapes": [[*layer.centre.shape, len(layer.pairs), layer.rank] for layer in self.layers],
+            **({"no_costs": self.no_costs} if self.no_costs else {}),
         }
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """The arrays of layer i under "i.NAME"."""
-        return {f"{i}.{name}": getattr(layer, name) for i, layer in enumerate(self.layers) for name in _ARRAYS}
+        """The arrays of layer i under "i.NAME", and costs, where there are any, under "costs"."""
+        found = {f"{i}.{name}": getattr(layer, name) for i, layer in enumerate(self.layers) for name in _ARRAYS}
+        return found if self.costs is None else {**found, "costs": self.costs}
+
+    def without_costs(self) -> Moments:
+        """What decides how vectors are stored once widths are known."""
+        return replace(self, costs=None, no_costs="")
 
     @classmethod
     def of_arrays(cls, described: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Moments:
@@ -269,7 +291,8 @@ class Moments:
             LayerMoments(kind, **{key: arrays[f"{i}.{key}"] for key in _ARRAYS})
             for i, kind in enumerate(described["kinds"])
         )
-        return cls(tuple(layers), **{key: described[key] for key in _DESCRIBED})
+        told = {key: described[key] for key in _DESCRIBED}
+        return cls(tuple(layers), **told, costs=arrays.get("costs"), no_costs=str(described.get("no_costs", "")))
 
 
 def _range(values: list[int]) -> str:

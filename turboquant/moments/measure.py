@@ -27,10 +27,11 @@ from ..models.identity import describe, fingerprint, weight_sums
 from ..models.placement import device_of, on_all_ranks
 from ..models.wrappers import checked_base_model
 from ..progress import Progress, log
-from .data import LayerMoments, Moments
+from .costs import with_costs
+from .data import PROTEINS, RANDOM_IDS, LayerMoments, Moments
 from .metric import averaged_over_positions, chosen_pairs, metric_of, turn_back
 from .rotary import Rotary, probe
-from .text import LEAST, TOKENS, protein_sample, sample
+from .text import LEAST, TOKENS, cost_texts, protein_sample, sample
 
 __all__ = ["cache_folder", "measure", "measure_model", "measure_with_text"]
 
@@ -80,7 +81,8 @@ def measure_model(
     limit = _positions(base)
     if limit < LEAST:
         raise NotImplementedError(f"{name} cannot be measured: it has {limit} positions, {LEAST} are needed")
-    ids, source = protein_sample(base, tokenizer, text) if proteins else sample(base, tokenizer, text, limit)
+    drawn = protein_sample(base, tokenizer, text) if proteins else sample(base, tokenizer, text, limit)
+    ids, source = drawn
     mark = fingerprint(base)
     folder = cache_folder()
     file = None if folder is None else folder / f"profile-{_digest(base, ids)}.safetensors"
@@ -93,6 +95,10 @@ def measure_model(
     parts = _weighted(ids, 1.0)
     layers = _of_proteins(base, parts) if proteins else _measured(base, parts, limit)
     moments = Moments(layers, mark, sum(map(_counted, ids)), source)
+    if not proteins:
+        moments = with_costs(moments, base, cost_texts(base, tokenizer, drawn))
+        if moments.no_costs and source != RANDOM_IDS:
+            log.info("all layers of %s get the same widths: %s", name, moments.no_costs)
     if write and file is not None:
         _keep(file, moments)
     return moments
@@ -260,7 +266,8 @@ def _kept(file: Path, mark: dict[str, Any]) -> Moments | None:
         moments.check(mark)
     except (OSError, ValueError):
         return None  # missing or damaged: measured and written again
-    return moments
+    whole = moments.costs is not None or moments.no_costs or moments.source == PROTEINS
+    return moments if whole else None
 
 
 def _keep(file: Path, moments: Moments) -> None:

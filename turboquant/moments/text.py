@@ -12,12 +12,13 @@ import torch
 from ..calibration.measure import vocabulary
 from .data import PROTEINS, RANDOM_IDS
 
-__all__ = ["PACKAGE", "TOKENS", "Sample", "check_tokenizer", "found_tokenizer", "kinds", "protein_sample", "sample",
-           "tokenizer_at"]  # fmt: skip
+__all__ = ["PACKAGE", "TOKENS", "Sample", "check_tokenizer", "cost_texts", "found_tokenizer", "kinds", "protein_sample",
+           "sample", "tokenizer_at"]  # fmt: skip
 
 TOKENS = 2048  # beside BOS
 PACKAGE = "the text of the package"
 OF_A_KIND = 1024  # tokens of each kind of text of the package, at most
+OF_COSTS = 384  # of these, the tokens that costs are measured on, at most: few, so that a backward pass takes seconds
 LEAST = 16
 _TEXTS = Path(__file__).resolve().parents[1] / "data" / "moments"
 _PARTS = {"prose.txt": 0.34, "source.txt": 0.34, "german.txt": 0.16, "japanese.txt": 0.16}
@@ -81,6 +82,13 @@ def kinds(model: Any, tokenizer: Any) -> list[torch.Tensor]:
     for ids in found:
         _check(model, ids)
     return [_tensor(ids) for ids in found]
+
+
+def cost_texts(model: Any, tokenizer: Any, given: Sample) -> list[torch.Tensor]:
+    """Token ids [1, at most OF_COSTS] of the texts that costs are measured on: each kind of text of the package, or the
+    text of the user; [] for random ids. Arguments as of `sample`, given: what it has made of them."""
+    texts = kinds(model, tokenizer) if given.source == PACKAGE else [] if given.source == RANDOM_IDS else given.ids
+    return [ids[:, :OF_COSTS] for ids in texts]
 
 
 def protein_sample(model: Any, tokenizer: Any = None, text: str | None = None) -> Sample:

@@ -14,7 +14,7 @@ __all__ = ["FIND", "RING", "Settings"]
 
 FIND = "find"  # a profile that is looked up by the checkpoint's digest
 RING = 32  # exact tokens that a page's row of the window holds
-_OF_NO_ENGINE = ("prefill", "outlier_tokens")  # fields of a CacheSpec that mean nothing here
+_OF_NO_ENGINE = ("prefill", "outlier_tokens", "uniform")  # fields of a CacheSpec that mean nothing here
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Settings:
         if unknown := sorted(map(str, {*fields} - known)):
             names = ", ".join(["spec", "profile", *sorted(known)])
             raise ValueError(f'"{unknown[0]}" of turboquant must be one of {names}')
-        spec = named(name, '"spec" of turboquant').with_(window=0).with_(**_from_json(fields))
+        spec = named(name, '"spec" of turboquant').with_(window=0, uniform=True).with_(**_from_json(fields))
         return cls(_without_profile(spec) if profile is None else _checked(spec), name, profile)
 
     @property

@@ -30,7 +30,7 @@ def patch(
     bits: float | None = None,
     profile: Profile | str | os.PathLike[str] | None = None,
     uniform: bool = False,
-    memory: int | None = None,
+    memory: int | str | None = None,
     tokens: int | None = None,
     quality: float | None = None,
     prefill: str | None = None,
@@ -48,7 +48,11 @@ def patch(
     profile   a Profile of the model or its file: of `turboquant.calibrate` for a spec that needs one, such as
               "calibrated-3"; else of `turboquant.measure` or `turboquant.calibrate`. None: what the spec takes is
               measured when the first cache is made, on text that ships with the package; for ESM-2 now, on proteins
-    uniform, memory, tokens, quality   not supported yet: refused
+    uniform   True: all layers have the same widths (`CacheSpec.uniform`)
+    memory, tokens, quality   two of them choose the bits of each layer, in place of the spec's own: a number of bytes
+              or a text such as "8 GiB", which the cache of one sequence never exceeds, exact tokens included; its
+              tokens; and the divergence of the next token that it may have, in nats. The third is solved from the
+              costs in the moments, which are measured now. One line on stderr says what was chosen and is expected
     prefill   "exact" or "packed" instead of the spec's own; None: the spec's. With "exact", the default of specs and
             presets, the first forward on an empty cache gives the full cache's logits: its loss says nothing about
             quantisation. With "packed" it does
@@ -77,12 +81,17 @@ def patch(
     NotImplementedError, naming the class, for a model that cannot be patched. The model is unchanged then. A forward
     raises ValueError for a `TurboQuantCache` of a model of another configuration.
     """
-    _refuse_unknown({"uniform": uniform or None, "memory": memory, "tokens": tokens, "quality": quality})
-    chosen = _chosen(spec, bits, prefill)
+    chosen = _chosen(spec, bits, uniform, prefill)
     base = checked_base_model(model)
     _check_dtype(base)
     given = None if profile is None else Profile.of(profile)
     check_tokenizer(tokenizer)
+    if any(value is not None for value in (tokens, memory, quality)):
+        if bits is not None:
+            raise ValueError(f"`bits` must be None where `memory` or `quality` chooses them, got {bits!r}")
+        if _family(base) is esm:
+            raise NotImplementedError(f"{type(base).__name__}: a budget is for decoders, ESM-2 keeps no cache")
+        chosen = llama.budgeted(base, chosen, given, tokenizer, tokens, memory, quality)
     if _family(base) is esm:
         if cuda_graphs:
             raise NotImplementedError(
@@ -98,14 +107,7 @@ def patch(
     return model
 
 
-def _refuse_unknown(given: dict[str, Any]) -> None:
-    """NotImplementedError that names the first argument that is not None."""
-    for name, value in given.items():
-        if value is not None:
-            raise NotImplementedError(f"`{name}` is not supported yet, got {value!r}: give `bits`, or another `spec`")
-
-
-def _chosen(spec: CacheSpec | str | float, bits: float | None, prefill: str | None) -> CacheSpec:
+def _chosen(spec: CacheSpec | str | float, bits: float | None, uniform: bool, prefill: str | None) -> CacheSpec:
     """The spec with the changes that arguments of `patch` ask for."""
     chosen = resolve(spec)
     if bits is not None:
@@ -115,6 +117,8 @@ def _chosen(spec: CacheSpec | str | float, bits: float | None, prefill: str | No
             raise ValueError(f"`bits` must be None for a spec with a budget of {chosen.budget:g} bits, got {bits!r}")
         bits = int(bits) if bits == int(bits) else float(bits)
         chosen = chosen.with_(key_bits=bits, value_bits=bits)
+    if uniform:
+        chosen = chosen.with_(uniform=uniform)
     return chosen if prefill is None else chosen.with_(prefill=prefill)
 
 

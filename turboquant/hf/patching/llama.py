@@ -17,21 +17,25 @@ from typing import Any
 import torch
 from transformers.generation.configuration_utils import GenerationMode
 
+from ...arguments import bounded
 from ...calibration import Calibration
 from ...fingerprints import differences
 from ...kvcache.latent import latent_spec
 from ...measured import Profile, used_by
+from ...measured.budget import solve
 from ...models.identity import Identity, describe, fingerprint, layer_sizes
 from ...models.wrappers import refuse_prefix
 from ...moments import Moments
 from ...plan import MAX_CUDA_HEAD_DIM, MAX_HEAD_DIM
+from ...progress import log
+from ...sizes import bytes_of, model_of
 from ...spec import CacheSpec
 from .. import notices
 from ..attention import NAME
 from ..cache import TurboQuantCache, checked_config
 from ..graph import ForwardWithGraphs
 from ..kinds import has_state, kinds_of, packed_indices
-from ..moments import moments_for
+from ..moments import moments_for, own_moments
 from ..names import CACHE, NAMES, cache_argument, given_cache, renamed
 from ..persistence import calibration_mark, moments_mark
 from ..routing import (
@@ -46,7 +50,7 @@ from ..routing import (
 )
 from . import continuation
 
-__all__ = ["check", "patch", "unpatch"]
+__all__ = ["budgeted", "check", "patch", "unpatch"]
 
 _METHOD = "_prepare_cache_for_generation"
 _INPUTS = ("input_ids", "inputs_embeds")
@@ -203,6 +207,28 @@ def check(model: Any, spec: CacheSpec, profile: Profile | None) -> tuple[Calibra
         for head_dim in head_dims:
             one.plan(head_dim)
     return calibration, moments
+
+
+def budgeted(
+    model: Any,
+    spec: CacheSpec,
+    profile: Profile | None,
+    tokenizer: Any,
+    tokens: int | None,
+    memory: int | str | None,
+    quality: float | None,
+) -> CacheSpec:
+    """The spec with the bits of each layer that two of the last three choose (`turboquant.patch`). Measures the model,
+    if no profile is given."""
+    check(model, spec, profile)
+    most = None if memory is None else bytes_of(memory, "`memory`")
+    if tokens is not None:
+        tokens = bounded("patch: `tokens`", tokens)
+    moments = own_moments(model, tokenizer) if profile is None else profile.moments
+    found = solve(model_of(model.config), spec, moments.costs, tokens=tokens, memory=most, quality=quality,
+                  item_bytes=model.dtype.itemsize)  # fmt: skip
+    log.info("%s gets %s", type(model).__name__, found)
+    return found.spec
 
 
 def _new_cache(model: Any) -> TurboQuantCache:

@@ -1,0 +1,178 @@
+"""A budget instead of a preset: bits by layer and side from two of tokens, memory and quality, without running a model.
+
+Bytes are those that `turboquant calc` counts. Divergence is forecast from the costs in the moments (`forecast`). NumPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..calibration.choice import POWER, side_widths, uniform_widths
+from ..calibration.distortion import distortions
+from ..sizes import MOST_TOKENS, Model, packed_parts, tokens_that_fit
+from ..spec import MOST_SIDE_BITS, CacheSpec
+
+__all__ = ["Budget", "forecast", "solve"]
+
+LEAST = 2  # average bits
+# The divergence of a cache on WikiText-2, in windows of 2,048 tokens, divided by the sum of costs times noise is
+# FACTOR (1 + BEND noise): costs are measured on shorter texts, and large errors cost more than in proportion. Fitted on
+# SmolLM2-135M and Gemma 3 270M at 2 to 5 bits.
+FACTOR, BEND = 2.2, 4.5
+
+F64 = NDArray[np.float64]
+Widths = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What was chosen.
+
+    spec      with the bits of each layer as overrides
+    bits      their average over numbers of all layers
+    tokens    of one sequence;  memory  bytes that its cache takes at most, exact tokens and tables included
+    quality   the divergence of the next token that is expected, nats; None without costs, where widths are uniform
+    """
+
+    spec: CacheSpec
+    bits: float
+    tokens: int
+    memory: int
+    quality: float | None
+
+    def __str__(self) -> str:
+        expected = "" if self.quality is None else f", an expected divergence of {self.quality:.2g} nats a token"
+        return (f"{self.bits:.2f} bits on average, {self.memory / 2**20:,.1f} MiB for {self.tokens:,} "
+                f"tokens{expected}")  # fmt: skip
+
+
+def forecast(costs: NDArray[np.floating], widths: Widths, tries: int, channels: Sequence[int]) -> float:
+    """The divergence of the next token in nats for costs and widths [layers, 2], with the exact tokens of the presets.
+    channels: of a head, by layer.
+
+    Sides count by cost^POWER, as they do where widths are chosen: what a sum of costs promises from sharing bits is
+    more than caches gain."""
+    weights = np.maximum(costs.astype(np.float64), 1e-30) ** POWER
+    weights *= costs.sum() / weights.sum()
+    errors = [distortions(tries, one) for one in channels]
+    noise = np.array([[d[int(b)] / (1 - d[int(b)]) for b in row] for d, row in zip(errors, widths)])
+    return float((weights * FACTOR * noise * (1 + BEND * noise)).sum())
+
+
+def solve(
+    model: Model,
+    spec: CacheSpec,
+    costs: NDArray[np.floating] | None,
+    *,
+    tokens: int | None = None,
+    memory: int | None = None,
+    quality: float | None = None,
+    item_bytes: int = 2,
+) -> Budget:
+    """The third of tokens of one sequence, bytes, and divergence in nats: the least divergence within a memory, the
+    least memory with a divergence, or the most tokens within both.
+
+    spec    its exact tokens and method hold; its bits are replaced
+    costs   float32 [layers with keys, 2] of the model's moments; None: widths are uniform
+    item_bytes   of a number of the model's dtype, in which exact tokens stay
+    ValueError for other than two of the three, for what no widths of 2 to 6 bits reach, and for a quality without
+    costs; NotImplementedError for a model whose packed cache is not counted.
+    """
+    given = {"tokens": tokens, "memory": memory, "quality": quality}
+    if sum(value is not None for value in given.values()) != 2:
+        named = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None) or "none"
+        raise ValueError(f"two of `tokens`, `memory` and `quality` must be given, got {named}")
+    if quality is not None and not quality > 0:
+        raise ValueError(f"`quality` must be a divergence above 0 in nats, got {quality!r}")
+    if spec.shared_bits is None or spec.overrides:
+        raise ValueError("`spec` must leave widths to the library, such as the preset default, where `memory` or "
+                         f"`quality` chooses them, got {spec!r}")  # fmt: skip
+    if quality is not None and costs is None:
+        raise ValueError("`quality` must be None for a model without costs in its profile, got "
+                         f"{quality!r}: give `tokens` and `memory`")  # fmt: skip
+    choice = _Choice(model, spec, costs, item_bytes)
+    if quality is not None:
+        enough = choice.first(lambda step: choice.quality(step) <= quality)
+        if enough is None:
+            raise ValueError(f"`quality` must be at least {choice.quality(choice.steps[-1]):.2g} nats, the divergence "
+                             f"with {MOST_SIDE_BITS} bits, got {quality!r}")  # fmt: skip
+        step: int = enough
+        if tokens is None:
+            assert memory is not None
+            fits = tokens_that_fit(lambda n: choice.nbytes(step, n), memory)
+            tokens = MOST_TOKENS if fits is None else fits
+            if not tokens:
+                raise ValueError(f"`memory` must be at least {choice.nbytes(step, 1):,} bytes, got {memory:,}")
+    else:
+        assert tokens is not None and memory is not None
+        count, limit = tokens, memory
+        over = choice.first(lambda step: choice.nbytes(step, count) > limit)
+        if over is not None and over == choice.steps[0]:
+            raise ValueError(f"`memory` must be at least {choice.nbytes(over, tokens):,} bytes for {tokens:,} tokens, "
+                             f"which take {LEAST} bits each, got {memory:,}")  # fmt: skip
+        step = choice.steps[-1] if over is None else over - 1
+    return choice.budget(step, tokens)
+
+
+class _Choice:
+    """Widths by steps: a step is a bit of one side of one layer."""
+
+    def __init__(self, model: Model, spec: CacheSpec, costs: NDArray[np.floating] | None, item_bytes: int) -> None:
+        self.model, self.spec, self.costs, self.item_bytes = model, spec, costs, item_bytes
+        self.packed = [i for i, one in enumerate(model.layers) if one.kind != "none"]
+        self.layers = [model.layers[i] for i in self.packed]
+        self.tries = 3 if spec.tries == "auto" else int(spec.tries)
+        sides = 2 * len(self.layers)
+        self.steps = range(LEAST * sides, MOST_SIDE_BITS * sides + 1)
+        self._known: dict[int, Widths] = {}
+
+    def first(self, holds: Callable[[int], bool]) -> int | None:
+        """The least step for which a condition holds, that holds for all larger ones; None: for none."""
+        low, high = self.steps[0], self.steps[-1] + 1
+        while low < high:
+            half = (low + high) // 2
+            low, high = (low, half) if holds(half) else (half + 1, high)
+        return low if low in self.steps else None
+
+    def widths(self, step: int) -> Widths:
+        """[layers, 2]. Layers of a kind share the average, so that it holds for contexts of every length."""
+        if step in self._known:
+            return self._known[step]
+        average = step / (2 * len(self.layers))
+        found = np.zeros((len(self.layers), 2), np.int64)
+        for one in dict.fromkeys(self.layers):
+            alike = [i for i, other in enumerate(self.layers) if other == one]
+            if self.costs is None:
+                found[alike] = uniform_widths(average, len(alike))
+                continue
+            low = int(average)
+            least, most = max(low - 1, 1 if low == LEAST else LEAST), min(MOST_SIDE_BITS, -int(-average // 1) + 1)
+            found[alike] = side_widths(self.costs[alike], average, self.tries, one.head_dim, least, most)
+        self._known[step] = found
+        return found
+
+    def made(self, step: int) -> CacheSpec:
+        bits = {layer: {"key_bits": int(key), "value_bits": int(value)}
+                for layer, (key, value) in zip(self.packed, self.widths(step))}  # fmt: skip
+        return self.spec.with_(overrides=bits)
+
+    def nbytes(self, step: int, tokens: int) -> int:
+        """Bytes at most: a cache that has grown token by token may hold a 64th more pages, and one; on a GPU a layer
+        has 8 bytes more."""
+        parts = packed_parts(self.model, self.made(step), 1, tokens, self.item_bytes)
+        pages = packed_parts(self.model, self.made(step), 1, self.spec.sinks + self.spec.window + 1, self.item_bytes)
+        return sum(parts.values()) + -(-parts.get("pages", 0) // 64) + pages.get("pages", 0) + 8 * len(self.layers)
+
+    def quality(self, step: int) -> float:
+        assert self.costs is not None
+        return forecast(self.costs, self.widths(step), self.tries, [one.head_dim for one in self.layers])
+
+    def budget(self, step: int, tokens: int) -> Budget:
+        sizes = np.array([one.kv_heads * one.head_dim for one in self.layers])
+        bits = float((self.widths(step).sum(1) * sizes).sum() / (2 * sizes.sum()))
+        quality = None if self.costs is None else self.quality(step)
+        return Budget(self.made(step), bits, tokens, self.nbytes(step, tokens), quality)
