@@ -261,6 +261,21 @@ def test_pages_that_a_sliding_window_left_have_no_rows():
     assert (rows.found, rows.lost) == (0, 0)
 
 
+def test_block_tables_keep_pages_that_a_sliding_window_left():
+    """vLLM frees a page that no query sees any more and leaves its number in the block table; by then it may be the
+    first page of another request, whose row would be taken for this one's."""
+    rows = ExactRows(Sinks(6, 4), Tails(6, RING), 28, sliding_window=20)
+    other = rows.rows_of([0, 256], [256], np.array([[7, 9]]))
+    assert other[0].tolist() != [-1]
+    sinks, _, reads = rows.rows_of([0, 1], [277], np.array([[7, 9, 8]]))
+    assert sinks.tolist() == [-1] and reads.tolist()[0][1] == -1
+    assert (rows.found, rows.lost) == (1, 0)
+    for past, seen in ((22, True), (23, False)):  # the query at 23 sees the tokens from 4 on
+        rows = ExactRows(Sinks(6, 4), None, sliding_window=20)
+        row = rows.rows_of([0, past], [past], np.array([[7]]))[0]
+        assert (rows.rows_of([0, 1], [past + 1], np.array([[7]]))[0] == row).all() == seen
+
+
 def test_sinks_hold_whole_beginnings():
     sinks = Sinks(2, 4)
     row = sinks.written(5, 0, 2)

@@ -9,6 +9,7 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from .batch import Batch, ExactRows
 from .layers import Layer, engine_of, log
@@ -72,6 +73,7 @@ class PackedBuilder(AttentionMetadataBuilder):
             Sinks(self.engine.rows, sinks) if sinks else None,
             None if ring is None else Tails(self.engine.rows, ring.k.shape[2]),
             window,
+            kv_cache_spec.sliding_window if isinstance(kv_cache_spec, SlidingWindowSpec) else 0,
         )
         cache = vllm_config.cache_config
         if cache.num_gpu_blocks and "summary" not in self.engine.said:

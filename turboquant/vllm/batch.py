@@ -45,12 +45,15 @@ class Batch:
 class ExactRows:
     """The rows of one group of layers, which see the same blocks.
 
-    found, lost   how many look-ups of a sequence's first tokens found a row, and how many did not
+    sliding_window   tokens that the layers see, 0: all. vLLM frees pages that no query sees any more, but a block table
+                     keeps their numbers, which may be other requests' blocks by now
+    found, lost      how many look-ups of a sequence's first tokens found a row, and how many did not
     """
 
     sinks: Sinks | None
     tails: Tails | None
     window: int = 0
+    sliding_window: int = 0
     found: int = 0
     lost: int = 0
 
@@ -77,11 +80,15 @@ class ExactRows:
         for page in range(max(1, past // PAGE), (length - 1) // PAGE + 1):
             self.sinks.drop(int(blocks[page]))
         first = int(blocks[0])
-        if first == NULL_BLOCK:  # a sliding window has left it
+        if first == NULL_BLOCK or self._left(self.sinks.size, past):
             return -1
         row = self.sinks.written(first, past, length) if past < PAGE else self.sinks.find(first)
         self.found, self.lost = self.found + (row >= 0), self.lost + (row < 0)
         return row
+
+    def _left(self, stop: int, past: int) -> bool:
+        """Whether a sliding window has left all tokens before `stop`, so that no query from `past` on sees one."""
+        return 0 < self.sliding_window <= past - stop + 1
 
     def _tails(
         self, blocks: NDArray[np.integer], past: int, length: int, rows: NDArray[np.int32], reads: NDArray[np.int32]
@@ -94,6 +101,8 @@ class ExactRows:
             if page < 0 or (block := int(blocks[page])) == NULL_BLOCK:
                 continue
             begin, end = page * PAGE, min(length, (page + 1) * PAGE)
+            if self._left(end, past):
+                continue
             if past < end:
                 held = self.tails.written(block, max(past, begin) - begin, end - begin)
                 rows[page % 2] = held.row
