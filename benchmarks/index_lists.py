@@ -11,8 +11,9 @@ a model (benchmarks/index_recall.py). 1,000 others are queries; inner product, t
 `flat` is trained with its mean (as many bytes a row as with lists, but for ids, which an index with lists stores) and
 with what `train` chooses. `recall_all` reads all lists. The `point` is the smallest number of lists with 0.95 of the
 recall of `flat`, mean: `rows` is the share of rows that it reads, and times are of the process's CPU over those of the
-flat index in the same rounds, 256 queries a call (batch) or one (single). FAISS: "RR,IVF{lists},RaBitQfs{bits}" with as
-many probes, skipped with a word where faiss-cpu is not installed. File: index_lists.json.
+flat index in the same rounds, 256 queries a call (batch) or one (single). `rows_held` is the share of rows in the
+nearest lists that hold 0.96 of the true neighbours. FAISS: "RR,IVF{lists},RaBitQfs{bits}" with as many probes, skipped
+with a word where faiss-cpu is not installed. File: index_lists.json.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ from numpy.typing import NDArray
 from timing import RESULTS, Report
 
 import turboquant
+from turboquant.index.lists import Sorted
 
 QUERIES = 1000
 SHARE = 0.95
+HELD = 0.96
 
 
 def clustered(n: int = 1_000_000, dim: int = 384, clusters: int = 4000, seed: int = 0) -> F32:
@@ -85,14 +88,19 @@ def with_lists(x: F32, bits: int, lists: int) -> turboquant.Index:
     return index
 
 
-def rows_read(index: turboquant.Index, queries: F32) -> NDArray[np.float64]:
-    """The share of rows in the n + 1 nearest lists, on average: [lists]."""
+def rows_read(index: turboquant.Index, queries: F32, truth: NDArray[np.int64]) -> tuple[NDArray[np.float64], float]:
+    """The share of rows in the n + 1 nearest lists, on average: [lists]; and that in as many as hold HELD of the true
+    neighbours."""
     now = index._contents
-    assert now.transform.lists is not None
-    sizes = np.diff(now.segments[0].starts)  # type: ignore[attr-defined]
+    segment = now.segments[0]
+    assert now.transform.lists is not None and isinstance(segment, Sorted)
+    sizes = np.diff(segment.starts)
     values = np.where(sizes > 0, queries @ now.transform.lists.directions.T, -np.inf)
-    shares: NDArray[np.float64] = np.cumsum(sizes[np.argsort(-values, axis=1)], axis=1).mean(axis=0) / sizes.sum()
-    return shares
+    order = np.argsort(-values, axis=1)
+    shares: NDArray[np.float64] = np.cumsum(sizes[order], axis=1).mean(axis=0) / sizes.sum()
+    of = segment.lists_of(now.find(truth.ravel())).reshape(truth.shape)
+    places = np.sort(np.take_along_axis(np.argsort(order, axis=1), of, axis=1), axis=None)
+    return shares, float(shares[places[int(HELD * places.size)]])
 
 
 def faiss_lists(x: F32, bits: int, lists: int) -> Any:
@@ -130,7 +138,7 @@ def measure(report: Report, name: str, data: F32, bits: int, lists: int, rounds:
     figures |= {"chosen": chosen.training["chosen"], "chosen_recall": recall(chosen.search(queries, K)[1], truth)}
     figures |= {"flat_bytes": (flat.nbytes - flat.fixed_nbytes) / len(x), "build_cpu_s": built}
     figures["bytes"] = (index.nbytes - index.fixed_nbytes) / len(x)
-    shares, probe = rows_read(index, queries), 1
+    (shares, figures["rows_held"]), probe = rows_read(index, queries, truth), 1
     while probe < lists and found(probe) < SHARE * flat_recall:
         probe += max(1, probe // 8)
     figures |= {"probe": probe, "rows": float(shares[probe - 1]), "recall": found(probe)}
