@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 import torch
 from cache_file import read as independent_read
-from profiles import profile_of
+from profiles import made_calibration, profile_of
 from safetensors.torch import load_file, save_file
 from specs import WAVE, bare
 from test_cache import CONFIG, MOMENTS, PACKED, Stream, forward, new
-from test_calibration import made
 
 import turboquant
 from turboquant import Codes, Quantizer, TurboQuantCache
@@ -68,11 +67,11 @@ def test_a_cache_goes_on_after_loading(tmp_path, spec, dtype):
 
 def test_a_file_without_calibration_for_a_model_that_has_one(tmp_path, rng):
     model = turboquant.patch(models.tiny(), "default")
-    model._turboquant.calibration = made(rng)  # as of patch(model, "calibrated-3", ..)
+    model._turboquant.calibration = made_calibration(rng)  # as of patch(model, "calibrated-3", ..)
     TurboQuantCache(model, "default").save(tmp_path / "c.tqc", model)
     assert TurboQuantCache.load(tmp_path / "c.tqc", model).get_seq_length() == 0
     with pytest.raises(ValueError, match="it was made with another `profile`"):
-        TurboQuantCache.load(tmp_path / "c.tqc", model, profile=profile_of(made(rng)))
+        TurboQuantCache.load(tmp_path / "c.tqc", model, profile=profile_of(made_calibration(rng)))
 
 
 def test_a_link_stays_a_link(tmp_path):
