@@ -57,6 +57,35 @@ def test_rotation_makes_distortion_independent_of_the_data(bits: int, rotation: 
     assert error[rotation] < 1.5 * DISTORTION[bits] < error["none"]
 
 
+@pytest.mark.parametrize("dim, bits, shares", [(128, 4, (0.92, 0.89, 0.875)), (384, 4, (0.97, 0.96, 0.95)),
+                                               (384, 8, (0.85, 0.8, 0.75))])  # fmt: skip
+def test_noise_falls_with_tries(dim: int, bits: int, shares: tuple[float, ...], rng: np.random.Generator) -> None:
+    """1 / cos^2 - 1 of normal vectors and their codes, as a share of what it is without tries; `dot` follows."""
+    x, noise, errors = normal(rng, 1000, dim), [], []
+    for tries in (0, 3, 5, 7):
+        q = Quantizer(dim, bits, tries=tries)
+        codes = q.quantize(x)
+        y = q.dequantize(codes).astype(np.float64)
+        noise.append(((y * y).sum(1) * (x * x).sum(1) / (y * x).sum(1) ** 2 - 1).mean())
+        errors.append(np.square(q.dot(x[:50], codes) - x[:50].astype(np.float64) @ x.T.astype(np.float64)).mean())
+        assert q.plan == Plan(dim, bits, tries=tries, page_tokens=q.plan.page_tokens)
+        assert Quantizer.from_plan(q.plan).quantize(x[:9]).pages.tobytes() == q.quantize(x[:9]).pages.tobytes()
+    assert all(tried < share * noise[0] for tried, share in zip(noise[1:], shares, strict=True)), np.divide(
+        noise, noise[0]
+    )
+    assert noise[1] > noise[2] > noise[3] and errors[3] < errors[0]
+    assert repr(q).endswith("seed=0, tries=7)")
+
+
+@pytest.mark.parametrize(
+    "given", [dict(tries=4), dict(tries=-3), dict(tries=3, scale="norm"), dict(tries=3, levels="absmax"),
+              dict(tries=3, sketch="sign"), dict(tries=True), dict(tries=3.0)]
+)  # fmt: skip
+def test_tries_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError), match="`tries` must be"):
+        Quantizer(64, 4, **given)
+
+
 def test_scales_do_what_they_say(rng: np.random.Generator) -> None:
     x = normal(rng, 300, 128)
     decoded = {

@@ -188,6 +188,10 @@ class Quantizer:
     sketch: signs stored of the quantisation error. "gaussian": of `sketch_rows` Gaussian projections (1..dim, by
         default dim; with scale="norm" this is TurboQuant prod of bits + 1, whose inner products are unbiased); "sign":
         of its coordinates; "none".
+    tries: scales that encoding tries for each vector, of which it keeps the one whose codes have the largest cosine
+        with the vector: 0 (none), 3, 5 or 7. More than 0 needs scale="eden", levels="codebook", and neither block nor
+        sketch. It pays above 2 bits: with 3, a tenth of the squared error goes at 4 bits and 128 numbers, and codes
+        take longer to make. Codes are read as those without.
     Slower, portable code reads other levels than a codebook's, blocks and sketches.
 
     Raises TypeError or ValueError; the message names the argument.
@@ -206,6 +210,7 @@ class Quantizer:
         block: int = 0,
         sketch: str = "none",
         sketch_rows: int | None = None,
+        tries: int = 0,
     ) -> None:
         dim = integer(dim, "Quantizer: `dim`")
         if dim % 8 or not 8 <= dim <= MAX_DIM:
@@ -231,8 +236,12 @@ class Quantizer:
         if not any(widths):
             raise ValueError(f"Quantizer: `bits` must be more than 0 in at least one group, got {bits!r}")
         side = Side(widths, _ROTATIONS[rotation], levels, block, sketch, rows)
+        tries = integer(tries, "Quantizer: `tries`")
+        if tries not in (0, 3, 5, 7):
+            raise ValueError(f"Quantizer: `tries` must be 0, 3, 5 or 7, got {tries}")
         law, scaling = member(Codebook, codebook, "codebook"), member(Scale, scale, "scale")
-        self._setup(Plan(dim, side, codebook=law, scale=scaling, seed=seed, page_tokens=_PAGE), centre)
+        plan = Plan(dim, side, codebook=law, scale=scaling, seed=seed, page_tokens=_PAGE, tries=tries)
+        self._setup(plan, centre)
 
     @classmethod
     def from_plan(cls, plan: Plan, centre: NDArray[np.float32] | None = None) -> Quantizer:
@@ -277,6 +286,8 @@ class Quantizer:
         if not plan.is_plain:
             kinds = {"levels": side.levels, "sketch": side.sketch}
             said += [f"{name}={kind.name.lower()!r}" for name, kind in kinds.items()]  # type: ignore[union-attr]
+        if plan.tries:
+            said.append(f"tries={plan.tries}")
         if self._centre is not None:
             said.append("centre=...")
         return f"Quantizer({self._dim}, {bits}, {', '.join(said)})"
