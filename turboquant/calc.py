@@ -19,6 +19,7 @@ from typing import Any
 from .arguments import BOUNDS, bounded
 from .calc_table import GPUS, ITEM_BYTES, MODELS, TIMED, TIMED_BYTES, TIMES, Row
 from .named_specs import named, of_bits
+from .plot import check_picture, lines
 from .sizes import (
     Model,
     bytes_of,
@@ -203,7 +204,11 @@ def calc(chosen: argparse.Namespace) -> int:
     print(model)
     sequences = f"{chosen.batch:,} sequence{'s' * (chosen.batch > 1)} of {chosen.context:,} tokens"
     print(f"{sequences}, sinks and window in {chosen.dtype}\n")
+    if chosen.plot:
+        check_picture(chosen.plot, "--plot")
     _print_table(model, {} if model.refused else specs, chosen, memory, gpu)
+    if chosen.plot:
+        _plot(model, {} if model.refused else specs, chosen)
     if model.refused:
         print(f"\nA packed cache of it is not counted: {model.refused}.")
     elif chosen.profile is not None or chosen.quality is not None:
@@ -267,6 +272,16 @@ def _print_table(
     print("\nBytes are those of the cache alone. A step is an estimate without weights and the rest of the model:\n"
           f"attention of all layers, {how}, and its share of the {GPUS[gpu] / 1e12:.2f} TB/s that the GPU reads.\n"
           "fp32 and fp8 are timed as bf16 over their bytes.")  # fmt: skip
+
+
+def _plot(model: Model, specs: dict[str, CacheSpec], chosen: argparse.Namespace) -> None:
+    """GiB of the cache by tokens of each sequence, from a 64th of `--context` on."""
+    at = sorted({max(1, chosen.context >> i) for i in range(7)})
+    sizes = {name: [full_bytes(model, chosen.batch, n, held) for n in at] for name, held in FULL.items()}
+    sizes |= {name: [sum(packed_parts(model, spec, chosen.batch, n, ITEM_BYTES[chosen.dtype]).values()) for n in at]
+              for name, spec in specs.items()}  # fmt: skip
+    gib = {name: [size / 2**30 for size in each] for name, each in sizes.items()}
+    lines(chosen.plot, at, gib, f"tokens of each of {chosen.batch:,} sequences", f"GiB, {model.name}")
 
 
 def _count(tokens: int | None) -> str:

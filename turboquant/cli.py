@@ -24,6 +24,7 @@ from .findings import device_code, installed, library
 from .index_commands import add_parser as add_index_parser
 from .kernels import print_kernels
 from .named_specs import print_presets
+from .plot import check_picture, points
 
 if TYPE_CHECKING:
     from .esm.fasta import Entries
@@ -302,6 +303,9 @@ def evaluate(chosen: argparse.Namespace) -> int:
     read = {"--text": chosen.text, "--fasta": chosen.fasta, "--profile": chosen.profile}
     if chosen.json not in STANDARD_OUTPUT:
         check_output(chosen.json or None, "--json", read)
+    if chosen.plot:
+        check_picture(chosen.plot, "--plot")
+        check_output(chosen.plot, "--plot", read | {"--json": chosen.json})
     found = None if chosen.profile is None else loaded_profile(chosen.profile)
     text, proteins = _checked_files(chosen)
     if chosen.fasta is None:
@@ -327,6 +331,10 @@ def evaluate(chosen: argparse.Namespace) -> int:
         count = chosen.proteins, EVALUATED_PROTEINS
         results = commands.evaluated(model, chosen.fasta, specs, found, count, proteins)
         table = commands.markdown(results)
+    if chosen.plot:
+        loss = "kl_divergence" if chosen.fasta is None else "masked_kl_divergence"
+        measured = {name: (one.effective_bits, max(getattr(one, loss), 1e-9)) for name, one in results.items()}
+        points(chosen.plot, measured, "bits of a number, scales included", "KL divergence, nats a token")
     to_stdout = chosen.json in STANDARD_OUTPUT
     print(table, file=sys.stderr if to_stdout else sys.stdout)
     if chosen.json:
@@ -458,6 +466,7 @@ def _add_calc(commands: Any) -> None:
     one.add_argument("--gpu", metavar="NAME", default="h100", help=f"to estimate a step for: {', '.join(GPUS)} "
                      "(default h100)")  # fmt: skip
     one.add_argument("--dtype", choices=tuple(ITEM_BYTES), default="bfloat16", help="of the model (default bfloat16)")
+    one.add_argument("--plot", metavar="FILE", help="a picture of bytes by tokens, .png, .svg or .pdf")
     one.set_defaults(run=calc)
 
 
@@ -569,6 +578,7 @@ def make_parser() -> argparse.ArgumentParser:
     one.add_argument("--batch", type=int, default=1, help="windows of --text that run together")
     one.add_argument("--json", metavar="OUT", help="file to write; - for standard output, with the table on standard "
                      "error")  # fmt: skip
+    one.add_argument("--plot", metavar="FILE", help="a picture of divergence against bits, .png, .svg or .pdf")
     one.set_defaults(run=evaluate)
     add_index_parser(commands)
     _add_esm_embed(commands)

@@ -15,12 +15,13 @@ from ..index import Index
 from ..index.training import LEAST
 from ..index_commands import check_names, fill
 from ..measured import Profile
+from ..plot import figure_class
 from ..spec import CacheSpec
 from ..tables import table
 from .context import ContextCache
 from .embedding import embed
 from .fasta import Entries, Protein, doubts, read_entries
-from .heatmap import figure_class, heat_map
+from .heatmap import heat_map
 from .model import AMINO_ACIDS, checked_model, letter_tokens, tokenise
 from .mutants import SCORE, Mutant, read_mutants, summed
 from .quality import ProteinEvaluation, evaluate, protein_batches

@@ -9,21 +9,13 @@ from typing import Any
 import numpy as np
 
 from ..files import file_name
+from ..plot import figure_class
 from .model import AMINO_ACIDS
 from .scan import Scan
 
 __all__ = ["heat_map"]
 
 COLUMNS = 60  # positions in one strip
-
-
-def figure_class() -> Any:
-    """matplotlib's; ImportError that says how to get it."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("a heat map needs matplotlib: pip install 'turboquant-attention[plot]'") from error
-    return Figure
 
 
 def heat_map(scan: Scan, path: str | os.PathLike[str], *, title: str = "") -> None:

@@ -1,0 +1,58 @@
+"""Pictures of results, for ``--plot`` of commands. Need matplotlib, which writes them to PNG, SVG or PDF files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["check_picture", "figure_class", "lines", "points"]
+
+ENDINGS = (".png", ".svg", ".pdf")
+
+
+def figure_class() -> Any:
+    """matplotlib's; ImportError that says how to get it."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("a picture needs matplotlib: pip install 'turboquant-attention[plot]'") from error
+    return Figure
+
+
+def check_picture(path: str, option: str) -> None:
+    """ValueError for a file that is no picture, ImportError without matplotlib."""
+    if Path(path).suffix.lower() not in ENDINGS:
+        raise ValueError(f"{option} must end in .png, .svg or .pdf, got {path!r}")
+    figure_class()
+
+
+def points(path: str, of: Mapping[str, tuple[float, float]], x: str, y: str) -> None:
+    """A named point for each entry (x, y), with logarithms of y, which is above 0."""
+    figure, axes = _axes(x, y)
+    for name, (across, up) in of.items():
+        axes.plot(across, up, "o", label=name)
+        axes.annotate(name, (across, up), textcoords="offset points", xytext=(6, 4), fontsize=8)
+    axes.set_yscale("log")
+    figure.savefig(path, dpi=120)
+
+
+def lines(path: str, at: Sequence[float], of: Mapping[str, Sequence[float]], x: str, y: str) -> None:
+    """A named line for each entry, with its values at each x, all above 0; logarithms of both."""
+    figure, axes = _axes(x, y)
+    for name, values in of.items():
+        axes.plot(at, values, "o-", markersize=3, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(at, [f"{tokens:,.0f}" for tokens in at], fontsize=7)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def _axes(x: str, y: str) -> tuple[Any, Any]:
+    figure = figure_class()(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.3)
+    return figure, axes
