@@ -20,8 +20,8 @@ __all__ = ["Budget", "forecast", "solve"]
 
 LEAST = 2  # average bits
 # The divergence of a cache on WikiText-2, in windows of 2,048 tokens, divided by the sum of costs times noise is
-# FACTOR (1 + BEND noise): costs are measured on shorter texts, and large errors cost more than in proportion. Fitted on
-# SmolLM2-135M and Gemma 3 270M at 2 to 5 bits.
+# FACTOR (1 + BEND noise): costs are measured on shorter texts, and large errors cost more than in proportion. FACTOR is
+# SmolLM2-135M's at 4 bits, BEND between what it and Gemma 3 270M have from 4 to 2 bits.
 FACTOR, BEND = 2.2, 4.5
 
 F64 = NDArray[np.float64]
