@@ -209,6 +209,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "calc: --context": lambda n: main(["calc", "llama-3-8b", "--context", str(n)]),
     "calibrate: --tokens": lambda n: main(["calibrate", DEMO, "--out", "o", "--text", "t", "--tokens", str(n)]),
     "calibrate: --seed": lambda n: main(["calibrate", DEMO, "--out", "o", "--seed", str(n)]),
+    "chat: --seed": lambda n: main(["chat", DEMO, "--seed", str(n)]),
     "demo: --prompt-tokens": lambda n: main(["demo", "--prompt-tokens", str(n)]),
     "demo: --tokens": lambda n: main(["demo", "--tokens", str(n)]),
     "demo: --seed": lambda n: main(["demo", "--seed", str(n)]),

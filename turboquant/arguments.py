@@ -71,6 +71,7 @@ BOUNDS = {
     "calc: --context": (1, _MOST),
     "calibrate: --tokens": (1, _MOST),
     "calibrate: --seed": (0, 2**63 - 1),
+    "chat: --seed": (0, 2**63 - 1),
     "demo: --prompt-tokens": (2, _MOST),
     "demo: --tokens": (3, 400),
     "demo: --seed": (0, 2**63 - 1),
