@@ -118,7 +118,7 @@ def test_the_command_writes_what_measure_finds(tmp_path, capsys):
     assert main(["measure", str(DEMO), "-o", str(tmp_path / "p")]) == 0
     assert "2,044 tokens (the text of the package), 4 layers" in capsys.readouterr().out
     found = Profile.load(tmp_path / "p")
-    demo = LlamaForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    demo = LlamaForCausalLM.from_pretrained(DEMO, dtype="auto")
     assert same(found.moments.arrays(), turboquant.measure(demo).moments.arrays())
     with pytest.raises(SystemExit):
         main(["measure", str(DEMO), "-o", str(tmp_path)])
