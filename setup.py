@@ -618,7 +618,9 @@ class BuildHubKernel(Command):
 
     def digest(self, backend: str, archs: list[str]) -> str:
         """Of all that the build is made of."""
-        files = [ROOT / path for path in everything] + [ROOT / "turboquant" / name for name in self.FILES]
+        files = [ROOT / "setup.py", *(ROOT / path for path in everything)] + [
+            ROOT / "turboquant" / name for name in self.FILES
+        ]
         told = [version(), self.kernel_version, backend, *archs, *(file.read_bytes().hex() for file in files)]
         return hashlib.sha256(repr(told).encode()).hexdigest()[:12]
 

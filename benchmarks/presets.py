@@ -49,11 +49,11 @@ WikiText-2's test text, windows of 2,048 tokens, float32. fp8 is simulated, with
 both models are de-quantised 4-bit weights. `python benchmarks/quality.py --real smollm2 --own-exact`, and without
 `--own-exact` for the columns of all packed but 4 tokens.
 
-These figures and those below were measured without the search of scales and with the same widths in all layers
-(`CacheSpec(tries=0, uniform=True)`). Presets above 2 bits have the search now. With it, SmolLM2-135M with all packed
-but 4 tokens diverges 0.85 times as much at 5 bits, 0.82 at 4 and 0.96 at 3 (2 windows of 1,024 tokens of the same
-text: 0.00327 -> 0.00277, 0.0126 -> 0.0104, 0.0489 -> 0.0471). All four presets as they are share their bits among
-layers and sides now ([moments](moments.md#what-errors-cost)).
+All figures on this page are of `CacheSpec(tries=0, uniform=True)`: without the search of scales, and with one width in
+all layers. The presets have both, so they diverge less. The search alone, which 2 bits do not have: SmolLM2-135M with
+all packed but 4 tokens diverges 0.85 times as much at 5 bits, 0.82 at 4 and 0.96 at 3 (2 windows of 1,024 tokens of the
+same text: 0.00327 -> 0.00277, 0.0126 -> 0.0104, 0.0489 -> 0.0471). What shared widths gain is in
+[moments](moments.md#what-errors-cost).
 """
 BYTES = """
 ## What they take

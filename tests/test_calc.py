@@ -346,7 +346,7 @@ def test_more_memory_than_floats_count(capsys):
     (["llama-3-8b", "--memory", "lots"], "--memory must be a size above 0"),
     (["llama-3-8b", "--gpu", "h300"], "--gpu must be one of h100, h200,"),
     (["llama-3-8b", "--spec", "defalt"], "did you mean 'default'"),
-    (["llama-3-8b", "--spec", "9"], "--spec must be a preset or a number of bits, got 9: `key_bits` must be in"),
+    (["llama-3-8b", "--spec", "9"], "--spec must be a preset or a number of bits, got 9.0: `key_bits` must be in"),
     (["llama-3-8b", "--spec", "inf"], "--spec must be a preset or a number of bits, got inf"),
     (["llama-3-8b", "--spec", ""], "--spec must be a preset, got ''"),
 ])  # fmt: skip

@@ -180,7 +180,7 @@ def test_no_text_of_the_package_no_veto():
     (dict(method="best"), "`method` must be one of none, moments"),
     (dict(kl_divergence=float("nan")), "`kl_divergence` must be a finite float, got nan"),
     (dict(average=3), "`average` must be a finite float, got 3"),
-    (dict(window=-1), "`window` must be a number of tokens, got -1"),
+    (dict(window=-1), "Trial: `window` must be in 0..2147483647, got -1"),
     (dict(elsewhere=float("nan")), "`elsewhere` must be a finite float or None, got nan"),
     (dict(elsewhere="1.0"), "`elsewhere` must be a finite float or None, got '1.0'"),
     (dict(group=8), "`group` must be 32 or 16 channels, got 8"),

@@ -76,7 +76,7 @@ def test_moments_are_those_of_the_weights_now(change, other, caplog):
     after = moments(model)
     assert not same(before, after) and same(after, turboquant.measure(model))
     said, run, _ = caplog.messages  # the last one is of `measure`
-    assert said.startswith("weights of ") and said.endswith("measured anew") and "runs once over" in run
+    assert said.startswith("weights of ") and said.endswith("measured anew") and "runs over" in run
     assert moments(model) is after and len(caplog.messages) == 3
 
 

@@ -65,7 +65,7 @@ def test_a_model_that_can_be_packed(capsys):
     said = lines(capsys.readouterr().out)
     assert said["model"] == ("ok", "LlamaForCausalLM, 4 million parameters")
     assert said["layers"] == ("ok", "4 of 4 packed, 2 KV heads of 64 channels; 4 with full attention")
-    assert said["preset"][1].startswith("default fits: keys 4 bits, values 4")
+    assert said["preset"][1].startswith("default fits: 4 bits on average")
     fact = "measured on the text of the package, when a cache is first made"
     assert said["moments"] == ("ok", f"{fact}; not kept, because TURBOQUANT_CACHE is empty")
     # The bytes that it promises are those that a cache then holds, as `calc` counts them.

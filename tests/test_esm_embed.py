@@ -287,7 +287,7 @@ def test_bad_arguments(model, tmp_path):
         (dict(sequences=["MK", ""]), ValueError, r"`sequences\[1\]` must have at least one residue"),
         (dict(sequences=["MK", "M" * 70 + "J"]), ValueError, r"`sequences\[1\]\[70\]` must be a letter"),
         (dict(sequences=["MK", 3]), TypeError, r"`sequences\[1\]` must be a string or a list"),
-        (dict(names=["a"]), ValueError, "`names` must be one of each of 2 proteins, got 1"),
+        (dict(names=["a"]), ValueError, "`names` must have one name for each of 2 proteins, got 1"),
         (dict(names=["a", "b\nc"]), ValueError, r"`names\[1\]` must be a text of one line"),
         (dict(layers=[]), ValueError, "`layers` must name at least one layer"),
         (dict(layers=[3, -1]), ValueError, "`layers` must name .* each once"),
@@ -362,7 +362,7 @@ def test_command_errors(model, tmp_path, monkeypatch, capsys):
         ([*good, "--layers", "1,x"], "--layers must be integers between commas, got '1,x'"),
         ([*good, "--layers", "7"], r"`layers\[0\]` must be in -4..3, got 7"),
         ([*good, "--window", "70"], "`window` must be in 2..62"),
-        ([*good, "--memory", "0"], "`memory` must be in 1048576"),
+        ([*good, "--memory", "0"], "--memory must be in 1..1073741824, got 0"),
         ([*good, "--residues", "int8"], "--residues"),
         (["esm-embed", "none", "--model", "model", "--out", "e"], "the FASTA file must be a file of proteins"),
     ):

@@ -211,6 +211,28 @@ def test_a_failure_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(model(ids, attention_mask=mask, past_key_values=cache).logits, want, rtol=0, atol=0)
 
 
+def test_a_failure_in_the_middle_of_a_layer_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some sequences hold the new tokens then, and others do not."""
+    from turboquant.kvcache import rows
+
+    model = patched(PACKED)
+    cache = prefixed(model, TurboQuantCache(model))
+    cache.batch_repeat_interleave(2)
+    ids, more = padded(QUESTIONS[:2])
+    mask = torch.cat([torch.ones(2, PREFIX, dtype=torch.long), more], 1)
+    calls, right = [0], rows._append_attend
+
+    def failing(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        return right(*args, **options) if calls[0] != 6 else 1 / 0
+
+    monkeypatch.setattr(rows, "_append_attend", failing)
+    with pytest.raises(ZeroDivisionError, match="layer 2"):
+        model(ids, attention_mask=mask, past_key_values=cache)
+    with pytest.raises(RuntimeError, match=r"layer .: an earlier call failed after it had changed the cache"):
+        model(ids, attention_mask=mask, past_key_values=cache)
+
+
 def test_join_refuses() -> None:
     model = patched(PACKED)
     cache = prefixed(model, TurboQuantCache(model))

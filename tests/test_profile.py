@@ -51,7 +51,7 @@ def test_folders_and_repositories_of_the_hub(model, tmp_path, monkeypatch):
 
     plain = turboquant.measure(model)
     plain.to_hub(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["turboquant-profile.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["turboquant.profile"]
     assert same(Profile.from_hub(tmp_path).moments.arrays(), plain.moments.arrays())
     asked: list[tuple[object, ...]] = []
 
@@ -64,12 +64,12 @@ def test_folders_and_repositories_of_the_hub(model, tmp_path, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "upload_file", upload)
     plain.to_hub("us/model")
-    assert asked.pop() == ("us/model", "turboquant-profile.safetensors", plain.tokens)
+    assert asked.pop() == ("us/model", "turboquant.profile", plain.tokens)
     with pytest.raises(FileNotFoundError, match="`name` must be a folder or a repository of the hub, got '/no/where'"):
         Profile.from_hub("/no/where")
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     assert Profile.from_hub("us/model", "v1").tokens == plain.tokens
-    assert asked == [("us/model", "turboquant-profile.safetensors", "v1")]
+    assert asked == [("us/model", "turboquant.profile", "v1")]
     with pytest.raises(ValueError, match="`revision` must be None for a folder, got 'v1'"):
         Profile.from_hub(tmp_path, "v1")
     with pytest.raises(FileNotFoundError, match="`path` must be a profile"):

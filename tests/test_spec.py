@@ -288,7 +288,7 @@ def test_a_number_of_bits_is_a_spec():
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        (CacheSpec(), "CacheSpec()  # 4 bits"),
+        (CacheSpec(), "CacheSpec()  # 4 bits on average"),
         (CacheSpec(8), "CacheSpec(key_bits=8)  # keys 8 bits, values 4"),
         (CacheSpec(3, 3, sinks=0), "CacheSpec(key_bits=3, value_bits=3, sinks=0)"),
         (CacheSpec(budget=2.5), "CacheSpec(budget=2.5)"),
@@ -307,7 +307,7 @@ def test_the_command_presets(capsys):
     assert head.split()[:3] == ["preset", "codes", "bits"] and [line.split()[0] for line in lines] == [*presets()]
     assert re.split(r" {2,}", lines[0]) == [
         "default",
-        "4 bits",
+        "4 bits on average",
         "4.125",
         "first 4, last 128",
         "moments, measured by itself",

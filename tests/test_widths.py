@@ -187,6 +187,7 @@ def test_files_keep_widths(model, profile, tmp_path):
         cache.save(tmp_path / "cache")
         back = TurboQuantCache.load(tmp_path / "cache", model, profile=profile)
         assert [layer.spec for layer in back.packed_layers] == [layer.spec for layer in cache.packed_layers]
+        assert "1 to 3 bits by layer and side, 2 on average" in str(back.report())
         outs = [model(ids[:, :150], past_key_values=one).logits for one in (cache, back)]
     turboquant.unpatch(model)
     assert torch.equal(*outs)
@@ -296,3 +297,19 @@ def test_calc_chooses_bits(profile, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["calc", "llama-3-8b", "--quality", "0.1"])
     assert "--profile must be a file of `turboquant measure` where --quality is given" in capsys.readouterr().err
+
+
+def test_costs_are_tried_again(model, tokenizer, tmp_path, monkeypatch):
+    """What was in the way once, such as too little memory, does not make a model's widths uniform for good."""
+    from turboquant.moments import costs
+
+    monkeypatch.setenv("TURBOQUANT_CACHE", str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(costs, "side_costs", lambda *_: 1 / 0)
+        found = turboquant.measure(model, tokenizer).moments
+    assert found.costs is None and "ZeroDivisionError" in found.no_costs
+    (file,) = tmp_path.iterdir()
+    assert Profile.load(file).moments.no_costs == found.no_costs
+    again = turboquant.measure(model, tokenizer).moments
+    assert again.costs is not None and not again.no_costs and again.tokens == found.tokens
+    np.testing.assert_array_equal(Profile.load(file).moments.costs, again.costs)

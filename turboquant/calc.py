@@ -206,13 +206,15 @@ def calc(chosen: argparse.Namespace) -> int:
     print(f"{sequences}, sinks and window in {chosen.dtype}\n")
     if chosen.plot:
         check_picture(chosen.plot, "--plot")
+    budget = chosen.profile is not None or chosen.quality is not None
+    bits = _budget(model, chosen, asked, memory) if budget and not model.refused else ""
     _print_table(model, {} if model.refused else specs, chosen, memory, gpu)
     if chosen.plot:
         _plot(model, {} if model.refused else specs, chosen)
     if model.refused:
         print(f"\nA packed cache of it is not counted: {model.refused}.")
-    elif chosen.profile is not None or chosen.quality is not None:
-        print(f"\n{_budget(model, chosen, asked, memory)}")
+    elif bits:
+        print(f"\n{bits}")
     return 1 if model.refused else 0
 
 
@@ -232,15 +234,28 @@ def _budget(model: Model, chosen: argparse.Namespace, tokens: int | None, memory
 
     if chosen.profile is None:
         raise ValueError("--profile must be a file of `turboquant measure` where --quality is given, got none")
+    given = {"--context": tokens, "--memory": chosen.memory, "--quality": chosen.quality}
+    if sum(value is not None for value in given.values()) != 2:
+        named = ", ".join(f"{name} {value}" for name, value in given.items() if value is not None) or "none"
+        raise ValueError(f"two of --context, --memory and --quality must be given with --profile, got {named}")
     profile = Profile.of(chosen.profile)
-    packed = sum(one.kind != "none" for one in model.layers)
-    if len(profile.layers) != packed:
-        raise ValueError(f"--profile must be of this model, which has {packed} layers with keys, got one of "
+    packed = [one for one in model.layers if one.kind != "none"]
+    if len(profile.layers) != len(packed):
+        raise ValueError(f"--profile must be of this model, which has {len(packed)} layers with keys, got one of "
                          f"{len(profile.layers)}")  # fmt: skip
-    found = solve(model, CacheSpec(), profile.moments.costs, tokens=tokens, quality=chosen.quality,
-                  memory=None if memory is None else memory // chosen.batch,
-                  item_bytes=ITEM_BYTES[chosen.dtype])  # fmt: skip
-    return f"Bits by layer and side for each sequence: {found}."
+    for i, (one, held) in enumerate(zip(packed, profile.moments.layers)):
+        if held.centre.shape != (one.kv_heads, one.head_dim):
+            found = f"{held.centre.shape[0]} of {held.centre.shape[1]}"
+            raise ValueError(f"--profile must be of this model, whose layer {i} has {one.kv_heads} KV heads of "
+                             f"{one.head_dim} channels, got one with {found}")  # fmt: skip
+    try:
+        chosen_bits = solve(model, CacheSpec(), profile.moments.costs, tokens=tokens, quality=chosen.quality,
+                            memory=None if memory is None else memory // chosen.batch,
+                            item_bytes=ITEM_BYTES[chosen.dtype])  # fmt: skip
+    except ValueError as error:
+        said = str(error).replace("`memory`", "--memory").replace("`quality`", "--quality")
+        raise ValueError(f"{said} (for each of {chosen.batch} sequences)") from None
+    return f"Bits by layer and side for each sequence: {chosen_bits}."
 
 
 def _print_table(

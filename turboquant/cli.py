@@ -102,7 +102,7 @@ def _check_kind(name: str, proteins: bool) -> None:
     except (OSError, ValueError) as error:
         raise ValueError(f"{_MODEL}, got {name!r}: {str(error).strip().partition(chr(10))[0]}") from None
     if proteins != (kind == "esm"):
-        wants = "an ESM-2 model, for proteins" if proteins else "a causal language model (--fasta is for ESM-2)"
+        wants = "an ESM-2 model, for proteins" if proteins else "a causal language model"
         raise ValueError(f"MODEL must be {wants}, got {name!r}, which is of type {kind!r}")
 
 
@@ -402,15 +402,19 @@ def esm_scan(chosen: argparse.Namespace) -> int:
     from .named_specs import named
 
     read = {"FASTA": chosen.fasta, "--profile": chosen.profile, "--mutants": chosen.mutants}
-    if chosen.joint and (chosen.mutants is None or chosen.method == "wild-type-marginals" or chosen.heatmap):
-        raise ValueError("--joint needs --mutants, a method that masks, and no --heatmap")
+    if chosen.joint and chosen.mutants is None:
+        raise ValueError("--joint must be given with --mutants only, got none")
+    if chosen.joint and chosen.method == "wild-type-marginals":
+        raise ValueError(f"--joint must be given with a --method that masks, got {chosen.method}")
+    if chosen.joint and chosen.heatmap:
+        raise ValueError(f"--joint must be given without --heatmap, got {chosen.heatmap!r}")
     if chosen.csv in STANDARD_OUTPUT:
         chosen.csv = "-"
     else:
         check_output(chosen.csv, "--csv", read, moved=True)
     check_output(chosen.heatmap or None, "--heatmap", {**read, "--csv": None if chosen.csv == "-" else chosen.csv})
-    if chosen.heatmap and Path(chosen.heatmap).suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"--heatmap must end in .png, .svg or .pdf, got {chosen.heatmap!r}")
+    if chosen.heatmap:
+        check_picture(chosen.heatmap, "--heatmap")
     if named(chosen.spec, "--spec").calibrated and chosen.profile is None and chosen.method == "shared-context":
         raise ValueError(f"--profile must name a file for {chosen.spec}; `turboquant calibrate` makes one")
     found = None if chosen.profile is None else loaded_profile(chosen.profile)
@@ -639,7 +643,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print(f"\nturboquant: {chosen.command}: interrupted", file=sys.stderr)
-        if chosen.command == "calibrate" and os.path.exists(f"{chosen.out}.part"):
+        part = {"calibrate": ".part", "esm-embed": ".part.json"}.get(chosen.command)
+        if part and os.path.exists(f"{chosen.out}{part}"):
             print(f"{chosen.out}.part has what was found so far. To go on: {shlex.join(['turboquant', *given])}",
                   file=sys.stderr)  # fmt: skip
         return 128 + signal.SIGINT

@@ -129,9 +129,7 @@ def _kinds(windows: list[int]) -> str:
 
 
 def _words(spec: CacheSpec) -> str:
-    spec = spec.settled()
-    bits = f"{spec.budget} bits on average" if spec.budget else f"keys {spec.key_bits} bits, values {spec.value_bits}"
-    return f"{bits}; exact are the first {spec.sinks} tokens and the last {spec.window}"
+    return f"{spec.bits_in_words()}; exact are the first {spec.sinks} tokens and the last {spec.window}"
 
 
 def _savings(name: str, text: Any, spec: CacheSpec, tokens: int) -> Finding:

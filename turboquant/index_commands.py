@@ -130,6 +130,7 @@ def search(chosen: argparse.Namespace) -> int:
     queries, names = mapped(chosen.queries, "QUERIES")
     vectors = None if chosen.refine is None else mapped(chosen.refine, "--refine")[0]
     index = _loaded(chosen.index)
+    _check_search(chosen, index, queries, vectors)
     with path_called("INDEX"):
         ids = ids_by_number(index)
     options = {"threads": chosen.threads, "refine": vectors, "factor": chosen.factor, "probe": chosen.probe}
@@ -138,10 +139,26 @@ def search(chosen: argparse.Namespace) -> int:
         csv.writer(sys.stdout).writerows(rows)
         return 0
     unfinished = f"{chosen.csv}.part"
-    with open(unfinished, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows(rows)
-    os.replace(unfinished, chosen.csv)
+    try:
+        with open(unfinished, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows(rows)
+        os.replace(unfinished, chosen.csv)
+    except BaseException:
+        if os.path.exists(unfinished):
+            os.unlink(unfinished)
+        raise
     return 0
+
+
+def _check_search(chosen: argparse.Namespace, index: Index, queries: Any, vectors: Any) -> None:
+    if chosen.factor is not None and vectors is None:
+        raise ValueError(f"--factor must be given with --refine only, got {chosen.factor}")
+    if chosen.probe is not None and not 1 <= chosen.probe <= index.lists:
+        within = f"in 1..{index.lists}, the lists of INDEX" if index.lists else "left out: INDEX has no lists"
+        raise ValueError(f"--probe must be {within}, got {chosen.probe}")
+    for name, x in (("QUERIES", queries), ("--refine", vectors)):
+        if x is not None and x.shape[1] != index.d:
+            raise ValueError(f"{name} must have {index.d} numbers a row, as INDEX has, got {x.shape[1]}")
 
 
 def _found(

@@ -105,7 +105,7 @@ def of_bits(bits: Any, argument: str) -> CacheSpec:
     try:
         return OURS["default"].with_(key_bits=float(bits), value_bits=float(bits))
     except (ValueError, OverflowError) as error:
-        raise ValueError(f"{argument} must be a preset or a number of bits, got {bits:g}: {error}") from None
+        raise ValueError(f"{argument} must be a preset or a number of bits, got {bits!r}: {error}") from None
 
 
 def resolve(spec: CacheSpec | str | float) -> CacheSpec:

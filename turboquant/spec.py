@@ -193,10 +193,10 @@ class CacheSpec:
                     where a plan cannot have tries: another scale than "eden", blocks, tables, sketches, outliers and
                     `value_rotation`.
     uniform         True: all layers have `key_bits` and `value_bits`. False: where both are the same number, 2..5, and
-                    there are a window and moments, that number is an average. Sides of layers whose errors cost more,
-                    by the costs in the moments of the model, get one bit more, as many others one less. Layers of a
-                    kind (full or sliding attention) share theirs, so bytes are the same. Overrides that name bits or
-                    tries, and moments without costs, make widths uniform as well.
+                    the spec has a window and moments, that number is an average. A side of a layer whose errors cost
+                    more (`Moments.costs`) gets one bit more; as many other sides get one bit less. Layers of one kind
+                    (full or sliding attention) share among themselves, so the cache takes as many bytes. Widths are
+                    also uniform if overrides name bits or tries, or if the moments have no costs.
     budget          average bits of a code over all layers, keys and values, which a calibration distributes: 2 to 6;
                     with `method="axes"` above 0 and at most 5. key_bits, value_bits, rotation, centre and metric are
                     then "auto": the method sets them for each layer. None: they hold as they are.
@@ -253,8 +253,8 @@ class CacheSpec:
 
     def bits_in_words(self) -> str:
         """Such as "4 bits", "keys 8 bits, values 4" or "3 bits on average"."""
-        if self.budget is not None:
-            return f"{self.budget:g} bits on average"
+        if average := self.budget or self.shared_bits:
+            return f"{average:g} bits on average"
         key, value = self._meant("key_bits"), self._meant("value_bits")
         return f"{key} bits" if key == value else f"keys {key} bits, values {value}"
 

@@ -2,7 +2,6 @@
 #include "index_internal.h"
 #include <stdatomic.h>
 #include <stdlib.h>
-#include <string.h>
 
 void tq_index_list_values(const tq_index_use *use, const float *x, int32_t rows, double *values)
 {

@@ -228,7 +228,7 @@ static void note(const scan_job *job, const tq_index_rows *rows, int64_t q, floa
     }
 }
 
-/** Scores the noted rows that the limit has not risen above, neither above their second bounds. */
+/** Scores the noted rows whose first and second bounds both still reach the limit. */
 static void score_noted(const scan_job *job, const tq_index_rows *rows, int32_t worker, int64_t q, int64_t run,
                         pending_rows *noted)
 {

@@ -28,14 +28,14 @@ TQ_INLINE void value_tile(const float *centres, int32_t n, const float *x, int32
 static void scan_values(const float *centres, int32_t n, const float *x, int32_t rows, int64_t stride, int l2,
                         double *values, int64_t values_stride)
 {
-    for (int32_t r = 0; r < rows; x += stride, values += values_stride, r++) {
-        if (r + VALUES_TOGETHER <= rows) {
-            if (l2) value_tile(centres, n, x, VALUES_TOGETHER, stride, 1, values, values_stride);
-            else value_tile(centres, n, x, VALUES_TOGETHER, stride, 0, values, values_stride);
-            x += (VALUES_TOGETHER - 1) * stride;
-            values += (VALUES_TOGETHER - 1) * values_stride;
-            r += VALUES_TOGETHER - 1;
-        } else value_tile(centres, n, x, 1, stride, l2, values, values_stride);
+    int32_t r = 0;
+    for (; r + VALUES_TOGETHER <= rows; r += VALUES_TOGETHER) {
+        const float *some = x + r * stride;
+        double *to = values + r * values_stride;
+        if (l2) value_tile(centres, n, some, VALUES_TOGETHER, stride, 1, to, values_stride);
+        else value_tile(centres, n, some, VALUES_TOGETHER, stride, 0, to, values_stride);
     }
+    for (; r < rows; r++)
+        value_tile(centres, n, x + r * stride, 1, stride, l2, values + r * values_stride, values_stride);
 }
 #endif

@@ -389,7 +389,7 @@ def _announced(
     passes = {
         "keys and values, moments": _numbers(batches) + TOKENS + own + batches[0]["input_ids"].numel(),
         "gradients": 4 * _numbers(probes),  # forward, forward again and backward
-        "costs of sides": 4 * windows * (_numbers(probes) * bool(own) + kinds),
+        "costs of sides": 4 * windows * (_numbers(probes) * bool(own) + kinds) if tests or not own else 0,
         "trials": windows * tried * (1 + specs) if tests or not own else 0,
     }
     text = text_config(model)

@@ -71,8 +71,8 @@ def with_moments(
         for i, ids in ((i, ids) for i, ids in enumerate(texts) if _packs(ids, window)):
             name = f"costs of {'own' if texts is own else 'kind'} {i}, window {window}"
             measure = partial(side_costs, model, ids, moments["model"], found.seed + i, window)
+            (shown.skip if name in run.arrays else shown.add)(ids.numel())
             each.append(run.array(name, measure))
-            shown.add(ids.numel())
         mean: F64 = np.mean([costs / (costs.sum() or 1) for costs in each], 0)
         return mean
 

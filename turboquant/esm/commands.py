@@ -15,7 +15,6 @@ from ..index import Index
 from ..index.training import LEAST
 from ..index_commands import check_names, fill
 from ..measured import Profile
-from ..plot import figure_class
 from ..spec import CacheSpec
 from ..tables import table
 from .context import ContextCache
@@ -161,8 +160,6 @@ def scan(model: Any, chosen: argparse.Namespace, profile: Profile | None, read: 
     of the one protein. Skips proteins that the model cannot read, and lists them on stderr at the end. An existing CSV
     file is replaced at the end; "-" is standard output, which gets each protein's rows at once."""
     checked_model(model)
-    if chosen.heatmap:
-        figure_class()
     proteins, left_out = _usable(chosen.fasta, read, model, any_length=True)
     check_names([protein.name for protein in proteins], "the FASTA file")
     mutants = None

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -148,13 +148,15 @@ def _job(
     memory: int | None,
 ) -> _Job:
     """The arguments of `embed`, checked."""
+    if isinstance(sequences, (bytes, Mapping)) or not isinstance(sequences, Collection):
+        raise TypeError(f"`sequences` must be a list of at least one protein, got {sequences!r:.80}")
     if isinstance(sequences, str) or not len(sequences):
         raise ValueError(f"`sequences` must be a list of at least one protein, got {sequences!r:.80}")
     if residues not in ("none", "float16", "4bit"):
         raise ValueError(f"`residues` must be none, float16 or 4bit, got {residues!r}")
     named = [str(i) for i in range(len(sequences))] if names is None else list(names)
     if len(named) != len(sequences):
-        raise ValueError(f"`names` must be one of each of {len(sequences)} proteins, got {len(named)}")
+        raise ValueError(f"`names` must have one name for each of {len(sequences)} proteins, got {len(named)}")
     for i, name in enumerate(named):
         if not isinstance(name, str) or "\n" in name or not name:
             raise ValueError(f"`names[{i}]` must be a text of one line, got {name!r}")

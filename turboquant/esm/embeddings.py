@@ -115,12 +115,17 @@ class Embeddings:
             layers, kind = tuple(meta["layers"]), meta["residues"]
             if not layers or any(type(layer) is not int for layer in layers) or kind not in ("none", "float16", "4bit"):
                 raise ValueError("it must name layers, and how residues are kept")
+            if (kind == "4bit") != (plan is not None):
+                raise ValueError("it must have a plan with packed residues, and only then")
             arrays = {key: _array(data, held) for key, held in tensors.items()}
             names = tuple(bytes(arrays["names"]).decode().split("\n"))
             lengths = arrays["lengths"]
             if lengths.shape != (len(names),) or not (lengths > 0).all():
-                raise ValueError("`lengths` must be one of each name, and positive")
-            wanted = described(names, lengths, layers, int(arrays[f"mean.{layers[0]}"].shape[1]), kind, plan)
+                raise ValueError("`lengths` must have one positive length for each name")
+            width = int(arrays[f"mean.{layers[0]}"].shape[1])
+            if plan is not None and plan.head_dim != width:
+                raise ValueError(f"its plan must be of {width} numbers, got {plan.head_dim}")
+            wanted = described(names, lengths, layers, width, kind, plan)
             if {key: (held.dtype, held.shape) for key, held in tensors.items()} != {
                 key: (held.dtype, held.shape) for key, held in wanted.items()
             }:

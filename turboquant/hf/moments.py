@@ -150,11 +150,12 @@ def moments_notes(spec: CacheSpec, moments: Moments | None, specs: Sequence[Cach
     notes = [f"moments of {moments.tokens:,} tokens: {moments.source or 'of unknown source'}"]
     if moments.source == RANDOM_IDS:
         notes.append("random token ids cost 1.2 to 1.5 times the divergence: pass `tokenizer` to turboquant.patch")
-    if spec.shared_bits is not None and moments.costs is None:
-        notes.append(f"the same widths in all layers: {moments.no_costs or 'the profile has no costs'}")
-    elif spec.shared_bits is not None:
+    if spec.shared_bits is not None:
         bits = [bits for one in specs for bits in (one.key_bits, one.value_bits)]
-        notes.append(f"{min(bits)} to {max(bits)} bits by layer and side, {spec.shared_bits} on average")
+        if len({*bits}) > 1:
+            notes.append(f"{min(bits)} to {max(bits)} bits by layer and side, {spec.shared_bits} on average")
+        else:
+            notes.append(f"the same widths in all layers: {moments.no_costs or 'the profile has no costs'}")
     waves = [i for i, one in enumerate(specs) if one.centre == "wave"]
     for kind, why in (
         ("constant", "their keys do not turn"),

@@ -41,7 +41,7 @@ os.register_at_fork(after_in_child=_unlock_in_child)
 
 
 class Index:
-    """A flat index of vectors in `bits` bits a number.
+    """An index of vectors in `bits` bits a number.
 
     dim: numbers of a vector, 1..4096. bits: 1..6 or 8. seed: 0..2**63 - 1, for the random rotation.
     metric: "ip" and "cosine": scores are inner products (of unit vectors), larger first; "l2": squared distances,

@@ -30,6 +30,9 @@ class Lists:
     def __len__(self) -> int:
         return len(self.directions)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"directions": self.directions, "lengths": self.lengths}  # not `core`, which is made anew
+
     @property
     def nbytes(self) -> int:
         return self.directions.nbytes + (0 if self.lengths is None else self.lengths.nbytes)

@@ -158,25 +158,26 @@ class PageTable:
     def joined(cls, tables: Sequence[PageTable]) -> PageTable:
         """The rows of all tables, one after the other, in the pool of the first: pages of other pools are copied."""
         pool, rows = tables[0].pool, list[list[int]]()
+        others = {id(table): table.packed() for table in tables if table.pool is not pool}  # one lock at a time
         taken: list[int] = []
         with pool.lock:
-            for table in tables:
-                table.ready = -1
-                if table.pool is pool:
-                    rows += table.rows
-                    continue
-                pages, numbered = table.packed()
-                copies = pool.take(len(pages))
-                taken += copies
-                with in_place(pool.storage):
-                    pool.storage.index_copy_(
-                        0, torch.tensor(copies, dtype=torch.int64, device=pool.storage.device), pages
-                    )
-                number = dict(enumerate(copies)) | {RELEASED: RELEASED}
-                rows += [[number[page] for page in row] for row in numbered]
-            made = cls(pool, rows)
-            pool.release(taken)  # the rows have references of their own
-        return made
+            try:
+                for table in tables:
+                    table.ready = -1
+                    if table.pool is pool:
+                        rows += table.rows
+                        continue
+                    pages, numbered = others[id(table)]
+                    copies = pool.take(len(pages))
+                    taken += copies
+                    where = torch.tensor(copies, dtype=torch.int64, device=pool.storage.device)
+                    with in_place(pool.storage):
+                        pool.storage.index_copy_(0, where, pages)
+                    number = dict(enumerate(copies)) | {RELEASED: RELEASED}
+                    rows += [[number[page] for page in row] for row in numbered]
+                return cls(pool, rows)
+            finally:
+                pool.release(taken)  # the rows, if they were made, have references of their own
 
     def __del__(self) -> None:
         if (pool := getattr(self, "pool", None)) is not None:

@@ -38,26 +38,34 @@ def store_rows(
     if after > stored.exact_ready:
         stored.make_exact_room(after)
     with table.pool.lock:
-        stored.reserve_pages(after, padding)
+        undo, begun = stored.reserve_pages(after, padding), False
         exact = stored.exact()
         others = {name: held for name, held in stored.arguments().items() if name not in exact}
-        for b, first in enumerate(masked - known for masked, known in zip(padding, stored.padding)):
-            if first >= new:
-                continue
-            row, some = slice(b, b + 1), slice(first, new)
-            step = {**how, **others, **{name: held[row] for name, held in exact.items()}}
-            if stored.flag is not None:
-                step["flag"] = flag = torch.zeros_like(stored.flag)
-            if lse is not None:
-                step["lse"] = part = query.new_empty((1, query.shape[1], new - first), dtype=torch.float32)
-            out[row, :, some] = _append_attend(
-                stored.plan.words, query[row, :, some], key[row, :, some], value[row, :, some], lengths[row],
-                stored.pages, stored.block_table[row], **step
-            )  # fmt: skip
-            if lse is not None:
-                lse[row, :, some] = part
-            if stored.flag is not None:  # of sequence 0, there
-                stored.flag.copy_(torch.where((stored.flag == 0) & (flag != 0), flag + (b << 32), stored.flag))
+        try:
+            for b, first in enumerate(masked - known for masked, known in zip(padding, stored.padding)):
+                if first >= new:
+                    continue
+                row, some = slice(b, b + 1), slice(first, new)
+                step = {**how, **others, **{name: held[row] for name, held in exact.items()}}
+                if stored.flag is not None:
+                    step["flag"] = flag = torch.zeros_like(stored.flag)
+                if lse is not None:
+                    step["lse"] = part = query.new_empty((1, query.shape[1], new - first), dtype=torch.float32)
+                begun = True
+                out[row, :, some] = _append_attend(
+                    stored.plan.words, query[row, :, some], key[row, :, some], value[row, :, some], lengths[row],
+                    stored.pages, stored.block_table[row], **step
+                )  # fmt: skip
+                if lse is not None:
+                    lse[row, :, some] = part
+                if stored.flag is not None:  # of sequence 0, there
+                    stored.flag.copy_(torch.where((stored.flag == 0) & (flag != 0), flag + (b << 32), stored.flag))
+        except BaseException:
+            if begun:
+                stored.damaged = True  # some sequences hold the new tokens already
+            else:
+                undo()
+            raise
     stored.tokens, stored.padding, stored.sliding_window = after, padding, 0
     stored.past, stored.least = PastWindows(), after
     return out, lse

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,6 +87,8 @@ def solve(
     if sum(value is not None for value in given.values()) != 2:
         named = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None) or "none"
         raise ValueError(f"two of `tokens`, `memory` and `quality` must be given, got {named}")
+    if quality is not None and (isinstance(quality, bool) or not isinstance(quality, Real)):
+        raise TypeError(f"`quality` must be a divergence in nats, got {quality!r}")
     if quality is not None and not quality > 0:
         raise ValueError(f"`quality` must be a divergence above 0 in nats, got {quality!r}")
     if spec.shared_bits is None or spec.overrides:

@@ -18,7 +18,8 @@ from ..spec import CacheSpec
 __all__ = ["FORMAT", "Profile", "shared_widths", "used_by"]
 
 FORMAT = "turboquant-profile-1"
-FILE = "turboquant-profile.safetensors"  # in a folder or a repository of the hub
+# In a folder or a repository of the hub. Not .safetensors: vLLM loads every such file of a model as weights.
+FILE = "turboquant.profile"
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ each layer and KV head: of the keys, and of the outer products of the queries.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import inspect
 import json
@@ -28,7 +29,7 @@ from ..models.placement import device_of, on_all_ranks
 from ..models.wrappers import checked_base_model
 from ..progress import Progress, log
 from .costs import with_costs
-from .data import PROTEINS, RANDOM_IDS, LayerMoments, Moments
+from .data import RANDOM_IDS, LayerMoments, Moments
 from .metric import averaged_over_positions, chosen_pairs, metric_of, turn_back
 from .rotary import Rotary, probe
 from .text import LEAST, TOKENS, cost_texts, protein_sample, sample
@@ -89,17 +90,22 @@ def measure_model(
     kept = _kept(file, mark) if read and file is not None else None
     everywhere = on_all_ranks(base, kept is not None)
     if kept is not None and everywhere:
-        return kept
-    where = f", kept in {folder}" if write and folder is not None else ""
-    log.info("%s runs once over %s tokens, to measure its moments%s", name, f"{sum(map(torch.numel, ids)):,}", where)
-    parts = _weighted(ids, 1.0)
-    layers = _of_proteins(base, parts) if proteins else _measured(base, parts, limit)
-    moments = Moments(layers, mark, sum(map(_counted, ids)), source)
+        if proteins or kept.costs is not None:
+            return kept
+        moments = kept  # costs are tried again: what was in the way, such as too little memory, may be gone
+    else:
+        where = f", kept in {folder}" if write and folder is not None else ""
+        seen = f"{sum(map(torch.numel, ids)):,}"
+        also = "" if proteins else ", and backward over some of them"
+        log.info("%s runs over %s tokens%s, to measure its moments%s", name, seen, also, where)
+        parts = _weighted(ids, 1.0)
+        layers = _of_proteins(base, parts) if proteins else _measured(base, parts, limit)
+        moments = Moments(layers, mark, sum(map(_counted, ids)), source)
     if not proteins:
-        moments = with_costs(moments, base, cost_texts(base, tokenizer, drawn))
+        moments = with_costs(dataclasses.replace(moments, no_costs=""), base, cost_texts(base, tokenizer, drawn))
         if moments.no_costs and source != RANDOM_IDS:
             log.info("all layers of %s get the same widths: %s", name, moments.no_costs)
-    if write and file is not None:
+    if write and file is not None and not (kept is not None and kept.no_costs == moments.no_costs != ""):
         _keep(file, moments)
     return moments
 
@@ -266,8 +272,7 @@ def _kept(file: Path, mark: dict[str, Any]) -> Moments | None:
         moments.check(mark)
     except (OSError, ValueError):
         return None  # missing or damaged: measured and written again
-    whole = moments.costs is not None or moments.no_costs or moments.source == PROTEINS
-    return moments if whole else None
+    return moments
 
 
 def _keep(file: Path, moments: Moments) -> None:

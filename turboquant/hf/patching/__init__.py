@@ -89,6 +89,8 @@ def patch(
     if any(value is not None for value in (tokens, memory, quality)):
         if bits is not None:
             raise ValueError(f"`bits` must be None where `memory` or `quality` chooses them, got {bits!r}")
+        if uniform:
+            raise ValueError("`uniform` must be False where `memory` or `quality` chooses bits, got True")
         if _family(base) is esm:
             raise NotImplementedError(f"{type(base).__name__}: a budget is for decoders, ESM-2 keeps no cache")
         chosen = llama.budgeted(base, chosen, given, tokenizer, tokens, memory, quality)
@@ -117,7 +119,7 @@ def _chosen(spec: CacheSpec | str | float, bits: float | None, uniform: bool, pr
             raise ValueError(f"`bits` must be None for a spec with a budget of {chosen.budget:g} bits, got {bits!r}")
         bits = int(bits) if bits == int(bits) else float(bits)
         chosen = chosen.with_(key_bits=bits, value_bits=bits)
-    if uniform:
+    if uniform is not False:
         chosen = chosen.with_(uniform=uniform)
     return chosen if prefill is None else chosen.with_(prefill=prefill)
 
@@ -129,7 +131,7 @@ def _check_dtype(model: Any) -> None:
                                   "bfloat16 or float16 (model.to(torch.float32))")  # fmt: skip
 
 
-def check(model: Any, spec: CacheSpec | str = "default") -> None:
+def check(model: Any, spec: CacheSpec | str | float = "default") -> None:
     """Raises what `patch` would raise, and changes nothing. The weights may be on the meta device."""
     base = checked_base_model(model)
     _check_dtype(base)
