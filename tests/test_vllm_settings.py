@@ -82,8 +82,10 @@ def config(model=None, cache=None, parallel=None, **others):
         ({"parallel": {"pipeline_parallel_size": 2}}, "pass --pipeline-parallel-size 1"),
         ({"device_config": SimpleNamespace(device_type="cuda")}, "serves vLLM on CPUs so far, got a device of type"),
         ({"kv_transfer_config": object()}, "remove --kv-transfer-config"),
-        ({"speculative_config": object()}, "remove --speculative-config"),
-        ({"parallel": {"tensor_parallel_size": 2}}, "pass --tensor-parallel-size 1"),
+        (
+            {"speculative_config": SimpleNamespace(method="eagle")},
+            "by a draft model is not tested.* got the method 'eagle'",
+        ),
     ],
 )
 def test_engines_that_are_refused(given, says):
@@ -94,6 +96,7 @@ def test_engines_that_are_refused(given, says):
 def test_engines_that_are_served():
     check_engine(config())
     check_engine(config(cache={"block_size": 256}))
+    check_engine(config(parallel={"tensor_parallel_size": 2}, speculative_config=SimpleNamespace(method="ngram")))
     text = SimpleNamespace(language_model_only=True)
     check_engine(config(model={"uses_mrope": True, "multimodal_config": text}))
 

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from prometheus_client import Counter
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
@@ -18,6 +19,9 @@ from .refusals import check_layer
 from .rows import PAGE, Sinks, Tails
 
 __all__ = ["PackedBackend", "PackedBuilder", "PackedImpl"]
+
+EXACT_SINKS = Counter("turboquant:sinks_exact", "Steps of requests whose first tokens had their exact row.")
+LOST_SINKS = Counter("turboquant:sinks_lost", "Steps of requests whose first tokens were read from the page.")
 
 
 class PackedBackend(AttentionBackend):
@@ -85,8 +89,10 @@ class PackedBuilder(AttentionMetadataBuilder):
         m = common_attn_metadata
         starts, lens = m.query_start_loc_cpu.tolist(), m.seq_lens[: m.num_reqs].tolist()
         table = m.block_table_tensor
-        lost = self.rows.lost
+        found, lost = self.rows.found, self.rows.lost
         rows = self.rows.rows_of(starts, lens, table.numpy())
+        EXACT_SINKS.inc(self.rows.found - found)
+        LOST_SINKS.inc(self.rows.lost - lost)
         self._say_lost(lost)
         sinks, tails, reads = (None if x is None else torch.from_numpy(np.ascontiguousarray(x)) for x in rows)
         return Batch(m.query_start_loc, m.seq_lens[: m.num_reqs].to(torch.int32), table, sinks, tails, reads,

@@ -47,12 +47,11 @@ def _of_engine(config: Any) -> Iterator[str]:
         yield f"{_PACKS} no caches that context parallelism splits: pass --decode-context-parallel-size 1"
     if _get(parallel, "pipeline_parallel_size", 1) > 1:
         yield "pipeline parallelism is not tested with turboquant: pass --pipeline-parallel-size 1"
-    if _get(parallel, "tensor_parallel_size", 1) > 1:
-        yield "tensor parallelism is not tested with turboquant yet: pass --tensor-parallel-size 1"
     if _get(config, "kv_transfer_config") is not None:
         yield "KV connectors do not know turboquant's pages yet: remove --kv-transfer-config"
-    if _get(config, "speculative_config") is not None:
-        yield "speculation is not tested with turboquant in vLLM yet: remove --speculative-config"
+    if (speculation := _get(config, "speculative_config")) is not None and _get(speculation, "method") != "ngram":
+        yield (f"speculation by a draft model is not tested with turboquant in vLLM yet, got the method "
+               f'{_get(speculation, "method")!r}: pass "ngram", or remove --speculative-config')  # fmt: skip
 
 
 def _takes_images(model: Any) -> bool:
