@@ -108,7 +108,7 @@ def test_short_chunks_and_short_prompts(demo, ids, rng):
     prompts = [ids[at : at + length] for at, length in zip(rng.integers(0, 900, 30).tolist(), lengths.tolist())]
     want = None
     for caching, tokens in ((False, 130), (True, 131)):
-        with Engine({}, demo, dtype="float32", num_gpu_blocks_override=13, max_num_seqs=6,
+        with Engine({}, demo, dtype="float32", num_gpu_blocks_override=13, max_num_seqs=12,
                     max_num_batched_tokens=tokens, enable_prefix_caching=caching) as engine:  # fmt: skip
             engine.poison()
             found = engine.texts(prompts + prompts[:3], 60)
