@@ -164,7 +164,7 @@ def test_rotations_and_steps(head_dim, rng):
     ("variance", np.full((1, 2, 1, 8), np.nan, np.float32), "`variance` must be finite float32"),
     ("variance", np.full((1, 2, 1, 8), -1, np.float32), "`variance` must not be negative"),
     ("sensitivity", np.zeros((1, 2, 1, 8)), "`sensitivity` must be finite float32"),
-    ("tokens", 1.5, "`tokens` must be an integer"),
+    ("tokens", -1, "Calibration: `tokens` must be in"),
     ("fingerprint", None, "`fingerprint` must be a mapping"),
 ])  # fmt: skip
 def test_what_it_refuses_to_hold(name, value, message, rng):
@@ -348,7 +348,7 @@ def test_seeds_may_be_any_integers(model, batches):
 ])  # fmt: skip
 def test_seeds_are_checked_before_anything_runs(seed, error, model, batches, monkeypatch):
     monkeypatch.setattr(measure, "_forward", None)
-    with pytest.raises(error, match="`seed` must be (an integer|in 0..2\\*\\*63 - 1), got"):
+    with pytest.raises(error, match=f"`seed` must be (an integer|in 0..{2**63 - 1}), got"):
         calibrate(model, batches, seed=seed)
 
 

@@ -99,5 +99,5 @@ def test_commands_name_a_variable_that_is_wrong():
     code = "from turboquant.cli import main; raise SystemExit(main(['demo']))"
     done = forks.python(code, TURBOQUANT_NUM_THREADS="3x")
     last = done.stderr.splitlines()[-1]
-    assert done.returncode == 2 and "error: demo: layer 0: append: `TURBOQUANT_NUM_THREADS` must be " in last
+    assert done.returncode == 2 and "error: demo: append: `TURBOQUANT_NUM_THREADS` must be " in last
     assert "3x" in last

@@ -181,7 +181,7 @@ class Index(RuleBasedStateMachine):
         allowed = data.draw(st.none() | st.sets(st.sampled_from(known), min_size=1))
         among = set(known if allowed is None else allowed)
         tail = [s.all_ids for s in self.index._contents.segments if not isinstance(s, lists.Sorted)]
-        tail = among & set(np.concatenate([[], *tail]).astype(int).tolist())
+        tail = among & set(np.concatenate([np.zeros(0, np.int64), *tail]).tolist())
         stored = self.index._contents.stored
         if len(among) > stored // 50:
             there = {self.slow.lists[i] for i in among - tail}
