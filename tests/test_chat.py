@@ -51,19 +51,24 @@ def test_turns_on_one_cache(monkeypatch, capsys):
 
 
 def test_a_chat_template(monkeypatch, capsys):
+    """One that writes earlier turns anew gets a new cache."""
     from turboquant import cli
+    from turboquant.hf.cache import TurboQuantCache
+
+    made, init = [], TurboQuantCache.__init__
+    monkeypatch.setattr(TurboQuantCache, "__init__", lambda self, *a, **k: made.append(1) or init(self, *a, **k))
 
     plain = cli._tokenizer
 
     def with_template(name):
         tokenizer = plain(name)
-        tokenizer.chat_template = TEMPLATE
+        tokenizer.chat_template = "{{ messages|length }}" + TEMPLATE
         return tokenizer
 
     monkeypatch.setattr(cli, "_tokenizer", with_template)
     talk(monkeypatch, "Who was dead?", "And then?")
     assert main(["chat", DEMO, "--tokens", "8", "--seed", "3"]) == 0
-    assert len(numbers(capsys.readouterr().err)) == 2
+    assert len(numbers(capsys.readouterr().err)) == 2 and len(made) == 2
 
 
 @pytest.mark.parametrize(("options", "wants"), [
