@@ -139,3 +139,26 @@ class SlowIndex:
         found = [(s, i) for i, s in self.scores(query).items() if allowed is None or i in allowed]
         found.sort(key=lambda one: (one[0] if self.metric == "l2" else -one[0], one[1]))
         return [s for s, _ in found[:k]], [i for _, i in found[:k]]
+
+
+# ---- rows with a mean and unequal variances, and what a search of them shall find ----
+
+METRICS = ["ip", "cosine", "l2"]
+
+
+def rows(n, dim=64, seed=0):
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal((n, dim)) / np.sqrt(1 + np.arange(dim) / 8) + 0.1).astype(np.float32)
+
+
+def exact(queries, x, metric):
+    """float64 [queries, n], larger first."""
+    queries, x = queries.astype(np.float64), x.astype(np.float64)
+    if metric == "cosine":
+        queries, x = (a / np.linalg.norm(a, axis=1, keepdims=True) for a in (queries, x))
+    return -((queries[:, None] - x) ** 2).sum(axis=2) if metric == "l2" else queries @ x.T
+
+
+def recall(ids, scores):
+    truth = np.argsort(-scores, axis=1)[:, : ids.shape[1]]
+    return np.mean([len(np.intersect1d(a, b)) / ids.shape[1] for a, b in zip(ids, truth, strict=True)])

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT
-from test_index_refine import rows
+from slow_index import rows
 
 import turboquant
 from turboquant import index_commands

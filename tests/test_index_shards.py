@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_index_refine import METRICS, exact, recall, rows
+from slow_index import METRICS, exact, recall, rows
 
 import turboquant
 from turboquant import search_shards, verify_shards, write_manifest

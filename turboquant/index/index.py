@@ -247,7 +247,11 @@ class Index:
             if n:
                 after = now.next_id + n if given is None else max(now.next_id, int(given.max()) + 1)
                 self._contents = now.with_rows(new, after)
-            return np.arange(n) + (now.next_id if n else 0) if given is None else given.copy()
+            if given is not None:
+                return given.copy()
+            made = np.arange(n)
+            made += now.next_id if n else 0  # in place: there may be many
+            return made
 
     def _encoded(self, now: Contents, x: Any, given: Ids | None) -> list[Segment]:
         new, at = [], 0
