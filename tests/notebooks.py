@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -40,9 +41,13 @@ def execute(name: str, timeout: int = 1500) -> Any:
 
 
 def _joined(outputs: list[Any]) -> list[Any]:
-    """Joins consecutive outputs of one stream: into how many pieces a cell's text is split depends on timing."""
+    """Joins consecutive outputs of one stream: into how many pieces a cell's text is split depends on timing. Without
+    the progress that the package's logger shows, which has times."""
     joined: list[Any] = []
     for one in outputs:
+        lines = one.text.replace("\r", "\n").split("\n") if one.get("name") == "stderr" else ["kept"]
+        if all(not line.strip() or re.match(r"turboquant: |[\w ,]+: +\d+%", line) for line in lines):
+            continue
         last = joined[-1] if joined else None
         if one.output_type == "stream" and last is not None and last.get("name") == one.name:
             last.text += one.text

@@ -27,7 +27,7 @@ reveal_type(Codes.load("file"))  # type: Codes
 reveal_type(codes.save("file"))  # type: None
 reveal_type(q.dequantize(codes))  # type: ndarray[tuple[Any, ...], dtype[floating[_32Bit]]]
 reveal_type(q.dot(x, codes))  # type: ndarray[tuple[Any, ...], dtype[floating[_32Bit]]]
-reveal_type(turboquant.Quantizer)  # type: def (dim: int, bits: int | Sequence[int], rotation: str =, scale: Scale | str =, codebook: Codebook | str =, seed: int =, centre: ndarray[tuple[Any, ...], dtype[floating[_32Bit]]] | None =, levels: str =, block: int =, sketch: str =, sketch_rows: int | None =) -> Quantizer
+reveal_type(turboquant.Quantizer)  # type: def (dim: int, bits: int | Sequence[int], rotation: str =, scale: Scale | str =, codebook: Codebook | str =, seed: int =, centre: ndarray[tuple[Any, ...], dtype[floating[_32Bit]]] | None =, levels: str =, block: int =, sketch: str =, sketch_rows: int | None =, tries: int =) -> Quantizer
 Quantizer("64", 4)  # error: arg-type
 Quantizer(64, 4.5)  # error: arg-type
 q.quantize(x64)  # error: arg-type
