@@ -196,12 +196,17 @@ def test_what_cannot_be() -> None:
     assert cache.get_seq_length() == PREFIX
 
 
-def test_a_failure_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = patched(ALL_PACKED)
+def asked_twice(spec: CacheSpec) -> tuple[Any, Any, Any, Any]:
+    """(model, its cache with the prefix twice, two questions, the mask with both)."""
+    model = patched(spec)
     cache = prefixed(model, TurboQuantCache(model))
     cache.batch_repeat_interleave(2)
     ids, more = padded(QUESTIONS[:2])
-    mask = torch.cat([torch.ones(2, PREFIX, dtype=torch.long), more], 1)
+    return model, cache, ids, torch.cat([torch.ones(2, PREFIX, dtype=torch.long), more], 1)
+
+
+def test_a_failure_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache, ids, mask = asked_twice(ALL_PACKED)
     want = model(ids, attention_mask=mask, past_key_values=cache.fork()).logits
     with monkeypatch.context() as patch:
         patch.setattr(cache.packed_layers[2].storage, "reserve_pages", lambda *_: 1 / 0)
@@ -215,11 +220,7 @@ def test_a_failure_in_the_middle_of_a_layer_is_known(monkeypatch: pytest.MonkeyP
     """Some sequences hold the new tokens then, and others do not."""
     from turboquant.kvcache import rows
 
-    model = patched(PACKED)
-    cache = prefixed(model, TurboQuantCache(model))
-    cache.batch_repeat_interleave(2)
-    ids, more = padded(QUESTIONS[:2])
-    mask = torch.cat([torch.ones(2, PREFIX, dtype=torch.long), more], 1)
+    model, cache, ids, mask = asked_twice(PACKED)
     calls, right = [0], rows._append_attend
 
     def failing(*args: Any, **options: Any) -> Any:

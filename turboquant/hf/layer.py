@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ..arguments import bounded, integer
+from ..arguments import bounded
 from ..kvcache.again import Seen, attend_again
 from ..kvcache.common import Common
 from ..kvcache.pages import outside_autograd
@@ -22,7 +22,7 @@ from ..spec import CacheSpec
 from .attention import FreshKeys, MaskRequest, own_attention, refuse_transforms, without_gradient
 from .names import CACHE
 
-__all__ = ["NO_GRADIENT", "PackedLayer", "autocast", "indices_of", "integer"]
+__all__ = ["NO_GRADIENT", "PackedLayer", "autocast", "indices_of"]
 
 NO_GRADIENT = "attention through a TurboQuantCache has no gradient: train with use_cache=False"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -1,4 +1,5 @@
-"""`measure`: one forward over about 2,048 tokens shows where a model's keys lie and where its queries look.
+"""`measure`: a forward over about 2,048 tokens shows where a model's keys lie and where its queries look. Forward and
+backward passes over short texts show what errors cost (`costs`).
 
 The tap sees keys and queries after RoPE, which is undone with the angles that `rotary` found. Two sums are kept for
 each layer and KV head: of the keys, and of the outer products of the queries.
@@ -54,7 +55,8 @@ def measure(model: Any, tokenizer: Any = None, text: str | None = None) -> Profi
                tokenizer nor text: it is measured on the nine proteins of the package, 2,028 residues.
 
     It runs one forward without the head, over BOS, if the tokenizer has one, and the tokens (ESM-2: one forward for
-    each protein). The first 4 tokens do not count. The result is kept in a file, named by a digest of the model and the
+    each protein). The first 4 tokens do not count. A decoder then runs forward and backward over up to 384 tokens of
+    each text, for the costs of errors. The result is kept in a file, named by a digest of the model and the
     ids, in the folder TURBOQUANT_CACHE (an environment variable; default: turboquant in the user's cache folder; empty:
     nothing is kept).
 
