@@ -313,3 +313,21 @@ def test_costs_are_tried_again(model, tokenizer, tmp_path, monkeypatch):
     again = turboquant.measure(model, tokenizer).moments
     assert again.costs is not None and not again.no_costs and again.tokens == found.tokens
     np.testing.assert_array_equal(Profile.load(file).moments.costs, again.costs)
+
+
+def test_costs_are_measured_when_a_spec_needs_them(tokenizer, monkeypatch):
+    """Specs of one width need the moments alone, which take half the time. Moments are not measured again for costs."""
+    from turboquant.hf import moments as of_models
+
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+    turboquant.patch(model, CacheSpec(uniform=True), tokenizer=tokenizer)
+    first = TurboQuantCache(model)._shared.moments
+    assert first.costs is None and not first.no_costs
+    monkeypatch.setattr("turboquant.moments.measure._measured", None)  # the forward
+    turboquant.patch(model, CacheSpec(), tokenizer=tokenizer)
+    cache = TurboQuantCache(model)
+    np.testing.assert_array_equal(widths(cache), widths(TurboQuantCache(model)))
+    assert cache._shared.moments.costs is not None and cache._shared.moments.layers is first.layers
+    turboquant.patch(model, CacheSpec(uniform=True), tokenizer=tokenizer)
+    assert len(np.unique(widths(TurboQuantCache(model)))) == 1
+    assert of_models.own_moments(model, tokenizer) is cache._shared.moments

@@ -16,7 +16,7 @@ typedef struct {
     void (*task)(void *context, int64_t i, int32_t worker);
     void *context;
     int64_t n;
-    int32_t workers; /* pool threads wanted, not counting the caller */
+    int32_t workers; /* pool threads that may join, not counting the caller; 0: it is over */
 } job;
 
 static struct {
@@ -24,7 +24,7 @@ static struct {
     pthread_cond_t start, done;
     job current;
     uint64_t generation;      /* of the current job */
-    int32_t started, running; /* pool threads there are; pool threads in the current job */
+    int32_t started, running; /* pool threads there are; those that have joined the current job */
 } pool = {.mutex = PTHREAD_MUTEX_INITIALIZER, .start = PTHREAD_COND_INITIALIZER, .done = PTHREAD_COND_INITIALIZER};
 
 static pthread_mutex_t job_mutex = PTHREAD_MUTEX_INITIALIZER; /* one job at a time */
@@ -60,6 +60,7 @@ static void *worker_main(void *argument)
         seen = pool.generation;
         if (worker > pool.current.workers) continue;
         job j = pool.current;
+        pool.running++;
         pthread_mutex_unlock(&pool.mutex);
         run_tasks(&j, worker);
         pthread_mutex_lock(&pool.mutex);
@@ -99,12 +100,12 @@ void tq_parallel(int64_t n, int32_t threads, void (*task)(void *context, int64_t
     job j = {task, context, n, start_workers(threads - 1)};
     atomic_store(&next_task, 0);
     pool.current = j;
-    pool.running = j.workers;
     pool.generation++;
     pthread_cond_broadcast(&pool.start);
     pthread_mutex_unlock(&pool.mutex);
     run_tasks(&j, 0);
     pthread_mutex_lock(&pool.mutex);
+    pool.current.workers = 0; /* no task is left: a thread that has not woken yet, on a busy machine, is not waited for */
     while (pool.running) pthread_cond_wait(&pool.done, &pool.mutex);
     pthread_mutex_unlock(&pool.mutex);
     pthread_mutex_unlock(&job_mutex);

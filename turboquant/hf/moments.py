@@ -28,11 +28,12 @@ _WAY_OUT = 'pass a `profile` from a file (turboquant.Profile.load), or use a spe
 @dataclass
 class _Measured:
     """What was measured of a model, for a tokenizer: the moments of the weights that it had then, and those of other
-    weights that it had before, by a digest of theirs, at most `_KEPT` in all."""
+    weights that it had before, by a digest of theirs, at most `_KEPT` in all. costs: whether costs were asked for, too."""
 
     tokenizer: Any
     identity: Identity
     moments: Moments
+    costs: bool
     others: dict[str, Moments]
 
 
@@ -41,7 +42,8 @@ _measured: weakref.WeakKeyDictionary[torch.nn.Module, _Measured] = weakref.WeakK
 
 
 def moments_for(model: Any, specs: Sequence[CacheSpec], given: Moments | None = None) -> Moments | None:
-    """The moments for `model`, with one spec per layer; None if no spec uses any.
+    """The moments for `model`, with one spec per layer; None if no spec uses any. Those measured now have costs only if
+    a spec needs them, for widths by layer: costs take as long as all else.
 
     model   the model, or its configuration if `given` is not None
     Raises TypeError for another object, ValueError for moments that are missing or of another model,
@@ -67,35 +69,40 @@ def moments_for(model: Any, specs: Sequence[CacheSpec], given: Moments | None = 
     if not isinstance(base, torch.nn.Module):
         needs = "with a configuration, from which nothing can be measured"
         raise ValueError(f"`profile` must be given {needs}, got None: give the model itself, {_WAY_OUT}")
-    own: Moments = own_moments(base, getattr(state, "tokenizer", None))
+    costs = any(spec.shared_bits is not None for spec in specs)
+    own: Moments = own_moments(base, getattr(state, "tokenizer", None), costs)
     return own
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def own_moments(model: Any, tokenizer: Any) -> Moments:
-    """Measured once for the weights that the model has now."""
+def own_moments(model: Any, tokenizer: Any, costs: bool = True) -> Moments:
+    """Measured once for the weights that the model has now, with costs or without (where they may be there too)."""
     body = model.base_model  # the same with every head
     known = _measured.get(body)
-    if not _holds(known, body, tokenizer):
+    if not _holds(known, body, tokenizer, costs):
         with measuring:
             known = _measured.get(body)
             if not _holds(known, body, tokenizer):  # not measured by another thread, meanwhile
-                known = _measured[body] = _measured_anew(model, tokenizer, known)
+                known = _measured[body] = _measured_anew(model, tokenizer, known, costs)
+            assert known is not None
+            if costs and not known.costs:
+                known.moments = _measure(model, tokenizer, read=False, write=False, before=known.moments)
+                known.costs = True
     assert known is not None
     return known.moments
 
 
-def _holds(known: _Measured | None, model: torch.nn.Module, tokenizer: Any) -> bool:
-    if known is None or known.tokenizer is not tokenizer:
+def _holds(known: _Measured | None, model: torch.nn.Module, tokenizer: Any, costs: bool = False) -> bool:
+    if known is None or known.tokenizer is not tokenizer or (costs and not known.costs):
         return False
     same = known.identity.holds(model)
     return on_all_ranks(model, same) if known.identity.sharded else same
 
 
-def _measured_anew(model: Any, tokenizer: Any, known: _Measured | None) -> _Measured:
+def _measured_anew(model: Any, tokenizer: Any, known: _Measured | None, costs: bool) -> _Measured:
     identity = Identity.of(model.base_model)
     if known is None or known.tokenizer is not tokenizer:
-        return _Measured(tokenizer, identity, _measure(model, tokenizer), {})
+        return _Measured(tokenizer, identity, _measure(model, tokenizer, costs), costs, {})
     changed = known.identity.changes(identity)
     if on_all_ranks(model, not changed):
         return replace(known, identity=identity)
@@ -103,14 +110,16 @@ def _measured_anew(model: Any, tokenizer: Any, known: _Measured | None) -> _Meas
     others = dict(islice(others.items(), _KEPT - 1))
     # A change that the samples do not show leaves the digest, by which moments are kept, as it was.
     seen = identity.digest != known.identity.digest
-    found = others.get(identity.digest) if seen else None
-    if not on_all_ranks(model, found is not None):
+    moments = others.get(identity.digest) if seen else None
+    if on_all_ranks(model, moments is not None):
+        assert moments is not None
+        costs = moments.costs is not None or bool(moments.no_costs)
+    else:
         which = f" ({_some(changed)})" if changed else ""  # other ranks may have more
         log.info("weights of %s have changed%s: its moments are measured anew", type(model).__name__, which)
         # Not kept in a file: a model in training has other weights for each cache.
-        found = _measure(model, tokenizer, read=seen, write=False)
-    assert found is not None
-    return _Measured(tokenizer, identity, found, others if seen else {})
+        moments = _measure(model, tokenizer, costs, read=seen, write=False)
+    return _Measured(tokenizer, identity, moments, costs, others if seen else {})
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -134,11 +143,11 @@ def _some(names: Sequence[str]) -> str:
     return f"{names[0]:.200}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
 
 
-def _measure(model: torch.nn.Module, tokenizer: Any, read: bool = True, write: bool = True) -> Moments:
+def _measure(model: torch.nn.Module, tokenizer: Any, costs: bool = True, **options: Any) -> Moments:
     from ..moments.measure import measure_model
 
     try:
-        return measure_model(model, tokenizer, read=read, write=write)
+        return measure_model(model, tokenizer, costs=costs, **options)
     except (NotImplementedError, ValueError) as error:
         raise type(error)(f"{error}: {_WAY_OUT}") from error
 

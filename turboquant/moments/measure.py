@@ -73,8 +73,15 @@ def measure_model(
     text: str | None = None,
     read: bool = True,
     write: bool = True,
+    costs: bool = True,
+    before: Moments | None = None,
 ) -> Moments:
-    """As `measure`. read, write: whether a file of the cache folder may be used, or made."""
+    """As `measure`.
+
+    read, write  whether a file of the cache folder may be used, or made
+    costs        whether costs are measured, where no file has them; never for ESM-2
+    before       moments of these weights without costs: costs alone are measured
+    """
     base = checked_base_model(model)
     name, proteins = type(base).__name__, base.config.model_type == "esm"
     if not proteins and not uses_interface(base):
@@ -89,21 +96,23 @@ def measure_model(
     mark = fingerprint(base)
     folder = cache_folder()
     file = None if folder is None else folder / f"profile-{_digest(base, ids)}.safetensors"
-    kept = _kept(file, mark) if read and file is not None else None
+    costs = costs and not proteins
+    kept = before or (_kept(file, mark) if read and file is not None else None)
     everywhere = on_all_ranks(base, kept is not None)
     if kept is not None and everywhere:
-        if proteins or kept.costs is not None:
+        if not costs or kept.costs is not None:
             return kept
         moments = kept  # costs are tried again: what was in the way, such as too little memory, may be gone
+        log.info("%s runs forward and backward over short texts, to measure what errors cost", name)
     else:
         where = f", kept in {folder}" if write and folder is not None else ""
         seen = f"{sum(map(torch.numel, ids)):,}"
-        also = "" if proteins else ", and backward over some of them"
+        also = ", and backward over some of them" if costs else ""
         log.info("%s runs over %s tokens%s, to measure its moments%s", name, seen, also, where)
         parts = _weighted(ids, 1.0)
         layers = _of_proteins(base, parts) if proteins else _measured(base, parts, limit)
         moments = Moments(layers, mark, sum(map(_counted, ids)), source)
-    if not proteins:
+    if costs:
         moments = with_costs(dataclasses.replace(moments, no_costs=""), base, cost_texts(base, tokenizer, drawn))
         if moments.no_costs and source != RANDOM_IDS:
             log.info("all layers of %s get the same widths: %s", name, moments.no_costs)
