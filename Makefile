@@ -289,6 +289,7 @@ $(HUB_TOOLS)/.ready: .ci/hub-kernel.txt $(READY)
 	$(INTERPRETER) -m pip install -q --no-deps --upgrade --target $(HUB_TOOLS) -r .ci/hub-kernel.txt
 	@touch $@
 
+# With TURBOQUANT_CUDA=1 it needs a torch with CUDA.
 test-hub-kernel: build hub-kernel $(HUB_TOOLS)/.ready
 	$(MAKE) hub-kernel HUB_KERNEL_ARGS='--kernel-version 2 --folder build/hub-kernel-2'
 	PYTHONPATH=$(abspath $(HUB_TOOLS)):. HF_HUB_OFFLINE=1 $(INTERPRETER) -m pytest tests/test_hub_kernel.py $(PYTEST_ARGS)
@@ -313,7 +314,7 @@ release-check: wheel
 
 # What is in the wheel, and that it works as it is installed: in a fresh environment with the pinned torch and no compiler.
 WHEEL_VENV := build/wheel-venv
-WHEEL_TESTS := $(foreach name,wheel installed doctor readme demo one_core ops,tests/test_$(name).py)
+WHEEL_TESTS := $(foreach name,wheel installed doctor demo one_core ops,tests/test_$(name).py) 'tests/test_readme.py::test_example[README.md 1]'
 INSTALLED := env PATH=$(abspath $(WHEEL_VENV))/bin PYTHONSAFEPATH=1
 test-wheel: $(WHEEL_TOOLS)/.ready
 	$(PYTHON) -m venv --clear $(WHEEL_VENV)

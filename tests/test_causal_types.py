@@ -156,8 +156,8 @@ EXACT: dict[str, dict[str, Any]] = {
         "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite longcat_flash minicpm3 sarvam_mla youtu".split(), LATENTS
     ),
     **{
-        name: {**LATENTS, "n_group": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
-        for name in ("bailing_hybrid", "kimi_linear")
+        name: {**LATENTS, "n_group": 1, "num_local_experts": 4, "num_experts_per_tok": 2, **few}
+        for name, few in (("bailing_hybrid", {}), ("kimi_linear", {"linear_num_heads": 2, "linear_head_dim": 8}))
     },
     "gemma3n_text": GEMMA_3N,
     **dict.fromkeys(["gemma4_text", "gemma4_unified_text"], GEMMA_4),

@@ -85,7 +85,7 @@ def test_exact_while_the_window_holds_all_and_close_when_packed(kind: str, keep:
         assert torch.nn.functional.cosine_similarity(got.flatten(), want.flatten(), 0) > 0.94
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow if "512" in k else ()) for k in KINDS])
 def test_generate_with_the_default_preset(kind: str) -> None:
     model = made(kind)
     prompt = dict(input_ids=IDS, attention_mask=PADDED)

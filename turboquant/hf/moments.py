@@ -28,7 +28,7 @@ _WAY_OUT = 'pass a `profile` from a file (turboquant.Profile.load), or use a spe
 @dataclass
 class _Measured:
     """What was measured of a model, for a tokenizer: the moments of the weights that it had then, and those of other
-    weights that it had before, by a digest of theirs, at most `_KEPT` in all. costs: whether costs were asked for, too."""
+    weights that it had before, by a digest of theirs, at most `_KEPT` in all. costs: whether they were asked for."""
 
     tokenizer: Any
     identity: Identity
