@@ -1,8 +1,8 @@
 """Quantised caches that people use, simulated: the model's own attention reads de-quantised keys (after RoPE) and
 values. No packed bytes are made or read here: this says what a format costs in quality, and nothing of its speed.
 
-Every token is quantised but the first `sinks`, each query's own among them. Bits are what a number takes with its
-scales and zero points.
+Every token is quantised but the first `sinks`, each query's own among them, unless a format is measured with its own
+exact tokens. Bits are what a number takes with its scales and zero points.
 """
 
 from __future__ import annotations
@@ -23,45 +23,82 @@ from turboquant import Quantizer
 from turboquant.calibration.measure import token_divergence
 from turboquant.hf.evaluation import FreeRunning, _greedy, _loss, _until_parted
 from turboquant.hf.tap import tapped
+from turboquant.moments.text import sample
 
 __all__ = ["BASELINES", "Baseline", "measured", "simulated"]
 
 Tensor = torch.Tensor
+ReadBack = Callable[[Tensor], Tensor]
 FP8_LARGEST, FP4 = 448.0, (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True)
 class Baseline:
     """keys, values   what is read back for [batch, kv_heads, tokens, head_dim] float32
-    bits   of a number, of heads of so many channels;  exact_layers   first and last so many stay in 16 bits"""
+    bits   of a number, of heads of so many channels;  exact_layers   first and last so many stay in 16 bits
+    exact   (sinks, window, tile): the tokens that the format itself keeps in 16 bits, the first and the last ones, and
+            those of a tile that is not full; None: the first `sinks` of a call
+    learn   (keys, values) of each layer from a model, for a format that is fitted to one"""
 
-    keys: Callable[[Tensor], Tensor]
-    values: Callable[[Tensor], Tensor]
+    keys: ReadBack
+    values: ReadBack
     bits: Callable[[int], float]
     exact_layers: int = 0
+    exact: tuple[int, int, int] | None = None
+    learn: Callable[[Any], list[tuple[ReadBack, ReadBack]]] | None = None
 
-    def mean_bits(self, head_dim: int, layers: int) -> float:
+    def of_layers(self, model: Any) -> list[tuple[ReadBack, ReadBack]]:
+        """(keys, values) of each layer."""
+        if self.learn is not None:
+            return self.learn(model)
+        return [(self.keys, self.values)] * model.config.get_text_config(decoder=True).num_hidden_layers
+
+    def mean_bits(self, head_dim: int, layers: int, tokens: int = 0) -> float:
+        """tokens: of a text, if exact tokens count; of a tile that is not full there are half on average."""
+        layer = self.bits(head_dim)
+        if tokens and self.exact is not None:
+            sinks, window, tile = self.exact
+            share = min(1.0, (sinks + window + tile / 2) / tokens)
+            layer += share * (16 - layer)
         exact = 2 * self.exact_layers
-        return ((layers - exact) * self.bits(head_dim) + exact * 16) / layers
+        return ((layers - exact) * layer + exact * 16) / layers
+
+    def exact_tokens(self, sinks: int) -> str:
+        """In words, as `real` of quality.py calls them."""
+        if self.exact is None:
+            return f"{sinks} sinks"
+        sinks, window, tile = self.exact
+        parts = ((window, f"window {window}"), (tile, f"tile of {tile}"))
+        return ", ".join([f"{sinks} sinks", *(words for count, words in parts if count)])
 
 
 @contextmanager
-def simulated(model: Any, baseline: Baseline, sinks: int) -> Iterator[None]:
-    """The model's forwards read keys and values as `baseline` gives them back, but for the first `sinks` tokens."""
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+def simulated(
+    model: Any, baseline: Baseline, sinks: int, each: list[tuple[ReadBack, ReadBack]] | None = None
+) -> Iterator[None]:
+    """The model's forwards read keys and values as `baseline` gives them back, but for its own exact tokens, or the
+    first `sinks` ones. each: of `Baseline.of_layers`, if it is known."""
+    each = baseline.of_layers(model) if each is None else each
+    layers = len(each)
     kept = {*range(baseline.exact_layers), *range(layers - baseline.exact_layers, layers)}
+    first = sinks if baseline.exact is None else baseline.exact[0]
 
     def hook(module: torch.nn.Module, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if layer in kept:
             return key, value
-        return _behind(sinks, key, baseline.keys), _behind(sinks, value, baseline.values)
+        keys, values = each[layer]
+        return _behind(first, key, keys), _behind(first, value, values)
 
     with tapped(model) as tap:
         tap.hook = hook
+        if baseline.exact is not None:
+            tap.exact, tap.tile = baseline.exact[:2], baseline.exact[2]
         yield
 
 
-def _behind(sinks: int, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+def _behind(sinks: int, x: Tensor, change: ReadBack) -> Tensor:
+    if x.shape[2] <= sinks:
+        return x
     return torch.cat([x[:, :, :sinks], change(x[:, :, sinks:].float()).to(x.dtype)], 2)
 
 
@@ -89,16 +126,34 @@ def _q4_0(x: Tensor) -> Tensor:
     return ((codes - 8) * scale).flatten(-2)
 
 
-def _rotated(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """After random signs and a Walsh-Hadamard transform over head_dim, a power of two."""
+def _hadamard(channels: int) -> Tensor:
+    """[channels, channels], orthogonal and symmetric; channels: a power of two."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < channels:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
+    return matrix / math.sqrt(len(matrix))
+
+
+def _turned(matrix: Tensor, change: ReadBack) -> ReadBack:
+    """After a product with an orthogonal matrix [head_dim, head_dim]."""
+
+    def turned(x: Tensor) -> Tensor:
+        own = matrix.to(x.device)
+        return change(x @ own) @ own.T
+
+    return turned
+
+
+def _rotated(change: ReadBack, seed: int | None = 0) -> ReadBack:
+    """After random signs, unless `seed` is None, and a Walsh-Hadamard transform over head_dim, a power of two."""
 
     def rotated(x: Tensor) -> Tensor:
-        matrix = torch.ones(1, 1)
-        while len(matrix) < x.shape[-1]:
-            matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
-        signs = torch.randint(2, (len(matrix), 1), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
-        matrix = (signs * matrix / math.sqrt(len(matrix))).to(x.device)
-        return change(x @ matrix) @ matrix.T
+        matrix = _hadamard(x.shape[-1])
+        if seed is not None:
+            matrix = (
+                torch.randint(2, (len(matrix), 1), generator=torch.Generator().manual_seed(seed)) * 2.0 - 1
+            ) * matrix
+        return _turned(matrix, change)(x)
 
     return rotated
 
@@ -140,7 +195,107 @@ def _mse(bits: int, exact_layers: int) -> Baseline:
     return Baseline(read_back, read_back, lambda head_dim: bits + 16 / head_dim, exact_layers)
 
 
-def _same(change: Callable[[Tensor], Tensor], bits: Callable[[int], float]) -> Baseline:
+def _kvarn(key_bits: int, value_bits: int, exact: tuple[int, int, int] | None = None) -> Baseline:
+    """KVarN (arXiv 2606.03458, github.com/huawei-csl/KVarN): after a Hadamard transform tiles of 128 tokens are divided
+    by a scale for each token and one for each channel, and rounded from the smallest to the largest number of each
+    channel (keys) or token (values). What is left of the last tile is one of its own; KVarN itself keeps it exact, and
+    the first 128 tokens."""
+
+    def read_back(bits: int, dim: int) -> ReadBack:
+        def tiles(x: Tensor) -> Tensor:
+            return torch.cat([_balanced(tile, bits, dim) for tile in x.split(128, 2)], 2)
+
+        return _rotated(tiles, None)
+
+    def bits(head_dim: int) -> float:
+        token, channel = 16 / head_dim, 16 / 128  # of a number: a half for each token, one for each channel
+        return (key_bits + value_bits + 3 * (token + channel)) / 2
+
+    return Baseline(read_back(key_bits, 2), read_back(value_bits, 3), bits, exact=exact)
+
+
+def _balanced(tile: Tensor, bits: int, dim: int) -> Tensor:
+    """A tile [batch, kv_heads, tokens, channels] as KVarN reads it back. Standard deviations of tokens and channels are
+    divided out in turn, 16 times, with bounds as in its code, and the scales of least imbalance are kept, in fp16."""
+    if tile.shape[2] < 2:
+        return tile
+    order = (5 - dim, dim)  # what a standard deviation is over
+    logs = [torch.zeros_like(tile.mean(over, keepdim=True)) for over in order]
+    best, kept, now = _imbalance(tile), [log.exp() for log in logs], tile
+    for _ in range(16):
+        for i, over in enumerate(order):
+            spread = now.std(over, keepdim=True).clamp(1e-3, 1e3)
+            logs[i] = (logs[i] + spread.log()).clamp(-0.3, 10)
+            now = tile / logs[0].exp() / logs[1].exp()
+        found = _imbalance(now)
+        kept = [torch.where(found <= best, log.exp(), one) for log, one in zip(logs, kept)]
+        best = torch.minimum(found, best)
+    scales = kept[0].half().float() * kept[1].half().float()
+    return _affine(tile / scales, bits, dim) * scales
+
+
+def _imbalance(tile: Tensor) -> Tensor:
+    """[batch, kv_heads, 1, 1]: how many times larger the largest standard deviation is than the smallest, of tokens and
+    of channels, added."""
+    spreads = (tile.std(over, keepdim=True).flatten(2) for over in (3, 2))
+    ratios = (one.amax(-1) / one.amin(-1).clamp_min(1e-8) for one in spreads)
+    return sum(ratios, torch.zeros(()))[..., None, None]
+
+
+OSCAR_GROUP, OSCAR_KEYS, OSCAR_VALUES = 128, 0.96, 0.92  # channels of a group, shares of a token's numbers not clipped
+
+
+def _oscar(exact: tuple[int, int, int] | None = None) -> Baseline:
+    """OSCAR (arXiv 2605.17757, github.com/FutureMLS-Lab/OSCAR): 2 bits in groups of 128 channels of a token, after a
+    rotation of each layer, with a token's largest numbers clipped. Its rotations are made of 30,000 tokens of a task;
+    here of the 2,048 of the package. Scales and zero points have 16 bits here, 32 in its code."""
+
+    def bits(head_dim: int) -> float:
+        return 2 + 2 * 16 / min(OSCAR_GROUP, head_dim)
+
+    keys, values = _clipped(OSCAR_KEYS), _clipped(OSCAR_VALUES)
+    return Baseline(_rotated(keys, None), _rotated(values, None), bits, exact=exact, learn=_oscar_rotations)
+
+
+def _clipped(share: float) -> ReadBack:
+    def clipped(x: Tensor) -> Tensor:
+        limit = x.abs().sort(-1).values[..., int(share * x.shape[-1])][..., None]
+        groups = x.clamp(-limit, limit).unflatten(-1, (-1, min(OSCAR_GROUP, x.shape[-1])))
+        return _affine(groups, 2, -1).flatten(-2)
+
+    return clipped
+
+
+def _oscar_rotations(model: Any) -> list[tuple[ReadBack, ReadBack]]:
+    """Of each layer U H P: eigenvectors of what errors are multiplied by, largest first, a Hadamard transform, and the
+    order in which bits of a channel's number are reversed. For keys that is the second moment of the queries C, for
+    values the second moment of the values, where a token counts by k^T C k. Means over KV heads."""
+    found: list[tuple[ReadBack, ReadBack]] = []
+
+    def hook(module: torch.nn.Module, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        q = query[0].float().unflatten(0, (key.shape[1], -1)).flatten(1, 2)  # [kv_heads, tokens of all its heads, ..]
+        k, v = key[0].float(), value[0].float()
+        seen = q.mT @ q
+        weight = torch.einsum("htc,hcd,htd->ht", k, seen, k)
+        matrices = (_mixed(seen.mean(0)), _mixed((v.mT @ (weight[..., None] * v)).mean(0)))
+        found.append((_turned(matrices[0], _clipped(OSCAR_KEYS)), _turned(matrices[1], _clipped(OSCAR_VALUES))))
+
+    ids = sample(model, None, None, 1 << 20).ids[0].to(model.device)
+    with tapped(model) as tap:
+        tap.hook = hook
+        model.base_model(input_ids=ids, use_cache=False)
+    return found
+
+
+def _mixed(moment: Tensor) -> Tensor:
+    """The rotation that a second moment [channels, channels] gives."""
+    size = len(moment)
+    axes = torch.linalg.eigh(moment.double().cpu()).eigenvectors.flip(1).float()
+    order = [int(f"{i:0{size.bit_length() - 1}b}"[::-1], 2) for i in range(size)]
+    return (axes @ _hadamard(size))[:, order]
+
+
+def _same(change: ReadBack, bits: Callable[[int], float]) -> Baseline:
     return Baseline(change, change, bits)
 
 
@@ -152,6 +307,10 @@ BASELINES: dict[str, Baseline] = {
     "int4 per token and head": _same(_int4, lambda head_dim: 4 + 2 * 16 / head_dim),
     "KIVI, 4 bits, groups of 32": _kivi(4),
     "KIVI, 2 bits, groups of 32": _kivi(2),
+    "KVarN, keys 4, values 2 bits": _kvarn(4, 2),
+    "KVarN, keys 4, values 2 bits, its own exact tokens": _kvarn(4, 2, (128, 0, 128)),
+    "OSCAR, 2 bits": _oscar(),
+    "OSCAR, 2 bits, its own exact tokens": _oscar((64, 256, 0)),
     **{f"TurboQuant mse, {b} bits, 2 + 2 layers exact": _mse(b, 2) for b in (4, 3, 2)},
 }
 
@@ -164,6 +323,7 @@ def measured(
     equal: dict[str, list[int]] = {name: [] for name in baselines}
     losses, same, plain = dict.fromkeys(baselines, 0.0), dict.fromkeys(baselines, 0), 0.0
     half = windows.shape[1] // 2
+    each = {name: baseline.of_layers(model) for name, baseline in baselines.items()}
     with tqdm(total=len(windows) * (1 + len(baselines)), unit="run") as bar, torch.no_grad():
         for ids in windows.split(1):
             reference = model(input_ids=ids, use_cache=False).logits
@@ -172,7 +332,7 @@ def measured(
             full = list(islice(_greedy(model, prompt, DynamicCache(config=model.config)), generate))
             bar.update()
             for name, baseline in baselines.items():
-                with simulated(model, baseline, sinks):
+                with simulated(model, baseline, sinks, each[name]):
                     logits = model(input_ids=ids, use_cache=False).logits
                     packed = _greedy(model, prompt, DynamicCache(config=model.config))
                     equal[name] += _until_parted(full, packed, 1, generate)
@@ -193,7 +353,7 @@ def measured(
             "perplexity": math.exp(losses[name] / targets),
             "reference_perplexity": math.exp(plain / targets),
             "top1_agreement": same[name] / divergence.size,
-            "effective_bits": baseline.mean_bits(head_dim, text.num_hidden_layers),
+            "effective_bits": baseline.mean_bits(head_dim, text.num_hidden_layers, windows.shape[1]),
             **(FreeRunning(half, generate, tuple(equal[name])).metrics() if generate else {}),
         }
     return found

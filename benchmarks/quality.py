@@ -178,6 +178,8 @@ def real(args: argparse.Namespace) -> Report:
     else:
         model, tokenizer = loaded_real(args.real, args.device)
     windows = real_windows(text_of(args.text), tokenizer, args.windows, args.length).to(args.device)
+    if args.only:
+        windows = windows[args.only]
     every, asked = {**turboquant.presets(), **EXTRAS}, args.specs or [*BASELINES, *REAL_SPECS]
     every |= {name: turboquant.preset(name) for name in asked if name.startswith("calibrated-")}
     plain = "uncalibrated-"  # the same bits as calibrated-N, spent as without a calibration
@@ -199,8 +201,10 @@ def real(args: argparse.Namespace) -> Report:
     for name, metrics in {**found, **{name: one.metrics() for name, one in ours.items()}}.items():
         sinks, window = (specs[name].sinks, specs[name].window) if name in specs else (SINKS, 0)
         exact = f"{sinks} sinks, window {window}" if window else f"{sinks} sinks"
+        exact = baselines[name].exact_tokens(SINKS) if name in baselines else exact
         params = {"spec": name, "simulated": name in found, "exact": exact, "model": args.real,
-                  "text": Path(args.text).name, "windows": args.windows, "length": args.length, "chunk": args.chunk,
+                  "text": Path(args.text).name, "windows": len(windows), "only": args.only, "length": args.length,
+                  "chunk": args.chunk,
                   "moments": "random ids" if args.random_moments else "text",
                   "calibrated_on": profile.calibration.source if profile and "calibrated-" in name else None,
                   "generate": args.generate, "dtype": "float32", "commit": commit()}  # fmt: skip
@@ -241,6 +245,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--specs", nargs="+", help="presets, extras and, with --real, baselines; all unless said")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--windows", type=int, default=12)
+    parser.add_argument("--only", type=int, nargs="+", help="--real: which of the windows, from 0; all unless said")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--profile", help="a file, instead of calibrating")
@@ -315,7 +320,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def others(file: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of a file that `rows` do not measure again."""
     held = json.loads(file.read_text())["rows"] if file.exists() else []
-    named = ("spec", "exact", "text", "windows", "length", "chunk", "moments", "calibrated_on")
+    named = ("spec", "exact", "text", "windows", "only", "length", "chunk", "moments", "calibrated_on")
 
     def key(row: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(row["params"].get(name) for name in named)

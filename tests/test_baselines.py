@@ -11,6 +11,8 @@ from models import prompts, tiny
 
 torch = pytest.importorskip("torch")
 
+from turboquant.moments.text import Sample  # noqa: E402
+
 
 @pytest.fixture
 def baselines(monkeypatch):
@@ -31,6 +33,10 @@ BITS = {  # bits per number with heads of 64 channels in 30 layers
     "int4 per token and head": 4.5,
     "KIVI, 4 bits, groups of 32": 5.0,
     "KIVI, 2 bits, groups of 32": 3.0,
+    "KVarN, keys 4, values 2 bits": (4 + 2 + 3 * (16 / 64 + 16 / 128)) / 2,
+    "KVarN, keys 4, values 2 bits, its own exact tokens": 3.5625,
+    "OSCAR, 2 bits": 2 + 2 * 16 / 64,
+    "OSCAR, 2 bits, its own exact tokens": 2.5,
     "TurboQuant mse, 4 bits, 2 + 2 layers exact": (26 * 4.25 + 4 * 16) / 30,
     "TurboQuant mse, 3 bits, 2 + 2 layers exact": (26 * 3.25 + 4 * 16) / 30,
     "TurboQuant mse, 2 bits, 2 + 2 layers exact": (26 * 2.25 + 4 * 16) / 30,
@@ -40,11 +46,19 @@ BITS = {  # bits per number with heads of 64 channels in 30 layers
 def test_bits_count_scales_zero_points_and_exact_layers(baselines):
     found = {name: one.mean_bits(64, 30) for name, one in baselines.BASELINES.items()}
     assert found == pytest.approx(BITS)
+    own = [
+        baselines.BASELINES[f"{name}, its own exact tokens"]
+        for name in ("KVarN, keys 4, values 2 bits", "OSCAR, 2 bits")
+    ]
+    assert [one.exact_tokens(4) for one in own] == ["128 sinks, tile of 128", "64 sinks, window 256"]
+    assert own[1].mean_bits(64, 30, 640) == pytest.approx(16 / 2 + 2.5 / 2)
+    assert own[0].mean_bits(64, 30, 384) == pytest.approx(16 / 2 + 3.5625 / 2)
 
 
 # Upper bounds of the relative squared error on Gaussian numbers, a little above the error of each format.
 ERRORS = {"fp8 e4m3": 8e-4, "NVFP4": 0.010, "q4_0": 0.009, "q4_0 after Hadamard": 0.009,
           "int4 per token and head": 0.010, "KIVI, 4 bits, groups of 32": 0.007, "KIVI, 2 bits, groups of 32": 0.17,
+          "OSCAR, 2 bits": 0.19,
           "TurboQuant mse, 4 bits, 2 + 2 layers exact": 0.0097, "TurboQuant mse, 3 bits, 2 + 2 layers exact": 0.035,
           "TurboQuant mse, 2 bits, 2 + 2 layers exact": 0.119}  # fmt: skip
 
@@ -56,6 +70,51 @@ def test_errors_are_those_of_the_format(name, baselines, vectors):
         error = ((read_back(vectors) - vectors).square().sum() / vectors.square().sum()).item()
         assert 0.6 * ERRORS[name] < error < ERRORS[name]
         assert torch.isfinite(read_back(torch.zeros_like(vectors))).all()
+
+
+def test_kvarn_divides_tiles_by_tokens_and_channels(baselines):
+    """Keys have a scale for each channel, values one for each token, and neither token nor channel of unusual size
+    costs the others anything. Tiles have 128 tokens."""
+    one = baselines.BASELINES["KVarN, keys 4, values 2 bits"]
+    x = torch.randn(1, 2, 200, 64, generator=torch.Generator().manual_seed(0))
+
+    def error(read_back, rows, part=slice(None)):
+        return ((read_back(rows) - rows)[:, :, part].square().sum() / rows[:, :, part].square().sum()).item()
+
+    assert 0.006 < error(one.keys, x) < 0.011 and 0.14 < error(one.values, x) < 0.24
+    louder = x.clone()
+    louder[:, :, 50] *= 100
+    others = [i for i in range(128) if i != 50]
+    assert error(one.keys, louder, others) < 1.2 * error(one.keys, x, others)
+    changed = x.clone()
+    changed[:, :, 130] += 3
+    assert torch.equal(one.keys(changed)[:, :, :128], one.keys(x)[:, :, :128])
+    assert not torch.equal(one.keys(changed)[:, :, 131:], one.keys(x)[:, :, 131:])
+    assert torch.isfinite(one.keys(torch.zeros_like(x))).all() and torch.isfinite(one.values(x[:, :, :1])).all()
+
+
+def test_oscar_clips_and_rotates(baselines):
+    x = torch.linspace(-1, 1, 64).view(1, 1, 1, 64)
+    assert baselines._clipped(0.5)(x).abs().max() == pytest.approx(x.abs().sort().values[..., 32].item(), rel=1e-3)
+    moment = torch.diag(torch.arange(1.0, 9.0))
+    matrix = baselines._mixed(moment)
+    assert torch.allclose(matrix @ matrix.T, torch.eye(8), atol=1e-6)
+    plain = baselines._hadamard(8).flip(0)[:, [0, 4, 2, 6, 1, 5, 3, 7]]  # of diagonal moments the axes are channels
+    assert torch.allclose(matrix.abs(), plain.abs(), atol=1e-6)
+
+
+def test_oscar_learns_rotations_of_each_layer(baselines, monkeypatch):
+    """Errors of keys lie where queries do not look: less is lost than with a Hadamard transform alone."""
+    model = tiny()
+    ids = prompts(1, 200)["input_ids"]
+    monkeypatch.setattr(baselines, "sample", lambda *_: Sample((ids,), ""))
+    one = baselines.BASELINES["OSCAR, 2 bits"]
+    each = one.of_layers(model)
+    assert len(each) == model.config.num_hidden_layers
+    x = torch.randn(1, 1, 5, model.config.head_dim, generator=torch.Generator().manual_seed(0))
+    assert not torch.equal(each[0][0](x), each[1][0](x)) and not torch.equal(each[0][0](x), each[0][1](x))
+    found = baselines.measured(model, ids, {"OSCAR": one}, sinks=4, generate=0)["OSCAR"]
+    assert 0 < found["kl_divergence"] < 1 and found["effective_bits"] == one.bits(model.config.head_dim)
 
 
 def test_levels_by_hand(baselines):

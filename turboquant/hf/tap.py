@@ -34,10 +34,12 @@ class Tap:
 
     exact   (sinks, window), as of a CacheSpec: how many of the first and of the last tokens, its own among them, each
             query sees as they are. It sees the others as the hook replaces them. None: it sees all as replaced
+    tile    beside them, a query sees as they are the tokens of its own tile of so many; 0: none
     """
 
     def __init__(self) -> None:
         self.exact: tuple[int, int] | None = None
+        self.tile = 0
         self.order: dict[int, int] = {}  # by id of the attention module: layers in the order in which they are called
         self.hook: Hook | None = None
         self.thread = threading.get_ident()
@@ -60,20 +62,24 @@ class Tap:
         layer = self.order.setdefault(id(module), len(self.order))
         if self.hook is not None and (replaced := self.hook(module, layer, query, key, value)) is not None:
             if self.exact is not None:
-                attention_mask = _either(attention_mask, key, *self.exact)
+                attention_mask = _either(attention_mask, query.shape[2], key, *self.exact, self.tile)
                 replaced = torch.cat((key, replaced[0]), 2), torch.cat((value, replaced[1]), 2)
             key, value = replaced
         return own_attention(module, query, key, value, attention_mask, scaling, dropout, options)
 
 
-def _either(mask: Any, key: torch.Tensor, sinks: int, window: int) -> torch.Tensor:
-    """The model's mask for twice the tokens of key [batch, kv_heads, tokens, head_dim]: bool [.., tokens, 2 * tokens].
-    A query sees each token that it saw, once: sinks and its window among the first half, others in the second."""
+def _either(mask: Any, queries: int, key: torch.Tensor, sinks: int, window: int, tile: int) -> torch.Tensor:
+    """The model's mask for twice the tokens of key [batch, kv_heads, tokens, head_dim], of which `queries` are the last
+    ones: bool [.., queries, 2 * tokens]. A query sees each token that it saw, once: sinks, its window and its tile
+    among the first half, others in the second."""
     at = torch.arange(key.shape[2], device=key.device)
-    back = at[:, None] - at
+    own = at[-queries:, None]
+    back = own - at
     made = mask.made("sdpa") if isinstance(mask, MaskRequest) else mask
     seen = (back >= 0)[None, None] if made is None else made.to(key.device)
     exact = (back < window) | (at < sinks)
+    if tile:
+        exact |= own // tile == at // tile
     return torch.cat((seen & exact, seen & ~exact), -1)
 
 
