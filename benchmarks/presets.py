@@ -49,11 +49,17 @@ WikiText-2's test text, windows of 2,048 tokens, float32. fp8 is simulated, with
 both models are de-quantised 4-bit weights. `python benchmarks/quality.py --real smollm2 --own-exact`, and without
 `--own-exact` for the columns of all packed but 4 tokens.
 
-All figures on this page are of `CacheSpec(tries=0, uniform=True)`: without the search of scales, and with one width in
-all layers. The presets have both, so they diverge less. The search alone, which 2 bits do not have: SmolLM2-135M with
-all packed but 4 tokens diverges 0.85 times as much at 5 bits, 0.82 at 4 and 0.96 at 3 (2 windows of 1,024 tokens of the
-same text: 0.00327 -> 0.00277, 0.0126 -> 0.0104, 0.0489 -> 0.0471). What shared widths gain is in
-[moments](moments.md#what-errors-cost).
+The figures of this table, and of all later ones but the next, are of `CacheSpec(tries=0, uniform=True)`: without the
+search of scales, and with one width in all layers. The presets have both, and diverge less:
+[below](#with-shared-widths-and-the-search-of-scales).
+"""
+SHARED = """
+## With shared widths and the search of scales
+
+The presets as they are today. Float32 on a CPU, `python benchmarks/quality.py --real smollm2 --own-exact --windows 8
+--only 0 3`: the same windows as above, but not all of them, and of Gemma every fourth token. With all packed but 4
+tokens widths are uniform, and 2 bits have no search. The last column is the figure above, of all windows:
+windows differ by a factor of up to 1.7, so compare it with care.
 """
 BYTES = """
 ## What they take
@@ -165,7 +171,19 @@ def exact_of(spec: CacheSpec) -> str:
 
 def page() -> str:
     """The text of docs/presets.md."""
-    lines = [HEAD, *promises(), STORED, *losses(), BYTES, *sizes(), *sweeps(), *calibrations(), PAPERS, *papers()]
+    lines = [
+        HEAD,
+        *promises(),
+        STORED,
+        *losses(),
+        *shared(),
+        BYTES,
+        *sizes(),
+        *sweeps(),
+        *calibrations(),
+        PAPERS,
+        *papers(),
+    ]
     lines += passkeys(list(rows("recall_real")), list(rows("recall_calibrated")))
     return "\n".join(lines)
 
@@ -199,6 +217,25 @@ def losses() -> list[str]:
         if any(_row(*cell) for cell in cells):
             lines.append(_loss_line(f"`{name}`", cells))
     return [*lines, "", *(f"{name}: {_texts(model)}.\n" for model, name in MODELS.items())]
+
+
+def shared() -> list[str]:
+    """Lines on presets with shared widths and the search of scales, from results of `quality.py` with `--only`."""
+    head = ["cache", "exact tokens", "windows", "KL, mean", "99 %", "perplexity", "one width, no search"]
+    lines = []
+    for model, name in MODELS.items():
+        measured = [row for row in rows("real") if row["file"].endswith(f"real_{model}_shared.json")]
+        lines += [f"{name}:\n", f"| {' | '.join(head)} |", f"| --- | --- | --- |{' ---: |' * 4}"] if measured else []
+        for row in measured:
+            params, metrics = row["params"], row["metrics"]
+            before = real(model, params["spec"], params["exact"])
+            before = None if before is None or before["file"] == row["file"] else before
+            cells = [f"`{params['spec']}`", params["exact"], ", ".join(map(str, params["only"])),
+                     f"{metrics['kl_divergence']:#.3g}", f"{metrics['kl_divergence_p99']:#.2g}",
+                     _loss(row).partition(", ")[2], _loss(before).partition(", ")[0]]  # fmt: skip
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    return [SHARED, *lines] if any(lines) else []
 
 
 def _texts(model: str) -> str:

@@ -13,10 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import turboquant
 from turboquant import CacheSpec, Profile, TurboQuantCache, preset
 from turboquant.calibration.choice import side_widths
+from turboquant.hf.evaluation import divergence_from, evaluate_all
+from turboquant.hf.moments import own_moments
 from turboquant.measured import shared_widths
-from turboquant.measured.budget import forecast, solve
+from turboquant.measured.budget import _Choice, forecast, solve
 from turboquant.moments.costs import side_costs, with_costs
-from turboquant.moments.text import OF_COSTS, kinds
+from turboquant.moments.text import OF_COSTS, kinds, sample
 from turboquant.sizes import model_of, packed_parts
 
 DEMO = "demo/turboquant_demo"
@@ -36,7 +38,7 @@ def model():
 def profile(model, tokenizer):
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("TURBOQUANT_CACHE", "")
-        return turboquant.measure(model, tokenizer)
+        return turboquant.measure(model, tokenizer, budget=True)
 
 
 def widths(cache):
@@ -57,7 +59,8 @@ def test_costs_are_those_of_the_texts_of_the_package(model, tokenizer, profile):
 def test_a_profile_keeps_costs_and_reasons(profile, tmp_path):
     profile.save(tmp_path / "costs")
     np.testing.assert_array_equal(Profile.load(tmp_path / "costs").moments.costs, profile.moments.costs)
-    why = dataclasses.replace(profile.moments, costs=None, no_costs="its weights are quantised")
+    assert Profile.load(tmp_path / "costs").moments.divergence == profile.moments.divergence
+    why = dataclasses.replace(profile.moments.without_costs(), no_costs="its weights are quantised")
     Profile(why).save(tmp_path / "none")
     back = Profile.load(tmp_path / "none").moments
     assert back.costs is None and back.no_costs == "its weights are quantised" and "no_costs=" in repr(back)
@@ -223,9 +226,9 @@ def test_memory_is_never_exceeded_nor_left(model, profile, tokens, share):
     least = sum(packed_parts(described, CacheSpec(2, 2, uniform=True), 1, tokens, 4).values())
     if memory < 1.05 * least + 50_000:
         with pytest.raises(ValueError, match="`memory` must be at least"):
-            solve(described, CacheSpec(), profile.moments.costs, tokens=tokens, memory=least // 2, item_bytes=4)
+            solve(described, CacheSpec(), profile.moments, tokens=tokens, memory=least // 2, item_bytes=4)
         return
-    found = solve(described, CacheSpec(), profile.moments.costs, tokens=tokens, memory=memory, item_bytes=4)
+    found = solve(described, CacheSpec(), profile.moments, tokens=tokens, memory=memory, item_bytes=4)
     assert found.memory <= memory < found.memory * 1.1 + 60_000
     assert 2 <= found.bits <= 6 and found.tokens == tokens
 
@@ -247,14 +250,15 @@ def test_a_cache_stays_within_its_budget(model, profile, caplog):
 
 
 def test_a_quality_is_met_with_the_fewest_bits(model, profile):
-    described, costs = model_of(model.config), profile.moments.costs
-    found = [solve(described, CacheSpec(), costs, tokens=5000, quality=quality) for quality in (1e-4, 1e-3, 1e-2)]
+    described, moments = model_of(model.config), profile.moments
+    found = [solve(described, CacheSpec(), moments, tokens=5000, quality=quality) for quality in (1e-4, 1e-3, 1e-2)]
     assert all(one.quality <= quality for one, quality in zip(found, (1e-4, 1e-3, 1e-2)))
     assert found[0].bits > found[1].bits > found[2].bits and found[0].memory > found[2].memory
     memory = found[1].memory
-    again = solve(described, CacheSpec(), costs, memory=memory, quality=1e-3)
+    again = solve(described, CacheSpec(), moments, memory=memory, quality=1e-3)
     assert again.tokens >= 5000 and again.memory <= memory and again.spec == found[1].spec
-    assert forecast(costs, np.full((4, 2), 3), 3, [64] * 4) > forecast(costs, np.full((4, 2), 4), 3, [64] * 4)
+    three, four = (forecast(moments.costs, np.full((4, 2), bits), 3, [64] * 4) for bits in (3, 4))
+    assert three > four
 
 
 @pytest.mark.parametrize("given, message", [
@@ -275,9 +279,60 @@ def test_budgets_that_are_refused(model, profile, given, message):
     assert not hasattr(model, "_turboquant")
 
 
+def test_a_forecast_starts_from_a_divergence_that_is_measured(model, profile, tokenizer):
+    """At the bits of `compact` it is that divergence; at those of other presets it is near what is measured there."""
+    described, moments = model_of(model.config), profile.moments
+    (ids,) = sample(model, tokenizer, None, model.config.max_position_embeddings).ids
+    names = ("near-lossless", "default", "compact", "tiny")
+    found = evaluate_all(model, ids, dict(zip(names, names)), profile=profile, generate=0)
+    choice = _Choice(described, CacheSpec(), moments, 4)
+    forecasts = [choice.quality(bits * moments.costs.size) for bits in (5, 4, 3, 2)]
+    assert forecasts[2] == pytest.approx(moments.divergence)
+    for name, expected in zip(names, forecasts):
+        assert expected / 2.4 < found[name].kl_divergence < 2.4 * expected, name  # a bit is a factor of 4 to 5
+    again = divergence_from(model, ids, "compact", profile, len(ids[0]) // 4)
+    assert again == pytest.approx(moments.divergence, rel=1e-4)
+    bare = dataclasses.replace(moments, divergence=None)
+    assert solve(described, CacheSpec(), bare, tokens=5000, memory=3_000_000).quality is None
+    with pytest.raises(ValueError, match="`quality` must be None for a model without a divergence"):
+        solve(described, CacheSpec(), bare, tokens=5000, quality=0.1)
+
+
+def test_patch_measures_the_divergence_that_a_profile_lacks(model, profile, tokenizer, caplog):
+    bare = Profile(dataclasses.replace(profile.moments, divergence=None))
+    turboquant.patch(model, tokens=5000, quality=0.01, profile=bare, tokenizer=tokenizer)
+    turboquant.unpatch(model)
+    assert "to measure how much it diverges" in caplog.text
+    said = caplog.messages[-1]
+    turboquant.patch(model, tokens=5000, quality=0.01, profile=profile)
+    turboquant.unpatch(model)
+    assert caplog.messages[-1] == said and caplog.text.count("to measure how much") == 1
+
+
+def test_a_model_keeps_its_divergence(model, profile, tokenizer, monkeypatch, caplog):
+    """It is measured for the first budget of a model without a profile, and for no other."""
+    bare = dataclasses.replace(profile.moments, divergence=None)
+    monkeypatch.setattr("turboquant.moments.measure.measure_model", lambda *_, **__: bare)
+    for quality in (0.01, 0.001):
+        turboquant.patch(model, tokens=5000, quality=quality, tokenizer=tokenizer)
+        turboquant.unpatch(model)
+    assert caplog.text.count("to measure how much it diverges") == 1
+    assert own_moments(model, tokenizer).divergence == pytest.approx(profile.moments.divergence, rel=1e-4)
+
+
+@pytest.mark.parametrize("changed, message", [
+    (dict(divergence=0.0), "`divergence` must be a finite float above 0, or None, got 0.0"),
+    (dict(divergence=0.1, costs=None), "`divergence` must be None without costs, got 0.1"),
+])  # fmt: skip
+def test_divergences_that_are_none(profile, changed, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(profile.moments, **changed)
+
+
 def test_without_costs_a_budget_has_uniform_widths(model, profile):
-    bare = Profile(dataclasses.replace(profile.moments, costs=None, no_costs="its weights are quantised"))
-    found = solve(model_of(model.config), CacheSpec(), None, tokens=5000, memory=3_000_000)
+    none = profile.moments.without_costs()
+    bare = Profile(dataclasses.replace(none, no_costs="its weights are quantised"))
+    found = solve(model_of(model.config), CacheSpec(), bare.moments, tokens=5000, memory=3_000_000)
     assert found.quality is None and "divergence" not in str(found)
     with pytest.raises(ValueError, match="`quality` must be None for a model without costs"):
         turboquant.patch(model, profile=bare, tokens=5000, quality=0.1)

@@ -249,7 +249,7 @@ def _budget(model: Model, chosen: argparse.Namespace, tokens: int | None, memory
             raise ValueError(f"--profile must be of this model, whose layer {i} has {one.kv_heads} KV heads of "
                              f"{one.head_dim} channels, got one with {found}")  # fmt: skip
     try:
-        chosen_bits = solve(model, CacheSpec(), profile.moments.costs, tokens=tokens, quality=chosen.quality,
+        chosen_bits = solve(model, CacheSpec(), profile.moments, tokens=tokens, quality=chosen.quality,
                             memory=None if memory is None else memory // chosen.batch,
                             item_bytes=ITEM_BYTES[chosen.dtype])  # fmt: skip
     except ValueError as error:

@@ -196,7 +196,7 @@ def measure(chosen: argparse.Namespace) -> int:
     model = family.from_pretrained(chosen.model, dtype=chosen.dtype).eval()
     digest = _checkpoint(chosen.model)
     out = Path(_kept_profile(digest, chosen.model) if chosen.out is None else chosen.out)
-    found = dataclasses.replace(run(model.to(_device(chosen.device))), checkpoint=digest)
+    found = dataclasses.replace(run(model.to(_device(chosen.device)), budget=True), checkpoint=digest)
     found.save(out)
     size = out.stat().st_size
     print(f"{out}: {found.tokens:,} tokens ({found.source}), {len(found.layers)} layers, {size:,} bytes")

@@ -13,6 +13,7 @@ A spec is measured with its sinks and its window. A window of 128 exact tokens h
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +45,7 @@ from .routing import evaluating
 __all__ = [
     "Evaluation",
     "FreeRunning",
+    "divergence_from",
     "evaluate",
     "evaluate_all",
     "markdown",
@@ -231,6 +233,23 @@ def evaluate_all(
             free = _free_running(model, windows, chosen, caches, generate, batch, progress)
     measured = {name: spec.with_(prefill="packed") for name, spec in chosen.items()}
     return {name: tallies[name].result(spec, prefill, windows, free.get(name)) for name, spec in measured.items()}
+
+
+def divergence_from(model: Any, ids: torch.Tensor, spec: CacheSpec | str, profile: Profile, start: int) -> float:
+    """Mean divergence of the next token after token `start` of a text and each later one, as `evaluate` measures it.
+    Where a model can, no other logits are computed.  ids: [1, tokens]."""
+    keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+    asked: dict[str, Any] = {"logits_to_keep": ids.shape[1] - start} if keep else {}
+    ids = ids.to(device_of(model))
+
+    def logits(**cache: Any) -> torch.Tensor:
+        found: torch.Tensor = model(input_ids=ids, **asked, **cache).logits
+        return found[:, start - ids.shape[1] :]
+
+    with _ready(model, {"": resolve(spec)}, profile) as caches:
+        reference = logits(use_cache=False)
+        packed = logits(use_cache=True, **{cache_argument(model.forward) or CACHE: caches("", "packed")})
+        return float(token_divergence(reference, packed).double().mean())
 
 
 def _chosen(specs: Mapping[str, CacheSpec | str], everything_packed: bool) -> dict[str, CacheSpec]:

@@ -20,7 +20,7 @@ from ..progress import log
 from ..spec import CacheSpec
 from .routing import measuring
 
-__all__ = ["moments_for", "moments_notes", "own_moments", "warn_of_changes"]
+__all__ = ["budget_moments", "moments_for", "moments_notes", "own_moments", "warn_of_changes"]
 
 _WAY_OUT = 'pass a `profile` from a file (turboquant.Profile.load), or use a spec with centre="none" and metric="none"'
 
@@ -90,6 +90,19 @@ def own_moments(model: Any, tokenizer: Any, costs: bool = True) -> Moments:
                 known.costs = True
     assert known is not None
     return known.moments
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def budget_moments(model: Any, tokenizer: Any, given: Moments | None) -> Moments:
+    """The moments given, or the model's own, with the divergence that a forecast starts from, where they have costs. It
+    is measured if it is missing, and kept with the model's own moments, in memory."""
+    from ..moments.measure import with_divergence_of
+
+    moments = own_moments(model, tokenizer) if given is None else given
+    found = with_divergence_of(moments, model, tokenizer)
+    if given is None and found is not moments:
+        _measured[model.base_model].moments = found
+    return found
 
 
 def _holds(known: _Measured | None, model: torch.nn.Module, tokenizer: Any, costs: bool = False) -> bool:

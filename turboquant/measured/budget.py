@@ -1,6 +1,7 @@
 """A budget instead of a preset: bits by layer and side from two of tokens, memory and quality, without running a model.
 
-Bytes are those that `turboquant calc` counts. Divergence is forecast from the costs in the moments (`forecast`). NumPy.
+Bytes are those that `turboquant calc` counts. Divergence is forecast from that of one preset, which is measured
+with the moments, and from costs (`forecast`). NumPy.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from numpy.typing import NDArray
 
 from ..calibration.choice import POWER, side_widths, uniform_widths
 from ..calibration.distortion import distortions
+from ..moments.data import Moments
 from ..sizes import MOST_TOKENS, Model, packed_parts, tokens_that_fit
 from ..spec import MOST_SIDE_BITS, CacheSpec
 
 __all__ = ["Budget", "forecast", "solve"]
 
 LEAST = 2  # average bits
-# The divergence of a cache on WikiText-2, in windows of 2,048 tokens, divided by the sum of costs times noise is
-# FACTOR (1 + BEND noise): costs are measured on shorter texts, and large errors cost more than in proportion. FACTOR is
-# SmolLM2-135M's at 4 bits, BEND between what it and Gemma 3 270M have from 4 to 2 bits.
-FACTOR, BEND = 2.2, 4.5
+KNOWN = 3  # average bits of the preset whose divergence is measured (`moments.costs.DIVERGED`)
+# Large errors cost more than in proportion: the divergence of a cache goes with the sum of costs times
+# noise (1 + BEND noise). BEND is between what SmolLM2-135M and Gemma 3 270M have from 4 to 2 bits.
+BEND = 4.5
 
 F64 = NDArray[np.float64]
 Widths = NDArray[np.int64]
@@ -36,7 +38,7 @@ class Budget:
     spec      with the bits of each layer as overrides
     bits      their average over numbers of all layers
     tokens    of one sequence;  memory  bytes that its cache takes at most, exact tokens and tables included
-    quality   the divergence of the next token that is expected, nats; None without costs, where widths are uniform
+    quality   the divergence of the next token that is expected, nats; None where it was not measured for one preset
     """
 
     spec: CacheSpec
@@ -52,22 +54,21 @@ class Budget:
 
 
 def forecast(costs: NDArray[np.floating], widths: Widths, tries: int, channels: Sequence[int]) -> float:
-    """The divergence of the next token in nats for costs and widths [layers, 2], with the exact tokens of the presets.
-    channels: of a head, by layer.
+    """A number that the divergence of the next token is in proportion to, by model, for costs and widths [layers, 2],
+    with the exact tokens of the presets. channels: of a head, by layer.
 
     Sides count by cost^POWER, as they do where widths are chosen: what a sum of costs promises from sharing bits is
     more than caches gain."""
     weights = np.maximum(costs.astype(np.float64), 1e-30) ** POWER
-    weights *= costs.sum() / weights.sum()
     errors = [distortions(tries, one) for one in channels]
     noise = np.array([[d[int(b)] / (1 - d[int(b)]) for b in row] for d, row in zip(errors, widths)])
-    return float((weights * FACTOR * noise * (1 + BEND * noise)).sum())
+    return float((weights * noise * (1 + BEND * noise)).sum())
 
 
 def solve(
     model: Model,
     spec: CacheSpec,
-    costs: NDArray[np.floating] | None,
+    moments: Moments,
     *,
     tokens: int | None = None,
     memory: int | None = None,
@@ -78,10 +79,10 @@ def solve(
     least memory with a divergence, or the most tokens within both.
 
     spec    its exact tokens and method hold; its bits are replaced
-    costs   float32 [layers with keys, 2] of the model's moments; None: widths are uniform
+    moments   of the model; without costs widths are uniform, and without a divergence none is forecast
     item_bytes   of a number of the model's dtype, in which exact tokens stay
     ValueError for other than two of the three, for what no widths of 2 to 6 bits reach, and for a quality without
-    costs; NotImplementedError for a model whose packed cache is not counted.
+    costs or divergence; NotImplementedError for a model whose packed cache is not counted.
     """
     given = {"tokens": tokens, "memory": memory, "quality": quality}
     if sum(value is not None for value in given.values()) != 2:
@@ -94,10 +95,11 @@ def solve(
     if spec.shared_bits is None or spec.overrides:
         raise ValueError("`spec` must leave widths to the library, such as the preset default, where `memory` or "
                          f"`quality` chooses them, got {spec!r}")  # fmt: skip
-    if quality is not None and costs is None:
-        raise ValueError("`quality` must be None for a model without costs in its profile, got "
-                         f"{quality!r}: give `tokens` and `memory`")  # fmt: skip
-    choice = _Choice(model, spec, costs, item_bytes)
+    if quality is not None and moments.divergence is None:
+        what = "costs" if moments.costs is None else "a divergence (turboquant.measure with budget=True)"
+        raise ValueError(f"`quality` must be None for a model without {what} in its profile, got {quality!r}: give "
+                         "`tokens` and `memory`")  # fmt: skip
+    choice = _Choice(model, spec, moments, item_bytes)
     if quality is not None:
         enough = choice.first(lambda step: choice.quality(step) <= quality)
         if enough is None:
@@ -124,8 +126,9 @@ def solve(
 class _Choice:
     """Widths by steps: a step is a bit of one side of one layer."""
 
-    def __init__(self, model: Model, spec: CacheSpec, costs: NDArray[np.floating] | None, item_bytes: int) -> None:
-        self.model, self.spec, self.costs, self.item_bytes = model, spec, costs, item_bytes
+    def __init__(self, model: Model, spec: CacheSpec, moments: Moments, item_bytes: int) -> None:
+        self.model, self.spec, self.item_bytes = model, spec, item_bytes
+        self.costs, self.divergence = moments.costs, moments.divergence
         self.packed = [i for i, one in enumerate(model.layers) if one.kind != "none"]
         self.layers = [model.layers[i] for i in self.packed]
         self.tries = 3 if spec.tries == "auto" else int(spec.tries)
@@ -171,11 +174,14 @@ class _Choice:
         return sum(parts.values()) + -(-parts.get("pages", 0) // 64) + pages.get("pages", 0) + 8 * len(self.layers)
 
     def quality(self, step: int) -> float:
-        assert self.costs is not None
-        return forecast(self.costs, self.widths(step), self.tries, [one.head_dim for one in self.layers])
+        assert self.costs is not None and self.divergence is not None
+        channels = [one.head_dim for one in self.layers]
+        known = self.widths(KNOWN * 2 * len(self.layers))
+        here, there = (forecast(self.costs, widths, self.tries, channels) for widths in (self.widths(step), known))
+        return self.divergence * here / there
 
     def budget(self, step: int, tokens: int) -> Budget:
         sizes = np.array([one.kv_heads * one.head_dim for one in self.layers])
         bits = float((self.widths(step).sum(1) * sizes).sum() / (2 * sizes.sum()))
-        quality = None if self.costs is None else self.quality(step)
+        quality = None if self.divergence is None else self.quality(step)
         return Budget(self.made(step), bits, tokens, self.nbytes(step, tokens), quality)

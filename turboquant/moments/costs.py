@@ -1,4 +1,5 @@
-"""What errors of each layer's keys and values cost, for widths by layer and side: measured with the moments."""
+"""What errors of each layer's keys and values cost, for widths by layer and side, measured with the moments; and the
+divergence that budgets forecast from."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..calibration.choice import NOISE
 from ..calibration.measure import SINKS, gradients, of_tokens, skipped
 from ..hf.kinds import sources_of
 from ..hf.routing import text_config
@@ -18,7 +20,9 @@ from ..models.placement import is_offloaded
 from ..spec import CacheSpec
 from .data import Moments
 
-__all__ = ["side_costs", "with_costs"]
+__all__ = ["side_costs", "with_costs", "with_divergence"]
+
+DIVERGED = "compact"  # the preset whose divergence is measured
 
 F64 = NDArray[np.float64]
 
@@ -75,6 +79,22 @@ def with_costs(moments: Moments, model: Any, texts: Sequence[torch.Tensor]) -> M
         return replace(moments, no_costs="its gradients are 0 or not finite")
     shares = (each / totals[:, None, None]).mean(0)
     return replace(moments, costs=(shares * np.exp(np.log(totals).mean())).astype(np.float32))
+
+
+def with_divergence(moments: Moments, model: Any, ids: torch.Tensor) -> Moments:
+    """`moments`, which have costs, with the divergence of `DIVERGED` on ids [1, tokens]: the mean over the last
+    three quarters. In the first one queries see few packed tokens.
+
+    Costs alone say how much more one choice of widths diverges than another, and not how much: they are measured on
+    short texts, and how much more a model diverges on long ones is another factor for each model.
+    """
+    from ..hf.evaluation import divergence_from
+    from ..measured.profile import Profile
+
+    tokens = ids.shape[1]
+    start = min(max(tokens // 4, SINKS + CacheSpec().window), tokens - 1)
+    found = divergence_from(model, ids, DIVERGED, Profile(moments), start)
+    return replace(moments, divergence=max(NOISE, found))
 
 
 def _refused(model: Any) -> str:

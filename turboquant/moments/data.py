@@ -203,6 +203,8 @@ class Moments:
                  vector were as large as what is quantised, with the exact tokens of the presets (`costs.side_costs`).
                  None: not measured.
     no_costs     why there are no costs, in words; "" where there are, and in moments of a text of a calibration.
+    divergence   of the next token with the preset compact, mean in nats, on the text that was measured
+                 (`costs.with_divergence`): what budgets forecast from. None: not measured. It needs costs.
 
     Raises ValueError that names what is wrong.
     """
@@ -213,6 +215,7 @@ class Moments:
     source: str = ""
     costs: F32 | None = None
     no_costs: str = ""
+    divergence: float | None = None
 
     def __post_init__(self) -> None:
         if not self.layers or not all(isinstance(layer, LayerMoments) for layer in self.layers):
@@ -223,7 +226,11 @@ class Moments:
             wanted = f"the {self.fingerprint['layers']} layers of its fingerprint"
             raise ValueError(f"`layers` must be {wanted}, got {len(self.layers)}")
         bounded("Moments: `tokens`", self.tokens)
+        if self.divergence is not None and not (isinstance(self.divergence, float) and 0 < self.divergence < np.inf):
+            raise ValueError(f"`divergence` must be a finite float above 0, or None, got {self.divergence!r}")
         if self.costs is None:
+            if self.divergence is not None:
+                raise ValueError(f"`divergence` must be None without costs, got {self.divergence!r}")
             return
         if self.costs.shape != (len(self.layers), 2) or self.costs.dtype != np.float32:
             raise ValueError(f"`costs` must be float32 [{len(self.layers)}, 2], got {self.costs.dtype} "
@@ -273,6 +280,7 @@ class Moments:
             "kinds": [layer.kind for layer in self.layers],
             "shapes": [[*layer.centre.shape, len(layer.pairs), layer.rank] for layer in self.layers],
             **({"no_costs": self.no_costs} if self.no_costs else {}),
+            **({} if self.divergence is None else {"divergence": self.divergence}),
         }
 
     def arrays(self) -> dict[str, NDArray[Any]]:
@@ -282,7 +290,7 @@ class Moments:
 
     def without_costs(self) -> Moments:
         """What decides how vectors are stored once widths are known."""
-        return replace(self, costs=None, no_costs="")
+        return replace(self, costs=None, no_costs="", divergence=None)
 
     @classmethod
     def of_arrays(cls, described: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Moments:
@@ -292,7 +300,8 @@ class Moments:
             for i, kind in enumerate(described["kinds"])
         )
         told = {key: described[key] for key in _DESCRIBED}
-        return cls(tuple(layers), **told, costs=arrays.get("costs"), no_costs=str(described.get("no_costs", "")))
+        told |= {"no_costs": str(described.get("no_costs", "")), "divergence": described.get("divergence")}
+        return cls(tuple(layers), **told, costs=arrays.get("costs"))
 
 
 def _range(values: list[int]) -> str:

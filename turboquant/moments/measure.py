@@ -29,18 +29,18 @@ from ..models.identity import describe, fingerprint, weight_sums
 from ..models.placement import device_of, on_all_ranks
 from ..models.wrappers import checked_base_model
 from ..progress import Progress, log
-from .costs import with_costs
+from .costs import with_costs, with_divergence
 from .data import RANDOM_IDS, LayerMoments, Moments
 from .metric import averaged_over_positions, chosen_pairs, metric_of, turn_back
 from .rotary import Rotary, probe
-from .text import LEAST, TOKENS, cost_texts, protein_sample, sample
+from .text import LEAST, TOKENS, cost_texts, found_tokenizer, protein_sample, sample
 
-__all__ = ["cache_folder", "measure", "measure_model", "measure_with_text"]
+__all__ = ["cache_folder", "measure", "measure_model", "measure_with_text", "with_divergence_of"]
 
 SINKS = 4  # first tokens, which are unlike all others and not counted
 
 
-def measure(model: Any, tokenizer: Any = None, text: str | None = None) -> Profile:
+def measure(model: Any, tokenizer: Any = None, text: str | None = None, budget: bool = False) -> Profile:
     """A profile of a model, without a calibration: the mean of its keys before RoPE, and the second moment of its
     queries.
 
@@ -53,6 +53,8 @@ def measure(model: Any, tokenizer: Any = None, text: str | None = None) -> Profi
     text       what to measure on; its first 2,048 tokens are used, or as many as the model has positions. None: the
                text that ships with the package: prose, source code, German and Japanese. An ESM-2 model takes neither
                tokenizer nor text: it is measured on the nine proteins of the package, 2,028 residues.
+    budget     also measure the divergence that a budget forecasts from (`turboquant.patch` with `memory` or `quality`,
+               `turboquant calc`): two more forwards over the text.
 
     It runs one forward without the head, over BOS, if the tokenizer has one, and the tokens (ESM-2: one forward for
     each protein). The first 4 tokens do not count. A decoder then runs forward and backward over up to 384 tokens of
@@ -64,7 +66,23 @@ def measure(model: Any, tokenizer: Any = None, text: str | None = None) -> Profi
     ValueError for a text that is too short, a tokenizer of another model, a tokenizer or text for ESM-2, and keys or
     queries that are not finite.
     """
-    return Profile(measure_model(model, tokenizer, text))
+    moments = measure_model(model, tokenizer, text)
+    return Profile(with_divergence_of(moments, model, tokenizer, text) if budget else moments)
+
+
+def with_divergence_of(moments: Moments, model: Any, tokenizer: Any, text: str | None = None) -> Moments:
+    """`moments` with the divergence that a forecast starts from, if they have costs; measured, if it is missing, on the
+    tokens of `measure`."""
+    if moments.costs is None or moments.divergence is not None:
+        return moments
+    base = checked_base_model(model)
+    tokenizer = tokenizer or found_tokenizer(base)[0]
+    if tokenizer is None:
+        return moments
+    drawn = sample(base, tokenizer, text, _positions(base))
+    seen = f"{drawn.ids[0].numel():,}"
+    log.info("%s runs twice over %s tokens, to measure how much it diverges", type(base).__name__, seen)
+    return with_divergence(moments, base, drawn.ids[0])
 
 
 def measure_model(

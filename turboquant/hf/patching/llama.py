@@ -35,7 +35,7 @@ from ..attention import NAME
 from ..cache import TurboQuantCache, checked_config
 from ..graph import ForwardWithGraphs
 from ..kinds import has_state, kinds_of, packed_indices
-from ..moments import moments_for, own_moments
+from ..moments import budget_moments, moments_for
 from ..names import CACHE, NAMES, cache_argument, given_cache, renamed
 from ..persistence import calibration_mark, moments_mark
 from ..routing import (
@@ -224,8 +224,8 @@ def budgeted(
     most = None if memory is None else bytes_of(memory, "`memory`")
     if tokens is not None:
         tokens = bounded("patch: `tokens`", tokens)
-    moments = own_moments(model, tokenizer) if profile is None else profile.moments
-    found = solve(model_of(model.config), spec, moments.costs, tokens=tokens, memory=most, quality=quality,
+    moments = budget_moments(model, tokenizer, None if profile is None else profile.moments)
+    found = solve(model_of(model.config), spec, moments, tokens=tokens, memory=most, quality=quality,
                   item_bytes=model.dtype.itemsize)  # fmt: skip
     log.info("%s gets %s", type(model).__name__, found)
     return found.spec
