@@ -339,12 +339,12 @@ def test_core_refuses_wrong_lists(few_means):
     ]:
         with pytest.raises((ValueError, TypeError), match=words):
             _core.index_encode(space, x, lists=wrong)
-    starts = segment[6]
+    starts = segment[7]
     for wrong in (starts[::-1].copy(), starts + 1, starts[:-1], np.where(starts == 1500, 1501, starts)):
         with pytest.raises((ValueError, TypeError), match="`lists` must "):
-            _core.index_search(space, x, ((*segment[:6], wrong),), 3)
+            _core.index_search(space, x, ((*segment[:7], wrong),), 3)
     with pytest.raises(TypeError, match="`segments` must be"):
-        _core.index_search(space, x, (segment[:6],), 3)
+        _core.index_search(space, x, (segment[:7],), 3)
     with pytest.raises(TypeError, match="`segments` must be"):
         _core.index_search(space[:9], x, (segment,), 3)
     with pytest.raises(ValueError, match="`n_lists` must be above 0"):

@@ -179,6 +179,7 @@ _Rows = tuple[
     NDArray[np.float32] | None,
     NDArray[np.int64] | int,
     NDArray[np.uint8] | None,
+    NDArray[np.float32],
 ]
 _Segment = _Rows | tuple[*_Rows, NDArray[np.int32] | NDArray[np.int64]]
 
@@ -196,6 +197,9 @@ def index_decode(
     codes: NDArray[np.uint8],
     signs: NDArray[np.uint8],
     scales: NDArray[np.float32],
+) -> NDArray[np.float32]: ...
+def index_factors(
+    scales: NDArray[np.float32], offsets: NDArray[np.float32] | None, starts: NDArray[np.int64] | None = None
 ) -> NDArray[np.float32]: ...
 def index_search(
     space: _Space,

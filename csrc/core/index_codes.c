@@ -271,3 +271,17 @@ tq_status tq_index_decode(const tq_index_layout *layout, const uint8_t *codes, c
     }
     return TQ_OK;
 }
+
+void tq_index_factors(const float *scales, const float *offsets, int64_t n, float *factors)
+{
+    for (int64_t first = 0; first < n; first += TQ_INDEX_BLOCK, factors += 2) {
+        int64_t end = n - first < TQ_INDEX_BLOCK ? n : first + TQ_INDEX_BLOCK;
+        float scale = scales[first], offset = offsets ? offsets[first] : 0;
+        for (int64_t i = first + 1; i < end; i++) {
+            scale = scales[i] > scale ? scales[i] : scale;
+            if (offsets) offset = offsets[i] > offset ? offsets[i] : offset;
+        }
+        factors[0] = scale > 0 ? 1 / scale : 0;
+        factors[1] = offset;
+    }
+}

@@ -3,6 +3,7 @@
 #define TQ_INDEX_POOL_H
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 typedef struct {
     float score;
@@ -50,7 +51,7 @@ typedef struct {
 typedef struct {
     float *lows; /* the k largest lower bounds, the least first, as a heap */
     int64_t n_lows, n, room;
-    candidate *candidates;
+    candidate *candidates, *first; /* first: where candidates were at first, which is not freed */
     float limit; /* rows with upper bounds below it are out: the k-th largest lower bound so far, or find_limits' */
     int failed;  /* no memory */
 } pool;
@@ -73,6 +74,11 @@ static inline void push_low(pool *p, int64_t k, float low)
     if (p->n_lows == k && lows[0] > p->limit) p->limit = lows[0];
 }
 
+static inline void free_candidates(pool *p)
+{
+    if (p->candidates != p->first) free(p->candidates);
+}
+
 /** Makes room for one more candidate, first by dropping those below the limit. */
 static inline int make_room(pool *p)
 {
@@ -81,12 +87,14 @@ static inline int make_room(pool *p)
         if (p->candidates[i].upper >= p->limit) p->candidates[n++] = p->candidates[i];
     p->n = n;
     if (2 * n < p->room) return 1;
-    int64_t room = p->room ? 2 * p->room : 256;
-    candidate *larger = realloc(p->candidates, (size_t)room * sizeof *larger);
+    int64_t room = 2 * p->room;
+    candidate *larger = malloc((size_t)room * sizeof *larger);
     if (!larger) {
         p->failed = 1;
         return 0;
     }
+    memcpy(larger, p->candidates, (size_t)n * sizeof *larger);
+    free_candidates(p);
     p->candidates = larger;
     p->room = room;
     return 1;

@@ -66,8 +66,6 @@ typedef struct {
      *  be NULL. */
     uint64_t (*above)(const uint16_t sums[TQ_SCAN_ROWS], const float *scales, const float *offsets, float unit,
                       float add, float limit);
-    /** The largest of x [TQ_SCAN_ROWS], none of them NaN. */
-    float (*largest)(const float *x);
 } tq_scan_kernels;
 
 extern const tq_scan_kernels tq_scan_scalar, tq_scan_avx2, tq_scan_avx512, tq_scan_avx512_vnni, tq_scan_neon;

@@ -102,6 +102,10 @@ TQ_API tq_status tq_index_encode(const tq_index_space *space, const float *x, in
 TQ_API tq_status tq_index_decode(const tq_index_layout *layout, const uint8_t *codes, const uint8_t *signs,
                                  const float *scales, int64_t n, float *z, tq_error *error);
 
+/** What a search wants to know of each block of 64 rows: 1 / the largest scale, or 0 if that is 0, and the largest
+ *  offset. offsets [n], or NULL: 0. factors: [n / 64 rounded up, 2]. */
+TQ_API void tq_index_factors(const float *scales, const float *offsets, int64_t n, float *factors);
+
 /* A query becomes fixed point, z_j ~ unit * q_j / (steps[g] * tq_index_step(bits[g])), q_j int16, sum of |q_j| at most
  * 2^24.
  * The score of row i is
@@ -117,6 +121,7 @@ typedef struct {
     const uint8_t *signs; /* [blocks, planes, 64] */
     const float *scales;  /* [n] */
     const float *offsets; /* [n], or NULL: 0 */
+    const float *factors; /* [blocks, 2], of tq_index_factors */
     const int64_t *ids;   /* [n], or NULL: first_id + i */
     int64_t first_id;
     const uint8_t *allowed; /* [n], 0 where a row is left out, or NULL: none is */
@@ -135,7 +140,8 @@ typedef struct {
  *  With lists a query reads segments whose rows are all of one of the `probe` lists that have the largest values for it
  *  (as a row's list has), among lists that have allowed rows in such segments, and all segments whose rows are of
  *  different lists. probe: at least 1; at most 1 row in 50 allowed: all are read. Without lists it is not looked at.
- *  Allocates some 4 k bytes a query and thread, and 24 for each row that is scored. */
+ *  Allocates some 4 k bytes a query and thread, and 24 for each row that is scored; up to 8 MiB are kept for the next
+ *  call of the same thread, until it ends. */
 TQ_API tq_status tq_index_search(const tq_index_space *space, const float *queries, int64_t n,
                                  const tq_index_rows *segments, int64_t n_segments, int64_t k, int32_t probe,
                                  float *scores, int64_t *ids, int32_t threads, tq_error *error);

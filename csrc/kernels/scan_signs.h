@@ -222,13 +222,6 @@ static void scan_fill_table(const float *const pairs[3], float factor, uint8_t t
     }
 }
 
-static float scan_largest(const float *x)
-{
-    tq_floats most = tq_load_floats(x);
-    for (int32_t i = TQ_LANES; i < SCAN_ROWS; i += TQ_LANES) most = tq_max(most, tq_load_floats(x + i));
-    return tq_max_lanes(most);
-}
-
 /** Which rows have scale * (sum * unit + add) + offset >= limit; every operation is rounded to float32. */
 static uint64_t scan_above(const uint16_t sums[SCAN_ROWS], const float *scales, const float *offsets, float unit,
                            float add, float limit)

@@ -120,6 +120,7 @@ BINDING(index_encode);
 BINDING(index_decode);
 BINDING(index_step);
 BINDING(index_lead_error);
+BINDING(index_factors);
 BINDING(index_search);
 BINDING(index_scores);
 BINDING(isa);

@@ -261,34 +261,64 @@ static PyArrayObject *get_queries(const char *op, PyObject *object, const read_s
     return read_array(op, "queries", object, NPY_FLOAT32, DENSE, 2, dims);
 }
 
-/* Where each list starts in a segment that is sorted by lists: int64 [n_lists + 1], from 0 to n; NULL if it is not.
- * The leading bits of each list begin a block. */
-static int get_starts(const char *op, PyObject *object, npy_intp n, const tq_index_space *space, const int64_t **starts,
-                      npy_intp *blocks)
+/* Where each list starts in a segment that is sorted by lists: int64 [count], from 0 to n; count may be ANY. The leading
+ * bits of each list begin a block. */
+static PyArrayObject *get_starts(const char *op, PyObject *object, npy_intp n, npy_intp count, npy_intp *blocks)
 {
-    *starts = NULL;
-    *blocks = (n + TQ_INDEX_BLOCK - 1) / TQ_INDEX_BLOCK;
-    if (!PyArray_Check(object) || PyArray_TYPE((PyArrayObject *)object) != NPY_INT64 || !space->n_lists) return 0;
-    npy_intp count = space->n_lists + 1;
     PyArrayObject *array = read_array(op, "lists", object, NPY_INT64, DENSE, 1, &count);
-    if (!array) return -1;
+    if (!array) return NULL;
     const int64_t *at = PyArray_DATA(array);
-    int good = at[0] == 0 && at[count - 1] == n;
+    count = PyArray_DIM(array, 0);
+    int good = count > 0 && at[0] == 0 && at[count - 1] == n;
     *blocks = 0;
     for (npy_intp i = 0; i + 1 < count && good; i++) {
         good = at[i] <= at[i + 1] && at[i + 1] <= n;
         if (good) *blocks += (npy_intp)((at[i + 1] - at[i] + TQ_INDEX_BLOCK - 1) / TQ_INDEX_BLOCK);
     }
-    if (!good) PyErr_Format(PyExc_ValueError, "%s: `lists` must start at rows that ascend from 0 to %zd", op, n);
-    *starts = at;
-    return good ? 0 : -1;
+    if (good) return array;
+    PyErr_Format(PyExc_ValueError, "%s: `lists` must start at rows that ascend from 0 to %zd", op, n);
+    return NULL;
+}
+
+const char doc_index_factors[] = PyDoc_STR(
+    "index_factors(scales, offsets, starts=None)\n--\n\n"
+    "What a search wants to know of each block of rows, float32 [blocks, 2]. scales: float32 [n]; offsets: float32 [n] or "
+    "None; starts:\nwhere each list starts, int64 [n_lists + 1], if a list begins a new block. Contracts: tq_index_factors.");
+PyObject *py_index_factors(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"scales", "offsets", "starts", NULL};
+    PyObject *scales_object, *offsets_object, *starts_object = Py_None;
+    PyArrayObject *scales, *offsets = NULL, *starts = NULL;
+    const char *op = "index_factors";
+    npy_intp n = ANY, dims[2] = {0, 2};
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|O:index_factors", names, &scales_object, &offsets_object,
+                                     &starts_object) ||
+        !(scales = read_array(op, "scales", scales_object, NPY_FLOAT32, DENSE, 1, &n)))
+        return NULL;
+    n = PyArray_DIM(scales, 0);
+    if (offsets_object != Py_None && !(offsets = read_array(op, "offsets", offsets_object, NPY_FLOAT32, DENSE, 1, &n)))
+        return NULL;
+    dims[0] = (n + TQ_INDEX_BLOCK - 1) / TQ_INDEX_BLOCK;
+    if (starts_object != Py_None && !(starts = get_starts(op, starts_object, n, ANY, &dims[0]))) return NULL;
+    PyObject *factors = PyArray_SimpleNew(2, dims, NPY_FLOAT32);
+    if (!factors) return NULL;
+    const int64_t whole[2] = {0, n}, *at = starts ? PyArray_DATA(starts) : whole;
+    const float *scale = PyArray_DATA(scales), *offset = offsets ? PyArray_DATA(offsets) : NULL;
+    float *to = PyArray_DATA((PyArrayObject *)factors);
+    for (npy_intp i = 0; i < (starts ? PyArray_DIM(starts, 0) - 1 : 1); i++) {
+        int64_t rows = at[i + 1] - at[i];
+        tq_index_factors(scale + at[i], offset ? offset + at[i] : NULL, rows, to);
+        to += 2 * ((rows + TQ_INDEX_BLOCK - 1) / TQ_INDEX_BLOCK);
+    }
+    return factors;
 }
 
 /* How many tq_index_rows a segment is. */
 static Py_ssize_t parts_of(PyObject *tuple, const tq_index_space *space)
 {
-    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 7) return 1;
-    PyObject *lists = PyTuple_GetItem(tuple, 6);
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 8) return 1;
+    PyObject *lists = PyTuple_GetItem(tuple, 7);
     int sorted = PyArray_Check(lists) && PyArray_TYPE((PyArrayObject *)lists) == NPY_INT64;
     return sorted && space->n_lists ? space->n_lists : 1;
 }
@@ -304,6 +334,7 @@ static void cut(const tq_index_rows *all, const int64_t *starts, const read_spac
                                     .signs = all->signs + block * read->planes * TQ_INDEX_BLOCK,
                                     .scales = all->scales + at,
                                     .offsets = all->offsets + at,
+                                    .factors = all->factors + 2 * block,
                                     .ids = all->ids ? all->ids + at : NULL,
                                     .first_id = all->first_id + at,
                                     .allowed = all->allowed ? all->allowed + at : NULL,
@@ -312,26 +343,26 @@ static void cut(const tq_index_rows *all, const int64_t *starts, const read_spac
     }
 }
 
-/* (codes, signs, scales, offsets or None, ids or first id, allowed or None), with lists also the list of each row or
- * where each list starts -> parts_of it */
+/* (codes, signs, scales, offsets or None, ids or first id, allowed or None, factors), with lists also the list of each
+ * row or where each list starts -> parts_of it */
 static int get_rows(const char *op, PyObject *tuple, const read_space *read, tq_index_rows *parts)
 {
-    Py_ssize_t items = read->space.n_lists ? 7 : 6;
+    Py_ssize_t items = read->space.n_lists ? 8 : 7;
     if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != items) {
-        raise_type(op, "segments", "tuples (codes, signs, scales, offsets, ids, allowed), with lists also (.., lists)",
-                   tuple);
+        raise_type(op, "segments",
+                   "tuples (codes, signs, scales, offsets, ids, allowed, factors), with lists also (.., lists)", tuple);
         return -1;
     }
-    PyObject *item[7];
+    PyObject *item[8];
     for (Py_ssize_t i = 0; i < items; i++) item[i] = PyTuple_GetItem(tuple, i);
     tq_index_rows rows, *out = &rows;
-    const int64_t *starts = NULL;
     npy_intp dims[2] = {ANY, (npy_intp)read->row_bytes};
-    PyArrayObject *codes = read_array(op, "codes", item[0], NPY_UINT8, DENSE, 2, dims);
+    PyArrayObject *starts = NULL, *codes = read_array(op, "codes", item[0], NPY_UINT8, DENSE, 2, dims);
     if (!codes) return -1;
     npy_intp n = PyArray_DIM(codes, 0);
     npy_intp blocks[3] = {(n + TQ_INDEX_BLOCK - 1) / TQ_INDEX_BLOCK, read->planes, TQ_INDEX_BLOCK};
-    if (read->space.n_lists && get_starts(op, item[6], n, &read->space, &starts, &blocks[0]) < 0) return -1;
+    int sorted = read->space.n_lists && PyArray_Check(item[7]) && PyArray_TYPE((PyArrayObject *)item[7]) == NPY_INT64;
+    if (sorted && !(starts = get_starts(op, item[7], n, read->space.n_lists + 1, &blocks[0]))) return -1;
     PyArrayObject *signs = read_array(op, "signs", item[1], NPY_UINT8, DENSE, 3, blocks);
     if (!signs) return -1;
     PyArrayObject *scales = read_array(op, "scales", item[2], NPY_FLOAT32, DENSE, 1, &n), *array;
@@ -350,12 +381,15 @@ static int get_rows(const char *op, PyObject *tuple, const read_space *read, tq_
         if (!(array = read_array(op, "allowed", item[5], NPY_UINT8, DENSE, 1, &n))) return -1;
         out->allowed = PyArray_DATA(array);
     }
+    npy_intp pairs[2] = {blocks[0], 2};
+    if (!(array = read_array(op, "factors", item[6], NPY_FLOAT32, DENSE, 2, pairs))) return -1;
+    out->factors = PyArray_DATA(array);
     if (starts && !out->offsets) {
         raise_type(op, "offsets", "an array, with lists", item[3]);
         return -1;
     }
-    if (starts) cut(out, starts, read, parts);
-    else if (read->space.n_lists && get_row_lists(op, item[6], n, &read->space, &out->lists) < 0) return -1;
+    if (starts) cut(out, PyArray_DATA(starts), read, parts);
+    else if (read->space.n_lists && get_row_lists(op, item[7], n, &read->space, &out->lists) < 0) return -1;
     else *parts = *out;
     return 0;
 }
@@ -364,7 +398,7 @@ const char doc_index_search[] = PyDoc_STR(
     "index_search(space, queries, segments, k, threads=0, probe=2147483647)\n--\n\n"
     "(scores, ids) of the k best rows a query, float32 and int64 [queries, k], larger first, ties by ascending id; -inf "
     "and -1 behind\nthe last. space: as in index_encode. queries: float32 [n, dim]. segments: a tuple of (codes, signs, "
-    "scales, offsets float32 or None,\nids int64 or the first id, allowed uint8 or None),\nwith lists also the list of each row, "
+    "scales, offsets float32 or None,\nids int64 or the first id, allowed uint8 or None, factors of index_factors),\nwith lists also the list of each row, "
     "int32, or where each list starts, int64 [n_lists + 1]; then `signs` have new blocks\nfor each list. probe: lists that "
     "a query reads. Contracts: tq_index_search.");
 PyObject *py_index_search(PyObject *module, PyObject *args, PyObject *kwargs)

@@ -2,12 +2,18 @@
  * levels and with one and four threads. Whatever is handed to the library lies in a heap block of exactly its size, so that a
  * sanitizer sees the first byte read or written beside it. Run by tests/test_c_consumer.py and, under emulation, tests/test_neon.py.
  * Ends with 0 and "ok", or with 1 and the line that failed. */
+#if !defined(_GNU_SOURCE)
+#define _GNU_SOURCE /* fork */
+#endif
 #include "checksum.h"
 #include <math.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <turboquant_index.h>
+#include <unistd.h>
 
 static const char *state = "";
 
@@ -107,7 +113,7 @@ static float *make_matrix(int32_t n)
 typedef struct {
     tq_index_rows rows;
     uint8_t *codes, *signs, *allowed;
-    float *scales, *offsets;
+    float *scales, *offsets, *factors;
     int32_t *lists;
 } segment;
 
@@ -131,13 +137,15 @@ static segment make_segment(const tq_index_space *space, const float *x, int64_t
     CHECK(tq_index_encode(space, x, n, s.lists, s.codes, s.signs, s.scales, s.offsets, 0, &error) == TQ_OK);
     s.allowed = zeros((size_t)n);
     for (int64_t i = 0; i < n; i++) s.allowed[i] = i % 7 != 3;
-    s.rows = (tq_index_rows){n, s.codes, s.signs, s.scales, s.offsets, NULL, first_id, NULL, s.lists, 0};
+    s.factors = zeros((size_t)((n + 63) / 64) * 2 * sizeof(float));
+    tq_index_factors(s.scales, s.offsets, n, s.factors);
+    s.rows = (tq_index_rows){n, s.codes, s.signs, s.scales, s.offsets, s.factors, NULL, first_id, NULL, s.lists, 0};
     return s;
 }
 
 static void free_segment(segment s)
 {
-    free(s.codes), free(s.signs), free(s.allowed), free(s.scales), free(s.offsets), free(s.lists);
+    free(s.codes), free(s.signs), free(s.allowed), free(s.scales), free(s.offsets), free(s.factors), free(s.lists);
 }
 
 static void check_decoded(const example *e, const tq_index_space *space, const segment *s, const float *x, int64_t n)
@@ -207,6 +215,46 @@ static void check_search(const tq_index_space *space, const segment *parts, cons
     free(each), free(all);
 }
 
+/* One search of a thread that ends, or of a child process, which are the first ones there. */
+typedef struct {
+    const tq_index_space *space;
+    const tq_index_rows *rows;
+    const float *queries, *scores;
+    const int64_t *ids;
+    int n; /* queries */
+} known_search;
+
+static void *search_again(void *context)
+{
+    const known_search *known = context;
+    float scores[QUERIES * K];
+    int64_t ids[QUERIES * K];
+    tq_error error = {0};
+    for (int n = 1; n <= known->n; n++) {
+        size_t found = (size_t)(n * K);
+        CHECK(tq_index_search(known->space, known->queries, n, known->rows, 2, K, 1, scores, ids, 1, &error) == TQ_OK);
+        CHECK(!memcmp(scores, known->scores, found * sizeof *scores) && !memcmp(ids, known->ids, found * sizeof *ids));
+    }
+    return NULL;
+}
+
+static void check_threads_and_forks(known_search *known)
+{
+    pthread_t threads[3];
+    for (int i = 0; i < 3; i++) CHECK(pthread_create(&threads[i], NULL, search_again, known) == 0);
+    for (int i = 0; i < 3; i++) CHECK(pthread_join(threads[i], NULL) == 0);
+    fflush(stdout);
+    pid_t child = fork();
+    CHECK(child >= 0);
+    if (!child) {
+        search_again(known);
+        _exit(0);
+    }
+    int status;
+    CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && !WEXITSTATUS(status));
+    search_again(known);
+}
+
 static uint64_t check_example(const example *e)
 {
     state = e->name;
@@ -235,6 +283,7 @@ static uint64_t check_example(const example *e)
     tq_index_rows rows[2] = {parts[0].rows, parts[1].rows};
     tq_error error = {0};
     CHECK(tq_index_search(&space, queries, QUERIES, rows, 2, K, 1, scores, ids, 0, &error) == TQ_OK);
+    check_threads_and_forks(&(known_search){&space, rows, queries, scores, ids, QUERIES});
     int32_t planes;
     CHECK(tq_index_row_bytes(&space.layout, &row_bytes, &planes, &error) == TQ_OK);
     uint64_t sum = checksum(scores, sizeof *scores * QUERIES * K);

@@ -110,10 +110,7 @@ class Contents:
 
     def rows(self, filter: Any) -> tuple[tuple[Any, ...], ...]:
         """Segments as the core takes them."""
-        return tuple(
-            (s.codes, s.signs, s.scales, s.offsets, s.ids, allowed, *s.core_lists())
-            for s, allowed in zip(self.segments, self.chosen(filter), strict=True)
-        )
+        return tuple(s.core(allowed) for s, allowed in zip(self.segments, self.chosen(filter), strict=True))
 
     # ---- other contents ----
 

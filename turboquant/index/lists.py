@@ -114,12 +114,12 @@ class Sorted(Segment):
         inside = rows - self.starts[lists]
         return self._first_blocks[lists] + inside // BLOCK, inside % BLOCK
 
-    def core_lists(self) -> tuple[NDArray[Any], ...]:
-        return (self.starts,)
+    def list_starts(self) -> Ids:
+        return self.starts
 
     def divided(self, exponent: int) -> Segment:
         plain = super().divided(exponent)
-        return replace(self, scales=plain.scales, offsets=plain.offsets, _order=None, _noise=None)
+        return replace(self, scales=plain.scales, offsets=plain.offsets, _order=None, _noise=None, _factors=None)
 
     def apart(self) -> Segment:
         return self  # nothing is added to it

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import _core
 from ..files import Tensor, array_bytes, crc32, numpy_dtype, read_header, tensor, write_tensors
 
 ROWS = 16_384  # of a segment
@@ -34,6 +35,7 @@ class Segment:
     # through the other rows one by one, so that adding a row does not need a new order.
     _order: tuple[NDArray[np.int64], NDArray[np.int64], int] | None = None
     _noise: NDArray[np.int64] | None = None
+    _factors: NDArray[np.float32] | None = None
     lists: NDArray[np.int32] | None = None  # [n], the list of each row; None without lists
 
     def __len__(self) -> int:
@@ -78,6 +80,24 @@ class Segment:
             self._noise = np.bincount((words >> 23 & 255) << 3 | words & 7, minlength=2048).reshape(256, 8)
         return self._noise
 
+    @property
+    def factors(self) -> NDArray[np.float32]:
+        """What a search wants to know of each block (turboquant_index.h), [blocks, 2]."""
+        if self._factors is None:
+            self._factors = _core.index_factors(self.scales, self.offsets, self.list_starts())
+        return self._factors
+
+    def list_starts(self) -> NDArray[np.int64] | None:
+        """Where each list starts, if rows are sorted by list."""
+        return None
+
+    def core(self, allowed: NDArray[np.uint8] | None) -> tuple[Any, ...]:
+        """The segment as the core takes it. allowed: [n], 0 where rows may not be found; None: all may be."""
+        starts = self.list_starts()
+        lists = self.lists if starts is None else starts
+        rows = (self.codes, self.signs, self.scales, self.offsets, self.ids, allowed, self.factors)
+        return rows if lists is None else (*rows, lists)
+
     def without(self, rows: NDArray[np.int64]) -> Segment:
         """The same without some rows."""
         allowed = np.ones(len(self), np.uint8) if self.allowed is None else self.allowed.copy()
@@ -99,10 +119,6 @@ class Segment:
         lists: NDArray[np.int32] = self.lists[rows]
         return lists
 
-    def core_lists(self) -> tuple[NDArray[Any], ...]:
-        """What the core takes of a segment in an index with lists."""
-        return () if self.lists is None else (self.lists,)
-
     def take(self, rows: NDArray[Any]) -> Segment:
         """A copy of some rows."""
         offsets = None if self.offsets is None else self.offsets[rows]
@@ -119,7 +135,7 @@ class Segment:
     def apart(self) -> Segment:
         """The same rows without room: later additions to this segment do not show there."""
         if self.room is None:
-            return replace(self, _order=None, _noise=None)
+            return replace(self, _order=None, _noise=None, _factors=None)
         copy = self.take(np.arange(len(self)))
         return replace(copy, ids=_own(self.ids), allowed=self.allowed)
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from .. import _core
 from .inputs import Floats, Ids
+from .storage import Segment
 from .transform import TWO_LEAD, Axes, Transform, with_mean
 
 JUDGES = 100_000  # the most rows of a sample that are used, spread evenly
@@ -43,7 +44,7 @@ class _Trial:
         self.truth: Ids = np.argpartition(lengths - queries @ rest.T, self.k - 1, axis=1)[:, : self.k]
 
     def encoded(self, t: Transform) -> tuple[Any, ...]:
-        return (*_core.index_encode(t.space(self.metric), self.rest), 0, None)
+        return Segment(*_core.index_encode(t.space(self.metric), self.rest), 0).core(None)
 
     def found(self, t: Transform, rows: tuple[Any, ...], sigmas: float = math.inf) -> Ids:
         ids: Ids = _core.index_search(t.space(self.metric, sigmas), self.queries, (rows,), self.k)[1]
