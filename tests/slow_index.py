@@ -6,6 +6,7 @@ import numpy as np
 from scipy import special
 
 from turboquant import _core
+from turboquant.index.transform import widened
 
 
 def lloyd_max_64():
@@ -52,12 +53,13 @@ def rotated(t, x):
     """z of vectors x, float32, which are not normalised here."""
     z = np.zeros((len(x), t.channels), np.float32)
     z[:, : t.dim] = x if t.mean is None else x - t.mean
-    plan, matrix = t.space(0)[0], t.matrix
+    plan, matrix = t.space(0)[0], None if t.matrix is None else widened(t.matrix)
     return _core.rotate(plan, z, matrix, inverse=matrix is not None)  # the matrix is that of the inverse
 
 
 def rotated_back(t, z):
-    x = _core.rotate(t.space(0)[0], z, t.matrix, inverse=t.matrix is None)[:, : t.dim]
+    inverse = None if t.matrix is None else widened(t.matrix)
+    x = _core.rotate(t.space(0)[0], z, inverse, inverse=inverse is None)[:, : t.dim]
     return x if t.mean is None else x + t.mean
 
 

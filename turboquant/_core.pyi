@@ -168,7 +168,7 @@ _Plain = tuple[
     NDArray[np.uint8],
     NDArray[np.float32],
     NDArray[np.float32] | None,
-    NDArray[np.float32] | None,
+    NDArray[np.uint16] | None,
     float,
 ]
 _Space = _Plain | tuple[*_Plain, tuple[NDArray[np.float32], NDArray[np.float32]]]

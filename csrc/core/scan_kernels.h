@@ -35,9 +35,9 @@ typedef struct {
      *  sum of squares of x with `unit`, otherwise of out. Returns whether all numbers are finite, without `unit` at
      *  most TQ_INDEX_MAX_INPUT in magnitude. Sums are in float64: lanes of 32, then halves added. */
     int (*centre)(const float *x, const float *mean, int32_t n, int unit, float *out, double *offset, double *squares);
-    /** y [rows, n] = x [rows, n] matrix [n, n]; each y adds its products in ascending order. n: a multiple of 8. Rows
+    /** y [rows, n] = x [rows, n] matrix [n, n], which is bfloat16; each y adds its products in ascending order. n: a multiple of 8. Rows
      *  of x and y begin `stride` numbers apart. y is apart from x. */
-    void (*rotate)(const float *matrix, int32_t n, const float *x, int32_t rows, int64_t stride, float *y);
+    void (*rotate)(const uint16_t *matrix, int32_t n, const float *x, int32_t rows, int64_t stride, float *y);
     /** The values of TQ_INDEX_CENTRES lists (turboquant_index.h) for rows of x, which begin `stride` numbers apart:
      *  centres [n, 16] -> values [rows, 16], which begin `values_stride` apart. l2: whether |c|^2 / 2 is taken off. */
     void (*values)(const float *centres, int32_t n, const float *x, int32_t rows, int64_t stride, int l2,

@@ -64,9 +64,10 @@ typedef struct {
     int32_t metric;      /* tq_index_metric */
     double sigmas;       /* width of a scan's bound in standard deviations, at least 0; infinite: no bound */
     const float *mean;   /* [dim], or NULL: 0 */
-    const float *
-        matrix; /* [channels, channels], R transposed: z = (x - mean) matrix; NULL unless the plan's rotation is dense */
-    int32_t n_lists;         /* 0 .. TQ_INDEX_MAX_LISTS; 0: rows are in no lists */
+    const uint16_t
+        *matrix;     /* [channels, channels] bfloat16, R transposed: z = (x - mean) matrix; NULL unless the plan's
+                             * rotation is dense */
+    int32_t n_lists; /* 0 .. TQ_INDEX_MAX_LISTS; 0: rows are in no lists */
     const float *directions; /* [n_lists / 16 rounded up, dim, 16], 0 behind the last, of unit length; l2: centres. NULL
                               * without lists, given without a mean */
     const float *lengths;    /* [n_lists]; l2: 1 */

@@ -90,7 +90,27 @@ enum { OUT_VECTORS = 32 / TQ_LANES, ROWS_TOGETHER = TQ_LANES == 16 ? 8 : TQ_LANE
 
 typedef float eight_floats __attribute__((vector_size(32)));
 
-TQ_INLINE void rotate_tile(const float *matrix, int32_t n, const float *x, int32_t rows, int64_t stride, float *y)
+typedef uint16_t lane_bfloats __attribute__((vector_size(2 * TQ_LANES)));
+typedef uint32_t lane_words __attribute__((vector_size(4 * TQ_LANES)));
+typedef uint16_t eight_bfloats __attribute__((vector_size(16)));
+typedef uint32_t eight_words __attribute__((vector_size(32)));
+
+TQ_INLINE tq_floats load_bfloats(const uint16_t *p)
+{
+    lane_bfloats x;
+    memcpy(&x, p, sizeof x);
+    return (tq_floats)(__builtin_convertvector(x, lane_words) << 16);
+}
+
+/** sum += eight numbers times x. */
+TQ_INLINE void add_eight_bfloats(eight_floats *sum, const uint16_t *p, float x)
+{
+    eight_bfloats eight;
+    memcpy(&eight, p, sizeof eight);
+    *sum += (eight_floats)(__builtin_convertvector(eight, eight_words) << 16) * x;
+}
+
+TQ_INLINE void rotate_tile(const uint16_t *matrix, int32_t n, const float *x, int32_t rows, int64_t stride, float *y)
 {
     tq_floats sums[ROWS_TOGETHER][OUT_VECTORS];
     TQ_UNROLL
@@ -99,7 +119,7 @@ TQ_INLINE void rotate_tile(const float *matrix, int32_t n, const float *x, int32
     for (int32_t j = 0; j < n; j++) {
         tq_floats m[OUT_VECTORS];
         TQ_UNROLL
-        for (int32_t v = 0; v < OUT_VECTORS; v++) m[v] = tq_load_floats(matrix + (int64_t)j * n + TQ_LANES * v);
+        for (int32_t v = 0; v < OUT_VECTORS; v++) m[v] = load_bfloats(matrix + (int64_t)j * n + TQ_LANES * v);
         TQ_UNROLL
         for (int32_t r = 0; r < rows; r++) TQ_UNROLL
         for (int32_t v = 0; v < OUT_VECTORS; v++) sums[r][v] += m[v] * x[r * stride + j];
@@ -110,20 +130,42 @@ TQ_INLINE void rotate_tile(const float *matrix, int32_t n, const float *x, int32
 }
 
 /** The outputs behind the last 32: 8 at a time. */
-static void rotate_eight(const float *matrix, int32_t n, const float *x, float *y)
+static void rotate_eight(const uint16_t *matrix, int32_t n, const float *x, float *y)
 {
     eight_floats sums = {0};
-    for (int32_t j = 0; j < n; j++) {
-        eight_floats m;
-        memcpy(&m, matrix + (int64_t)j * n, sizeof m);
-        sums += m * x[j];
-    }
+    for (int32_t j = 0; j < n; j++) add_eight_bfloats(&sums, matrix + (int64_t)j * n, x[j]);
     memcpy(y, &sums, sizeof sums);
 }
 
-static void scan_rotate(const float *matrix, int32_t n, const float *x, int32_t rows, int64_t stride, float *y)
+/** One row: the matrix is read from memory but once, so it is read in its own order, eight of its rows side by side. */
+static void rotate_one(const uint16_t *matrix, int32_t n, const float *x, float *y)
+{
+    memset(y, 0, sizeof *y * (size_t)n);
+    for (int32_t j = 0; j < n; j += 8, matrix += 8 * n) {
+        int32_t i = 0;
+        for (; i + TQ_LANES <= n; i += TQ_LANES) {
+            tq_floats sum = tq_load_floats(y + i);
+            TQ_UNROLL
+            for (int32_t k = 0; k < 8; k++) sum += load_bfloats(matrix + (int64_t)k * n + i) * x[j + k];
+            tq_store_floats(y + i, sum);
+        }
+        for (; i < n; i += 8) {
+            eight_floats sum;
+            memcpy(&sum, y + i, sizeof sum);
+            TQ_UNROLL
+            for (int32_t k = 0; k < 8; k++) add_eight_bfloats(&sum, matrix + (int64_t)k * n + i, x[j + k]);
+            memcpy(y + i, &sum, sizeof sum);
+        }
+    }
+}
+
+static void scan_rotate(const uint16_t *matrix, int32_t n, const float *x, int32_t rows, int64_t stride, float *y)
 {
     int32_t i = 0;
+    if (rows == 1) {
+        rotate_one(matrix, n, x, y);
+        return;
+    }
     for (; i + 32 <= n; i += 32) {
         int32_t r = 0;
         for (; r + ROWS_TOGETHER <= rows; r += ROWS_TOGETHER)

@@ -69,13 +69,14 @@ static int get_space(const char *op, PyObject *tuple, read_space *out)
     space->plan = &out->plan.plan;
     npy_intp dim = space->dim, square[2] = {space->layout.channels, space->layout.channels};
     PyArrayObject *array;
-    space->mean = space->matrix = NULL;
+    space->mean = NULL;
+    space->matrix = NULL;
     if (item[6] != Py_None) {
         if (!(array = read_array(op, "mean", item[6], NPY_FLOAT32, DENSE, 1, &dim))) return -1;
         space->mean = PyArray_DATA(array);
     }
     if (item[7] != Py_None) {
-        if (!(array = read_array(op, "matrix", item[7], NPY_FLOAT32, DENSE, 2, square))) return -1;
+        if (!(array = read_array(op, "matrix", item[7], NPY_UINT16, DENSE, 2, square))) return -1;
         space->matrix = PyArray_DATA(array);
     }
     space->n_lists = 0;
@@ -138,7 +139,7 @@ const char doc_index_encode[] = PyDoc_STR(
     "index_encode(space, x, threads=0, lists=None)\n--\n\n"
     "(codes, signs, scales, offsets) of vectors x, float32 [n, dim]: uint8 [n, row bytes] and [blocks, planes, 64], "
     "float32 [n] and [n] or\nNone. space: (plan, dim, metric: 0 ip, 1 cosine, 2 l2, bits, lead: uint8 [groups], steps: "
-    "float32 [groups], mean: float32 [dim] or\nNone, matrix: float32 [channels, channels] or None, sigmas[, (directions: float32 [n_lists / 16 "
+    "float32 [groups], mean: float32 [dim] or\nNone, matrix: bfloat16 as uint16 [channels, channels] or\nNone, sigmas[, (directions: float32 [n_lists / 16 "
     "rounded up, dim, 16],\nlengths: float32 [n_lists])]); with lists, `lists` is the list of each row, int32 [n]. "
     "Contracts: turboquant_index.h.");
 PyObject *py_index_encode(PyObject *module, PyObject *args, PyObject *kwargs)

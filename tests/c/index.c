@@ -97,15 +97,23 @@ static float *exact_bytes(const float *x, size_t n)
     return memcpy(copy, x, n * sizeof *copy);
 }
 
-/** The rotation of a dense plan: neighbours turned by angles of their own. */
-static float *make_matrix(int32_t n)
+static uint16_t bfloat(double x)
 {
-    float *m = zeros(sizeof *m * (size_t)n * (size_t)n);
+    float rounded = (float)x;
+    uint32_t word;
+    memcpy(&word, &rounded, sizeof word);
+    return (uint16_t)((word + 0x8000) >> 16);
+}
+
+/** The rotation of a dense plan: neighbours turned by angles of their own. */
+static uint16_t *make_matrix(int32_t n)
+{
+    uint16_t *m = zeros(sizeof *m * (size_t)n * (size_t)n);
     for (int32_t i = 0; i < n; i += 2) {
         double angle = 0.3 + i;
-        m[(int64_t)i * n + i] = m[(int64_t)(i + 1) * n + i + 1] = (float)cos(angle);
-        m[(int64_t)i * n + i + 1] = (float)sin(angle);
-        m[(int64_t)(i + 1) * n + i] = (float)-sin(angle);
+        m[(int64_t)i * n + i] = m[(int64_t)(i + 1) * n + i + 1] = bfloat(cos(angle));
+        m[(int64_t)i * n + i + 1] = bfloat(sin(angle));
+        m[(int64_t)(i + 1) * n + i] = bfloat(-sin(angle));
     }
     return m;
 }
@@ -265,7 +273,7 @@ static uint64_t check_example(const example *e)
     for (int32_t g = 0; g < groups; g++) steps[g] = e->rotation == TQ_ROTATION_DENSE ? 1 / (1 + (float)g) : 1;
     for (int32_t j = 0; j < e->dim; j++) mean[j] *= 0.02f;
     float *x = numbers((size_t)N * (size_t)e->dim), *queries = numbers((size_t)QUERIES * (size_t)e->dim);
-    float *matrix = e->rotation == TQ_ROTATION_DENSE ? make_matrix(channels) : NULL;
+    uint16_t *matrix = e->rotation == TQ_ROTATION_DENSE ? make_matrix(channels) : NULL;
     tq_index_space space = {
         {e->channels, e->bits, e->lead, steps}, &plan, e->dim, e->metric, 60, NULL, matrix, 0, NULL, NULL};
     if (e->with_mean) space.mean = mean;

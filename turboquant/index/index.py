@@ -536,8 +536,9 @@ class Index:
         if bits is None or lead is None or steps is None:
             raise ValueError("`bits`, `lead` and `steps` must be there")
         mean = get("mean", np.float32, self._dim)
-        matrix = get("matrix", np.float32, base.channels, base.channels)
-        for name, array, most in (("mean", mean, inputs.LARGEST), ("steps", steps, 1e30), ("matrix", matrix, 1.001)):
+        matrix = get("matrix", np.uint16, base.channels, base.channels)
+        wide = None if matrix is None else transform.widened(matrix)
+        for name, array, most in (("mean", mean, inputs.LARGEST), ("steps", steps, 1e30), ("matrix", wide, 1.01)):
             if array is not None and not (np.abs(array) <= most).all():  # false for NaN too
                 raise ValueError(f"`{name}` must be finite and at most {most:g} in magnitude")
         sigmas = np.inf if meta["sigmas"] is None else float(meta["sigmas"])

@@ -17,7 +17,7 @@ from ..files import Tensor, array_bytes, crc32, numpy_dtype, read_header, tensor
 ROWS = 16_384  # of a segment
 BLOCK = 64  # rows whose leading bits lie together
 UNSORTED = 256  # rows of a segment that are looked through for an id one by one
-FORMAT = "turboquant-index-4"
+FORMAT = "turboquant-index-5"
 
 
 @dataclass
@@ -222,11 +222,20 @@ def parts(x: Any) -> Iterator[Any]:
     return (x[at : at + ROWS] for at in range(0, len(x), ROWS))
 
 
+def _dtype_name(array: NDArray[Any]) -> str:
+    return "BF16" if array.dtype == np.uint16 else tensor(array).dtype
+
+
+def _numpy_dtype(held: Tensor) -> np.dtype[Any]:
+    """NumPy has no bfloat16."""
+    return np.dtype("<u2") if held.dtype == "BF16" else numpy_dtype(held)
+
+
 def write(path: str | os.PathLike[str], meta: dict[str, Any], arrays: dict[str, list[NDArray[Any]]]) -> None:
     """A safetensors file (`files`); an array is given in parts along its first dimension."""
     parts = {name: list(map(array_bytes, pieces)) for name, pieces in arrays.items()}
     tensors = {
-        name: Tensor(tensor(pieces[0]).dtype, (sum(map(len, pieces)), *pieces[0].shape[1:]))
+        name: Tensor(_dtype_name(pieces[0]), (sum(map(len, pieces)), *pieces[0].shape[1:]))
         for name, pieces in arrays.items()
     }
     sums = {name: crc32(pieces) for name, pieces in parts.items()}
@@ -243,7 +252,7 @@ def read(path: str, mapped: bool) -> tuple[dict[str, Any], dict[str, NDArray[Any
             else:
                 data = memoryview(bytearray(file.read()))
         arrays = {
-            name: np.frombuffer(data[held.start : held.start + held.nbytes], numpy_dtype(held)).reshape(held.shape)
+            name: np.frombuffer(data[held.start : held.start + held.nbytes], _numpy_dtype(held)).reshape(held.shape)
             for name, held in tensors.items()
         }
     except ValueError as error:

@@ -31,8 +31,8 @@ class Transform:
     bits: uint8 [groups], of each group of 32 coordinates of z, the last of which may be smaller; steps: float32
         [groups], their magnitude.
     lead: uint8 [groups], how many of the bits the scan reads.
-    mean: float32 [dim] or None. matrix: float32 [channels, channels], R transposed, so that z = (x - mean) @ matrix;
-        None: a random Hadamard rotation by `seed`.
+    mean: float32 [dim] or None. matrix: bfloat16 as uint16 [channels, channels], R transposed, so that
+        z = (x - mean) @ matrix; None: a random Hadamard rotation by `seed`.
     sigmas: the scan bounds what unread bits add to a score by this many standard deviations.
     exponent: x are divided by 2^exponent first, above 0 where numbers are larger than the core takes.
     training: what `train` chose, and why (`Index.training`).
@@ -45,7 +45,7 @@ class Transform:
     lead: NDArray[np.uint8]
     steps: Floats
     mean: Floats | None = None
-    matrix: Floats | None = None
+    matrix: NDArray[np.uint16] | None = None
     sigmas: float = 2.5
     exponent: int = 0
     training: dict[str, Any] | None = None
@@ -90,10 +90,22 @@ class Transform:
         codes, leading, scales = segment.codes[rows], segment.sign_rows(rows), segment.scales[rows]
         z = _core.index_decode(self.dim, self.bits, self.lead, self.steps, codes, leading, scales)
         plan = _plan(self.channels, self.matrix is not None, self.seed)
-        x = _core.rotate(plan, z, self.matrix, inverse=self.matrix is None)[:, : self.dim]  # the matrix is the inverse
+        inverse = None if self.matrix is None else widened(self.matrix)
+        x = _core.rotate(plan, z, inverse, inverse=inverse is None)[:, : self.dim]
         if self.lists is not None:
             x = x + self.lists.centres(segment.lists_of(rows))
         return np.ascontiguousarray(np.ldexp(x if self.mean is None else x + self.mean, self.exponent))
+
+
+def widened(bfloats: NDArray[np.uint16]) -> Floats:
+    """bfloat16 as float32."""
+    return (bfloats.astype(np.uint32) << 16).view(np.float32)
+
+
+def as_bfloat16(x: Floats) -> NDArray[np.uint16]:
+    """Finite float32 rounded to bfloat16, half to even."""
+    words = np.ascontiguousarray(x).view(np.uint32)
+    return ((words + 0x7FFF + (words >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 def eights(channels: int) -> NDArray[np.int64]:
@@ -236,7 +248,6 @@ class Axes:
         steps = np.sqrt(np.maximum(variances, variances[0] * 1e-8)).astype(np.float32)
         if not steps.min() >= np.finfo(np.float32).tiny:
             return None
-        turned = np.ascontiguousarray(matrix.T.astype(np.float32))
-        return replace(
-            self.centred, bits=widths, lead=leading(variances, self.sizes, widths), steps=steps, matrix=turned
-        )
+        turned = as_bfloat16(matrix.T.astype(np.float32))
+        lead = leading(variances, self.sizes, widths)
+        return replace(self.centred, bits=widths, lead=lead, steps=steps, matrix=turned)
