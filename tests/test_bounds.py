@@ -178,6 +178,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "range_search: `threads`": lambda n: index().range_search(eye(), 0.5, threads=n),
     "Codes: `vectors`": lambda n: turboquant.Codes(turboquant.Plan(64, 4), np.zeros((1, 1, 1), np.uint8), n),
     "load: `exponent`": forged("index", "exponent"),
+    "load: `factor`": forged("index", "factor"),
     "load: `next_id`": forged("index", "next_id"),
     "load: `first_id`": forged("index", "first_id"),
     "cache file: `positions`": forged("cache", "positions"),

@@ -212,6 +212,13 @@ def index_search(
 def index_scores(
     space: _Space, queries: NDArray[np.float32], segment: _Segment, threads: int = 0
 ) -> NDArray[np.float32]: ...
+def index_scores_of(
+    space: _Space,
+    queries: NDArray[np.float32],
+    segments: tuple[_Segment, ...],
+    rows: NDArray[np.int64],
+    threads: int = 0,
+) -> NDArray[np.float32]: ...
 
 # ---- instruction sets and threads ----
 

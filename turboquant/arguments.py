@@ -33,6 +33,7 @@ BOUNDS = {
     "range_search: `threads`": (0, 256),
     "Codes: `vectors`": (0, 2**40),
     "load: `exponent`": (0, 128),
+    "load: `factor`": (1, 1000),
     "load: `next_id`": (0, 2**63),
     "load: `first_id`": (0, 2**63 - 1),
     "cache file: `positions`": (0, _MOST),

@@ -161,7 +161,7 @@ static void prepare_noise(encode_job *job)
         if (layout->bits[g] != layout->bits[0] || layout->lead[g] != layout->lead[0] ||
             layout->steps[g] != layout->steps[0])
             return;
-    if (use->space->matrix) return;
+    if (use->space->matrix || !use->planes) return;
     for (int32_t bound = 0; bound <= use->layout.next; bound++) {
         double expected = tq_index_lead_error(layout->bits[0], layout->lead[0] + bound);
         job->expected[bound] = expected < 1e-9 ? 0 : expected;

@@ -67,7 +67,7 @@ void tq_index_return(void *memory)
 
 void *tq_index_array(tq_index_arrays *arrays, int64_t n, int64_t m, size_t element)
 {
-    size_t count, bytes, lines, start = arrays->bytes;
+    size_t count, bytes = 0, lines, start = arrays->bytes;
     if (__builtin_mul_overflow((size_t)n, (size_t)m, &count) || __builtin_mul_overflow(count, element, &bytes) ||
         __builtin_add_overflow(bytes, LINE - 1 + GAP, &lines) ||
         __builtin_add_overflow(start, lines / LINE * LINE, &arrays->bytes))

@@ -425,3 +425,40 @@ void tq_index_score_run(void *context, int64_t task, int32_t worker)
             job->out_scores[q * all + start + i] = score_of(job, q, part_of_score(job, rows, q, i, lead));
     }
 }
+
+/** The segment of a row, which becomes the row's number inside. */
+static const tq_index_rows *segment_of(const tq_index_job *job, int64_t *row)
+{
+    int64_t low = 0, high = job->n_segments; /* first_row[low] <= row < first_row[high] */
+    while (high - low > 1) {
+        int64_t middle = (low + high) / 2;
+        if (job->first_row[middle] <= *row) low = middle;
+        else high = middle;
+    }
+    *row -= job->first_row[low];
+    return job->rows + low;
+}
+
+void tq_index_score_wanted(void *context, int64_t query, int32_t worker)
+{
+    enum { AHEAD = 8 };
+    const tq_index_job *job = context;
+    const int64_t *wanted = job->wanted + query * job->m;
+    uint8_t lead[TQ_INDEX_MAX_PLANES];
+    (void)worker;
+    for (int64_t i = 0; i < job->m + AHEAD; i++) {
+        int64_t row = i < job->m ? wanted[i] : -1, late = i < AHEAD ? -1 : wanted[i - AHEAD];
+        if (row >= 0) {
+            const tq_index_rows *rows = segment_of(job, &row);
+            for (int64_t at = 0; at < job->use.row_bytes; at += 64)
+                __builtin_prefetch(rows->codes + row * job->use.row_bytes + at);
+        }
+        if (i < AHEAD) continue;
+        float *score = job->out_scores + query * job->m + i - AHEAD;
+        *score = -INFINITY;
+        if (late < 0) continue;
+        const tq_index_rows *rows = segment_of(job, &late);
+        leading_bits(job, rows, late, lead);
+        *score = score_of(job, query, part_of_score(job, rows, query, late, lead));
+    }
+}

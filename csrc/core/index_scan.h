@@ -16,7 +16,7 @@ typedef struct {
     void *memory; /* of all arrays that are not the caller's */
     int32_t threads;
     int rare, every;           /* rare: few rows are allowed; every: there is no bound */
-    int64_t n, k, table_bytes; /* n queries; k: 0 where the scores of all rows are wanted */
+    int64_t n, k, table_bytes; /* n queries; k: 0 where scores of rows are wanted */
     int64_t sampled;           /* blocks of the sample */
     const float *x;            /* queries as they were given */
     int32_t together;          /* queries that are made together: a matrix and centres are read once for all of them */
@@ -41,10 +41,12 @@ typedef struct {
     float *lows;           /* [threads, n, k], of the pools */
     candidate *candidates; /* [threads, n, room], of the pools at first */
     int64_t room;
-    hit *hits;          /* [threads, k]: of the query that a thread finishes */
-    float *out_scores;  /* [n, k], or [n, all rows] */
-    int64_t *out_ids;   /* [n, k] */
-    int64_t *first_row; /* [n_segments + 1]: how many rows come before each segment; where all scores are wanted */
+    hit *hits;             /* [threads, k]: of the query that a thread finishes */
+    float *out_scores;     /* [n, k], or [n, m], or [n, all rows] */
+    int64_t *out_ids;      /* [n, k] */
+    int64_t *first_row;    /* [n_segments + 1]: how many rows come before each segment; where scores are wanted */
+    const int64_t *wanted; /* [n, m]: the rows whose scores are wanted, or NULL: all */
+    int64_t m;
 } tq_index_job;
 
 static inline int64_t tq_index_blocks(const tq_index_rows *rows)
@@ -76,4 +78,6 @@ void tq_index_find_limits(void *context, int64_t task, int32_t worker);
 void tq_index_scan_run(void *context, int64_t task, int32_t worker);
 /** Scores all rows of a run, for all queries. */
 void tq_index_score_run(void *context, int64_t task, int32_t worker);
+/** Scores the wanted rows of a query. */
+void tq_index_score_wanted(void *context, int64_t query, int32_t worker);
 #endif

@@ -129,7 +129,16 @@ static void place_arrays(tq_index_job *job, tq_index_arrays *arrays)
     job->candidates = tq_index_array(arrays, threads * n, job->room, sizeof *job->candidates);
 }
 
-/** k: 0 where the scores of all rows are wanted. */
+static void make_pools(tq_index_job *job)
+{
+    for (int64_t i = 0; i < job->threads * job->n; i++) {
+        candidate *first = job->candidates + i * job->room;
+        job->pools[i] = (pool){
+            .lows = job->lows + i * job->k, .candidates = first, .first = first, .room = job->room, .limit = -INFINITY};
+    }
+}
+
+/** k: 0 where scores of rows are wanted. */
 static tq_status start(tq_index_job *job, const tq_index_space *space, const float *x, int64_t n,
                        const tq_index_rows *segments, int64_t n_segments, int64_t k, int32_t probe, int32_t threads,
                        tq_error *error)
@@ -155,6 +164,7 @@ static tq_status start(tq_index_job *job, const tq_index_space *space, const flo
     }
     arrays.bytes = 0;
     place_arrays(job, &arrays);
+    if (k) make_pools(job);
     return TQ_OK;
 }
 
@@ -223,19 +233,10 @@ static int64_t find_tasks(tq_index_job *job)
     return job->first_task[job->n_segments] = tasks;
 }
 
-static void make_pools(tq_index_job *job)
-{
-    for (int64_t i = 0; i < job->threads * job->n; i++) {
-        candidate *first = job->candidates + i * job->room;
-        job->pools[i] = (pool){
-            .lows = job->lows + i * job->k, .candidates = first, .first = first, .room = job->room, .limit = -INFINITY};
-    }
-}
-
 static tq_status search(tq_index_job *job, tq_error *error)
 {
+    if (!job->use.planes) return tq_fail(error, TQ_E_VALUE, "lead", -1, 0, "above 0 in a group, for a search");
     look_at_rows(job);
-    make_pools(job);
     TQ_TRY(make_queries(job, error));
     if (job->probes) find_readers(job);
     int64_t all = 0;
@@ -267,18 +268,33 @@ tq_status tq_index_search(const tq_index_space *space, const float *queries, int
     return status;
 }
 
-tq_status tq_index_scores(const tq_index_space *space, const float *queries, int64_t n, const tq_index_rows *segments,
-                          int64_t n_segments, float *scores, int32_t threads, tq_error *error)
+/** Scores of the wanted rows, or of all. */
+static tq_status score(tq_index_job *job, tq_error *error)
+{
+    TQ_TRY(make_queries(job, error));
+    job->first_row[0] = 0;
+    for (int64_t s = 0; s < job->n_segments; s++) job->first_row[s + 1] = job->first_row[s] + job->rows[s].n;
+    if (job->wanted) tq_parallel(job->n, job->threads, tq_index_score_wanted, job);
+    else tq_parallel(find_tasks(job), job->threads, tq_index_score_run, job);
+    return TQ_OK;
+}
+
+tq_status tq_index_scores_of(const tq_index_space *space, const float *queries, int64_t n,
+                             const tq_index_rows *segments, int64_t n_segments, const int64_t *rows, int64_t m,
+                             float *scores, int32_t threads, tq_error *error)
 {
     tq_index_job job;
     tq_status status = start(&job, space, queries, n, segments, n_segments, 0, 1, threads, error);
+    job.wanted = rows;
+    job.m = m;
     job.out_scores = scores;
-    if (status == TQ_OK) status = make_queries(&job, error);
-    if (status == TQ_OK) {
-        job.first_row[0] = 0;
-        for (int64_t s = 0; s < n_segments; s++) job.first_row[s + 1] = job.first_row[s] + segments[s].n;
-        tq_parallel(find_tasks(&job), job.threads, tq_index_score_run, &job);
-    }
+    if (status == TQ_OK) status = score(&job, error);
     finish(&job);
     return status;
+}
+
+tq_status tq_index_scores(const tq_index_space *space, const float *queries, int64_t n, const tq_index_rows *segments,
+                          int64_t n_segments, float *scores, int32_t threads, tq_error *error)
+{
+    return tq_index_scores_of(space, queries, n, segments, n_segments, NULL, 0, scores, threads, error);
 }

@@ -67,8 +67,8 @@ tq_status tq_index_row_bytes(const tq_index_layout *layout, int64_t *bytes, int3
         *bytes += (b - lead) * eighth;
         *planes += lead * eighth;
     }
-    if (*planes < 1 || *planes > TQ_INDEX_MAX_PLANES)
-        return tq_fail(error, TQ_E_VALUE, "lead", -1, *planes, "of 1..780 planes together");
+    if (*planes > TQ_INDEX_MAX_PLANES)
+        return tq_fail(error, TQ_E_VALUE, "lead", -1, *planes, "of at most 780 planes together");
     return TQ_OK;
 }
 

@@ -1,5 +1,5 @@
 /* Vector search: how an index stores vectors, and the scan over them. Rules and errors as in turboquant.h, but
- * tq_index_encode, tq_index_search and tq_index_scores allocate: TQ_E_MEMORY.
+ * tq_index_encode, tq_index_search, tq_index_scores and tq_index_scores_of allocate: TQ_E_MEMORY.
  *
  * A vector is z = R (x - mean), its rotated coordinates, `channels` of them: dim rounded up to a multiple of 8. They are
  * groups of 32, the last of 8, 16, 24 or 32. Group g is in bits[g] bits (0..6 or 8; 0 takes no space). With the cosine
@@ -51,7 +51,8 @@ extern "C" {
 typedef struct {
     int32_t channels;    /* a multiple of 8 in 8 .. TQ_MAX_DIM; groups = channels / 32 rounded up */
     const uint8_t *bits; /* [groups], 0..6 or 8 */
-    const uint8_t *lead; /* [groups], 0..min(bits, 6), not all 0, at most TQ_INDEX_MAX_PLANES planes together */
+    const uint8_t *lead; /* [groups], 0..min(bits, 6), at most TQ_INDEX_MAX_PLANES planes together; all 0: rows
+                          * are scored one by one (tq_index_scores_of), not searched */
     const float *steps;  /* [groups], finite and above 0 */
 } tq_index_layout;
 
@@ -151,6 +152,12 @@ TQ_API tq_status tq_index_search(const tq_index_space *space, const float *queri
 TQ_API tq_status tq_index_scores(const tq_index_space *space, const float *queries, int64_t n,
                                  const tq_index_rows *segments, int64_t n_segments, float *scores, int32_t threads,
                                  tq_error *error);
+
+/** The scores of m rows for each query: rows [n, m], which are counted over all segments, one after the other (not
+ *  checked), or -1: none, which has the score -inf. scores [n, m] float32. */
+TQ_API tq_status tq_index_scores_of(const tq_index_space *space, const float *queries, int64_t n,
+                                    const tq_index_rows *segments, int64_t n_segments, const int64_t *rows, int64_t m,
+                                    float *scores, int32_t threads, tq_error *error);
 
 #if defined(__cplusplus)
 }

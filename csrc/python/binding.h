@@ -123,6 +123,7 @@ BINDING(index_lead_error);
 BINDING(index_factors);
 BINDING(index_search);
 BINDING(index_scores);
+BINDING(index_scores_of);
 BINDING(isa);
 BINDING(isa_available);
 BINDING(set_isa);

@@ -395,6 +395,32 @@ static int get_rows(const char *op, PyObject *tuple, const read_space *read, tq_
     return 0;
 }
 
+/* Memory of the caller, or NULL with an error set. */
+static tq_index_rows *get_segments(const char *op, PyObject *object, const read_space *read, Py_ssize_t *n_segments)
+{
+    if (!PyTuple_Check(object)) {
+        raise_type(op, "segments", "a tuple of segments", object);
+        return NULL;
+    }
+    Py_ssize_t n = 0, given = PyTuple_Size(object);
+    for (Py_ssize_t i = 0; i < given; i++) n += parts_of(PyTuple_GetItem(object, i), &read->space);
+    tq_index_rows *segments = PyMem_Calloc((size_t)n + 1, sizeof *segments);
+    if (!segments) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    *n_segments = 0;
+    for (Py_ssize_t i = 0; i < given; i++) {
+        PyObject *own = PyTuple_GetItem(object, i);
+        if (get_rows(op, own, read, &segments[*n_segments]) < 0) {
+            PyMem_Free(segments);
+            return NULL;
+        }
+        *n_segments += parts_of(own, &read->space);
+    }
+    return segments;
+}
+
 const char doc_index_search[] = PyDoc_STR(
     "index_search(space, queries, segments, k, threads=0, probe=2147483647)\n--\n\n"
     "(scores, ids) of the k best rows a query, float32 and int64 [queries, k], larger first, ties by ascending id; -inf "
@@ -421,17 +447,8 @@ PyObject *py_index_search(PyObject *module, PyObject *args, PyObject *kwargs)
         read_i64(op, "k", k_object, 1, INT64_MAX / 64, &k) < 0 || get_space(op, space, &read) < 0 ||
         !(queries = get_queries(op, queries_object, &read)))
         return NULL;
-    if (!PyTuple_Check(segments_object)) return raise_type(op, "segments", "a tuple of segments", segments_object);
-    Py_ssize_t n_segments = 0, given = PyTuple_Size(segments_object);
-    for (Py_ssize_t i = 0; i < given; i++) n_segments += parts_of(PyTuple_GetItem(segments_object, i), &read.space);
-    segments = PyMem_Calloc((size_t)n_segments + 1, sizeof *segments);
-    if (!segments) return PyErr_NoMemory();
-    n_segments = 0;
-    for (Py_ssize_t i = 0; i < given; i++) {
-        PyObject *own = PyTuple_GetItem(segments_object, i);
-        if (get_rows(op, own, &read, &segments[n_segments]) < 0) goto done;
-        n_segments += parts_of(own, &read.space);
-    }
+    Py_ssize_t n_segments;
+    if (!(segments = get_segments(op, segments_object, &read, &n_segments))) return NULL;
     npy_intp dims[2] = {PyArray_DIM(queries, 0), k};
     scores = PyArray_SimpleNew(2, dims, NPY_FLOAT32);
     ids = PyArray_SimpleNew(2, dims, NPY_INT64);
@@ -485,6 +502,57 @@ PyObject *py_index_scores(PyObject *module, PyObject *args, PyObject *kwargs)
     tq_status status;
     Py_BEGIN_ALLOW_THREADS;
     status = tq_index_scores(&read.space, x, dims[0], segments, n_segments, score, threads, &error);
+    Py_END_ALLOW_THREADS;
+    if (status != TQ_OK) {
+        Py_CLEAR(scores);
+        raise_status(op, status, &error, NULL);
+    }
+done:
+    PyMem_Free(segments);
+    return scores;
+}
+
+const char doc_index_scores_of[] = PyDoc_STR(
+    "index_scores_of(space, queries, segments, rows, threads=0)\n--\n\n"
+    "The scores of some rows for each query, float32 [queries, m]. rows: int64 [queries, m], counted over all segments, or "
+    "-1: none, with\nthe score -inf. Other arguments as in index_search.");
+PyObject *py_index_scores_of(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"space", "queries", "segments", "rows", "threads", NULL};
+    PyObject *space, *queries_object, *segments_object, *rows_object, *threads_object = NULL, *scores = NULL;
+    PyArrayObject *queries, *rows;
+    tq_index_rows *segments = NULL;
+    Py_ssize_t n_segments;
+    read_space read;
+    int32_t threads = 0;
+    const char *op = "index_scores_of";
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|O:index_scores_of", names, &space, &queries_object,
+                                     &segments_object, &rows_object, &threads_object) ||
+        (threads_object && read_i32(op, "threads", threads_object, 0, INT32_MAX, &threads) < 0) ||
+        get_space(op, space, &read) < 0 || !(queries = get_queries(op, queries_object, &read)))
+        return NULL;
+    npy_intp dims[2] = {PyArray_DIM(queries, 0), ANY};
+    if (!(rows = read_array(op, "rows", rows_object, NPY_INT64, DENSE, 2, dims))) return NULL;
+    dims[1] = PyArray_DIM(rows, 1);
+    if (!(segments = get_segments(op, segments_object, &read, &n_segments))) return NULL;
+    const float *x = PyArray_DATA(queries);
+    const int64_t *wanted = PyArray_DATA(rows);
+    int64_t all = 0;
+    for (Py_ssize_t i = 0; i < n_segments; i++) all += segments[i].n;
+    for (npy_intp i = 0; i < dims[0] * dims[1]; i++)
+        if (wanted[i] < -1 || wanted[i] >= all) {
+            PyErr_Format(PyExc_ValueError, "%s: `rows` must be in -1..%lld, got %lld", op, (long long)all - 1,
+                         (long long)wanted[i]);
+            goto done;
+        }
+    scores = PyArray_SimpleNew(2, dims, NPY_FLOAT32);
+    if (!scores) goto done;
+    float *score = PyArray_DATA((PyArrayObject *)scores);
+    tq_error error = {0};
+    tq_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = tq_index_scores_of(&read.space, x, dims[0], segments, n_segments, wanted, dims[1], score, threads, &error);
     Py_END_ALLOW_THREADS;
     if (status != TQ_OK) {
         Py_CLEAR(scores);

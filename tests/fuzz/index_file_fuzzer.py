@@ -28,7 +28,7 @@ def seeds(folder: Path) -> list[bytes]:
     x = np.random.default_rng(0).standard_normal((150, DIM)).astype(np.float32)
     kinds = [(1, "ip", None), (3, "l2", False), (4, "cosine", True), (2, "cosine", "lists"), (3, "l2", "lists")]
     for i, (bits, metric, training) in enumerate(kinds):
-        index = Index(DIM, bits, metric, lists=5 if training == "lists" else 0)
+        index = Index(DIM, bits, metric, lists=5 if training == "lists" else 0, refine="int8" if bits != 2 else None)
         if training == "lists":
             index._contents = replace(index._contents, transform=with_lists(index))
         elif training is not None:

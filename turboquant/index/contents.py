@@ -55,8 +55,22 @@ class Contents:
         """The width of a search's bound in standard deviations, from the noise of the rows that are there."""
         return transform.bound(self.transform.sigmas, sum(segment.noise for segment in self.segments))
 
+    @cached_property
+    def _first_id(self) -> int | None:
+        """The first id, if all rows are there and have consecutive ones."""
+        first = self.segments[0].ids if self.segments else None
+        if first is None or isinstance(first, np.ndarray):
+            return None
+        for start, s in self.starts():
+            if s.allowed is not None or isinstance(s.ids, np.ndarray) or s.ids != first + start:
+                return None
+        return int(first)
+
     def find(self, ids: Ids) -> Ids:
         """The row of each id, -1 where it is not there."""
+        if self._first_id is not None:
+            inside = ids - self._first_id
+            return np.where((inside >= 0) & (inside < self.stored), inside, -1)
         rows = np.full(len(ids), -1, np.int64)
         for start, segment in self.starts():
             inside = segment.find(ids)
@@ -111,6 +125,10 @@ class Contents:
     def rows(self, filter: Any) -> tuple[tuple[Any, ...], ...]:
         """Segments as the core takes them."""
         return tuple(s.core(allowed) for s, allowed in zip(self.segments, self.chosen(filter), strict=True))
+
+    def fine_rows(self) -> tuple[tuple[Any, ...], ...]:
+        """The rows in 8 bits, as the core takes them."""
+        return tuple(s.fine.core(None) for s in self.segments if s.fine is not None)
 
     # ---- other contents ----
 

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from .. import _core
 from ..arguments import bounded, integer_in
 from ..files import existing_file
-from . import inputs, refining, storage, training, transform
+from . import file, inputs, refining, storage, training, transform
 from .contents import Contents
 from .inputs import Floats, Ids, id_array
-from .lists import PER_LIST, Lists, Sorted, learn
+from .lists import PER_LIST, learn
 from .storage import Segment
 from .transform import Transform
 
@@ -40,6 +40,24 @@ def _unlock_in_child() -> None:
 os.register_at_fork(after_in_child=_unlock_in_child)
 
 
+def _best(
+    space: Any, x: Floats, rows: tuple[Any, ...], k: int, ntotal: int, threads: int, probe: int
+) -> tuple[Floats, Ids]:
+    """(scores, ids) [queries, k] of rows as the core takes them."""
+    few = max(1, min(k, ntotal))
+    parts = [
+        _core.index_search(space, x[at : at + _QUERIES], rows, few, threads, probe) for at in range(0, len(x), _QUERIES)
+    ]
+    if len(parts) == 1 and few == k:
+        return parts[0]
+    scores = np.full((len(x), k), -np.inf, np.float32)
+    ids = np.full((len(x), k), -1, np.int64)
+    for i, part in enumerate(parts):
+        where = np.s_[_QUERIES * i : _QUERIES * (i + 1), :few]
+        scores[where], ids[where] = part
+    return scores, ids
+
+
 class Index:
     """An index of vectors in `bits` bits a number.
 
@@ -48,6 +66,7 @@ class Index:
         smaller first.
     lists: 0, or how many lists `train` shall divide vectors into, up to 2**20, so that `search(probe=p)` reads those
         near the query alone.
+    refine: "int8" also keeps each vector in 8 bits a number, by which `search` ranks what it finds anew; or None.
 
     A search bounds each row's score from the leading bits of its numbers, and scores rows that may be among the best
     from all bits. Of equal scores the smaller id is better. Results do not depend on threads, on how rows were added,
@@ -59,7 +78,9 @@ class Index:
     Raises TypeError or ValueError; the message names the argument, and the index is as it was.
     """
 
-    def __init__(self, dim: int, bits: int = 3, metric: str = "ip", seed: int = 0, lists: int = 0) -> None:
+    def __init__(
+        self, dim: int, bits: int = 3, metric: str = "ip", seed: int = 0, lists: int = 0, refine: str | None = None
+    ) -> None:
         self._dim = bounded("Index: `dim`", dim)
         self._bits = bounded("Index: `bits`", bits)
         if self._bits not in _BITS:
@@ -69,7 +90,11 @@ class Index:
         self._metric = metric
         self._seed = bounded("Index: `seed`", seed)
         self._lists = bounded("Index: `lists`", lists)
-        self._contents = Contents(transform.untrained(self._dim, self._bits, self._seed))
+        if refine not in (None, "int8"):
+            raise ValueError(f"Index: `refine` must be None or 'int8', got {refine!r}")
+        self._refine = refine
+        base = transform.untrained(self._dim, self._bits, self._seed)
+        self._contents = Contents(self._with_fine(base, None))
         self._read_only: str | None = None
         self._loaded: tuple[dict[str, Any], dict[str, NDArray[Any]]] | None = None
         self._lock = RLock()  # for changes of `_contents`
@@ -98,6 +123,11 @@ class Index:
         return self._lists
 
     @property
+    def refine(self) -> str | None:
+        """ "int8", or None."""
+        return self._refine
+
+    @property
     def is_trained(self) -> bool:
         """Whether `train` was called. An index also works without."""
         return self._contents.transform.training is not None
@@ -107,7 +137,8 @@ class Index:
         """What `train` chose, and why: None before it, or a dict of
 
         chosen: "none", "mean", "axes" or "lists". With axes also widths, the bits of each 32 of them; power and
-            together, how widths were chosen; sigmas, the width of a search's bound in standard deviations.
+            together, how widths were chosen; sigmas, the width of a search's bound in standard deviations. With
+            `recall` and `refine` also factor, and found, the recall with it.
         queries: held-out rows of the sample. recall: the share of their 10 nearest neighbours that each candidate
             found, by its name.
         """
@@ -174,6 +205,8 @@ class Index:
 
         recall: the share, above 0 and at most 1, of what a scan of all bits finds that a search shall find. The bound
             of searches becomes the narrowest that keeps it on held-out rows, so that they read less. Needs 64 rows.
+            In an index that refines it is the share of the true neighbours, and what is chosen is the least `factor` of
+            `search` that finds them, or the one that finds most.
 
         An index with lists learns their centres instead, by k-means over up to 256 rows of the sample a list, and needs
         faiss-cpu or scikit-learn: ImportError without.
@@ -206,13 +239,21 @@ class Index:
             if self._lists:
                 chosen = self._with_lists(base, x)
             else:
-                chosen = training.choose(base, x, self._bits, METRICS.index(self._metric), axes, share)
+                own = share if self._refine is None else None
+                chosen = training.choose(base, x, self._bits, METRICS.index(self._metric), axes, own)
+                chosen = self._with_fine(chosen, chosen.mean)
+                if self._refine and share is not None:
+                    chosen = training.with_factor(chosen, x, METRICS.index(self._metric), share)
             self._contents = replace(self._contents, transform=chosen)
 
     def _with_lists(self, base: Transform, x: Floats) -> Transform:
         metric = METRICS.index(self._metric)
         learnt = learn(x, self._lists, self._metric == "l2", self._seed, lambda core: (*base.space(metric), core))
-        return replace(base, lists=learnt, training={"chosen": "lists", "queries": 0, "recall": {}})
+        found = replace(base, lists=learnt, training={"chosen": "lists", "queries": 0, "recall": {}})
+        return self._with_fine(found, transform.with_mean(base, x).mean)
+
+    def _with_fine(self, base: Transform, mean: Floats | None) -> Transform:
+        return base if self._refine is None else transform.with_fine(base, refining.factor_for(self._bits), mean)
 
     def _space(self, contents: Contents, sigmas: float | None = None) -> Any:
         return contents.transform.space(METRICS.index(self._metric), sigmas)
@@ -254,14 +295,17 @@ class Index:
             return made
 
     def _encoded(self, now: Contents, x: Any, given: Ids | None) -> list[Segment]:
-        new, at = [], 0
+        new, at, fine = [], 0, now.transform.fine
         for part in storage.parts(x):
             rows = inputs.as_float32(part)
             rows = np.ldexp(rows, -now.transform.exponent) if now.transform.exponent else rows
             own = now.next_id + at if given is None else given[at : at + len(rows)]
             with inputs.explained("add", "x", rows, self._metric, at):
                 of = None if now.transform.lists is None else _core.index_assign(self._space(now), rows)
-                new.append(Segment(*_core.index_encode(self._space(now), rows, lists=of), own, lists=of))
+                coded = Segment(*_core.index_encode(self._space(now), rows, lists=of), own, lists=of)
+                if fine is not None:
+                    coded.fine = Segment(*_core.index_encode(fine.space(METRICS.index(self._metric)), rows), own)
+                new.append(coded)
             at += len(rows)
             del rows  # before the next are converted
         return new
@@ -340,24 +384,18 @@ class Index:
         width = None if sigmas is None else inputs.number("search", "sigmas", sigmas, 0, math.inf)
         if refine is not None:
             return self._refined(queries, k, filter, threads, width, refine, factor, probe)
-        if factor is not None:
-            raise ValueError("search: `factor` needs `refine`, the vectors themselves")
+        if factor is not None and self._refine is None:
+            raise ValueError("search: `factor` needs `refine`, the vectors themselves, or an index that refines")
         most = self._probed(probe)
         single, x, now = self._queries("search", queries, self._contents)
         space, rows = self._space(now, now.sigmas if width is None else width), now.rows(filter)
-        few = max(1, min(k, now.ntotal))
-        parts = [
-            _core.index_search(space, x[at : at + _QUERIES], rows, few, threads, most)
-            for at in range(0, len(x), _QUERIES)
-        ]
-        if len(parts) == 1 and few == k:
-            scores, ids = parts[0]
+        if self._refine is None:
+            scores, ids = _best(space, x, rows, k, now.ntotal, threads, most)
         else:
-            scores = np.full((len(x), k), -np.inf, np.float32)
-            ids = np.full((len(x), k), -1, np.int64)
-            for i, found in enumerate(parts):
-                part = np.s_[_QUERIES * i : _QUERIES * (i + 1), :few]
-                scores[part], ids[part] = found
+            times = now.transform.factor if factor is None else bounded("search: `factor`", factor)
+            more = min(k * times, max(k, now.ntotal), 2**20)
+            found = _best(space, x, rows, more, now.ntotal, threads, most)[1]
+            scores, ids = refining.by_codes(now, METRICS.index(self._metric), x, found, k, threads)
         if self._metric == "l2":
             scores = np.where(np.isinf(scores), np.float32(np.inf), 0 - scores)
         scores = self._undivided(scores, now)
@@ -460,47 +498,15 @@ class Index:
     def _save(self, path: str | os.PathLike[str], more: dict[str, list[NDArray[Any]]]) -> None:
         """`save`, with other arrays in the same file; `load` takes no notice of them."""
         now = self._contents.apart().compact()  # apart: rows may be added to a segment meanwhile
-        t, segments = now.transform, now.segments
-        arrays = {**more, "bits": [t.bits], "lead": [t.lead], "steps": [t.steps]}
-        for name, array in (("mean", t.mean), ("matrix", t.matrix)):
-            if array is not None:
-                arrays[name] = [array]
-        if t.lists is not None:
-            arrays["directions"] = [t.lists.directions]
-            if t.lists.lengths is not None:
-                arrays["lengths"] = [t.lists.lengths]
-        own = [s.all_ids for s in segments]
-        first = int(own[0][0]) if own else 0
-        consecutive = True
-        for ids in own:
-            consecutive = consecutive and bool((ids == np.arange(first, first + len(ids))).all())
-            first += len(ids)
-        if segments:
-            arrays["codes"] = [s.codes for s in segments]
-            arrays["signs"] = [s.signs for s in segments]
-            if any(len(s) % storage.BLOCK for s in segments[:-1]):
-                arrays["signs"] = [storage.blocks_of(np.concatenate([s.sign_rows() for s in segments]))]
-            arrays["scales"] = [s.scales for s in segments]
-            if segments[0].offsets is not None:
-                arrays["offsets"] = [s.offsets for s in segments if s.offsets is not None]
-            if not consecutive:
-                arrays["ids"] = own
-            if isinstance(segments[0], Sorted):
-                arrays["starts"] = [segments[0].starts]
         meta = {
             "dim": self._dim,
             "bits": self._bits,
             "metric": self._metric,
             "seed": self._seed,
-            "next_id": now.next_id,
-            "first_id": int(own[0][0]) if own else 0,
-            "sigmas": t.sigmas if np.isfinite(t.sigmas) else None,
-            "exponent": t.exponent,
-            "training": t.training,
+            "lists": self._lists,
+            "refine": self._refine,
         }
-        if self._lists:
-            meta["lists"] = self._lists
-        storage.write(path, meta, arrays)
+        storage.write(path, {**meta, **file.meta_of(now)}, {**more, **file.arrays_of(now)})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], mmap: bool = True) -> Index:
@@ -510,8 +516,9 @@ class Index:
         name = existing_file(path, "a file of an index")
         meta, arrays = storage.read(name, mmap)
         try:
-            index = cls(meta["dim"], meta["bits"], meta["metric"], meta["seed"], meta.get("lists", 0))
-            index._fill(meta, arrays)
+            index = cls(*(meta[name] for name in ("dim", "bits", "metric", "seed", "lists", "refine")))
+            base = index._contents.transform
+            index._contents = file.contents(base, METRICS.index(index._metric), index._lists, meta, arrays)
             index._loaded = meta, arrays
             if not mmap:
                 index.verify()
@@ -519,83 +526,6 @@ class Index:
             raise ValueError(f"`path` must be a file of an index, got {name!r}: {error}") from None
         index._read_only = name if mmap else None
         return index
-
-    def _fill(self, meta: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
-        base = self._contents.transform
-
-        def get(name: str, kind: Any, *shape: int) -> NDArray[Any] | None:
-            array = arrays.get(name)
-            if array is not None and (array.dtype != kind or array.shape != shape):
-                raise ValueError(
-                    f"`{name}` must be {np.dtype(kind)} {list(shape)}, got {array.dtype} {list(array.shape)}"
-                )
-            return array
-
-        bits, lead = (get(name, np.uint8, len(base.bits)) for name in ("bits", "lead"))
-        steps = get("steps", np.float32, len(base.bits))
-        if bits is None or lead is None or steps is None:
-            raise ValueError("`bits`, `lead` and `steps` must be there")
-        mean = get("mean", np.float32, self._dim)
-        matrix = get("matrix", np.uint16, base.channels, base.channels)
-        wide = None if matrix is None else transform.widened(matrix)
-        for name, array, most in (("mean", mean, inputs.LARGEST), ("steps", steps, 1e30), ("matrix", wide, 1.01)):
-            if array is not None and not (np.abs(array) <= most).all():  # false for NaN too
-                raise ValueError(f"`{name}` must be finite and at most {most:g} in magnitude")
-        sigmas = np.inf if meta["sigmas"] is None else float(meta["sigmas"])
-        exponent, learnt = bounded("load: `exponent`", meta["exponent"]), meta["training"]
-        if not (learnt is None or (isinstance(learnt, dict) and isinstance(learnt.get("chosen"), str))):
-            raise ValueError(f"`training` must be null or an object that says what was chosen, got {learnt!r}")
-        own = self._read_lists(get)
-        if own is not None and (mean is not None or matrix is not None):
-            raise ValueError("`mean` and `matrix` must not be there with lists")
-        t = Transform(self._dim, self._seed, bits, lead, steps, mean, matrix, sigmas, exponent, learnt, own)
-        none = None if own is None else np.empty(0, np.int32)
-        _core.index_encode(t.space(0), np.zeros((0, self._dim), np.float32), lists=none)  # checks widths and steps
-        next_id = bounded("load: `next_id`", meta["next_id"])
-        self._contents = Contents(t, (), next_id)
-        codes = arrays.get("codes")
-        if codes is None:
-            return
-        n = len(codes)
-        get("codes", np.uint8, n, t.row_bytes)
-        starts = None
-        blocks = -(-n // storage.BLOCK)
-        if self._lists:
-            starts = get("starts", np.int64, self._lists + 1)
-            if own is None or starts is None:
-                raise ValueError("`directions` and `starts` must be there, with lists")
-            if starts[0] != 0 or starts[-1] != n or (np.diff(starts) < 0).any():
-                raise ValueError(f"`starts` must ascend from 0 to {n}")
-            blocks = int((-(-np.diff(starts) // storage.BLOCK)).sum())
-        signs = get("signs", np.uint8, blocks, t.planes, storage.BLOCK)
-        scales, offsets = get("scales", np.float32, n), get("offsets", np.float32, n)
-        if (
-            signs is None
-            or scales is None
-            or (offsets is None) != (mean is None and own is None and self._metric != "l2")
-        ):
-            raise ValueError("`signs` and `scales` must be there, and `offsets` with a mean, lists or l2")
-        ids = get("ids", np.int64, n)
-        first = bounded("load: `first_id`", meta["first_id"])
-        low, after = (first, first + n) if ids is None or not n else (int(ids.min()), int(ids.max()) + 1)
-        if low < 0 or after > next_id:
-            raise ValueError(f"`ids` must be in 0..next_id - 1 = {next_id - 1}, got {low}..{after - 1}")
-        segment = Segment(codes, signs, scales, offsets, first if ids is None else ids)
-        if starts is not None:
-            segment = Sorted(codes, signs, scales, offsets, segment.all_ids, starts=starts)
-        self._contents = replace(self._contents, segments=(segment,))
-
-    def _read_lists(self, get: Any) -> Lists | None:
-        directions = get("directions", np.float32, self._lists, self._dim)
-        lengths = get("lengths", np.float32, self._lists)
-        if directions is None and lengths is None:
-            return None
-        if not self._lists or directions is None or (lengths is None) != (self._metric == "l2"):
-            raise ValueError("`directions` must be there with lists alone, and `lengths` with them unless l2")
-        for name, array in (("directions", directions), ("lengths", lengths)):
-            if array is not None and not (np.abs(array) <= inputs.LARGEST).all():  # false for NaN too
-                raise ValueError(f"`{name}` must be finite and at most {inputs.LARGEST:g} in magnitude")
-        return Lists(directions, lengths)
 
     def verify(self) -> None:
         """Check every byte of a loaded index against the checksum of its file. ValueError if they differ."""

@@ -119,7 +119,9 @@ class Sorted(Segment):
 
     def divided(self, exponent: int) -> Segment:
         plain = super().divided(exponent)
-        return replace(self, scales=plain.scales, offsets=plain.offsets, _order=None, _noise=None, _factors=None)
+        return replace(
+            self, scales=plain.scales, offsets=plain.offsets, _order=None, _noise=None, _factors=None, fine=plain.fine
+        )
 
     def apart(self) -> Segment:
         return self  # nothing is added to it
@@ -149,6 +151,11 @@ def sorted_rows(segments: tuple[Segment, ...], n: int) -> tuple[Segment, ...]:
         np.empty(total, np.int64),
         starts=starts,
     )
+    if first.fine is not None:
+        codes = np.empty((total, first.fine.codes.shape[1]), np.uint8)
+        offsets = None if first.fine.offsets is None else np.empty(total, np.float32)
+        signs = storage.blocks_of(np.empty((total, 0), np.uint8))
+        out.fine = Segment(codes, signs, np.empty(total, np.float32), offsets, 0)
     at = 0
     for segment, rows in zip(segments, kept, strict=True):
         for part in storage.parts(rows):  # little memory beside the new segment
@@ -165,3 +172,8 @@ def _put(out: Sorted, to: Ids, segment: Segment, rows: Ids) -> None:
     out.scales[to] = segment.scales[rows]
     out.offsets[to] = segment.offsets[rows]
     out.ids[to] = segment.all_ids[rows]
+    if out.fine is not None and segment.fine is not None:
+        out.fine.codes[to] = segment.fine.codes[rows]
+        out.fine.scales[to] = segment.fine.scales[rows]
+        if out.fine.offsets is not None and segment.fine.offsets is not None:
+            out.fine.offsets[to] = segment.fine.offsets[rows]

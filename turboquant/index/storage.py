@@ -37,6 +37,7 @@ class Segment:
     _noise: NDArray[np.int64] | None = None
     _factors: NDArray[np.float32] | None = None
     lists: NDArray[np.int32] | None = None  # [n], the list of each row; None without lists
+    fine: Segment | None = None  # the same rows by `Transform.fine`; its `allowed` and `ids` are not used
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -124,13 +125,15 @@ class Segment:
         offsets = None if self.offsets is None else self.offsets[rows]
         signs = blocks_of(self.sign_rows(rows))
         lists = None if self.lists is None else self.lists[rows]
-        return Segment(self.codes[rows], signs, self.scales[rows], offsets, self.all_ids[rows], lists=lists)
+        fine = None if self.fine is None else self.fine.take(rows)
+        return Segment(self.codes[rows], signs, self.scales[rows], offsets, self.all_ids[rows], lists=lists, fine=fine)
 
     def divided(self, exponent: int) -> Segment:
         """The rows of vectors divided by 2^exponent."""
         offsets = None if self.offsets is None else np.ldexp(self.offsets, -2 * exponent)
         scales = np.ldexp(self.scales, -exponent)
-        return Segment(self.codes, self.signs, scales, offsets, self.ids, self.allowed, lists=self.lists)
+        fine = None if self.fine is None else self.fine.divided(exponent)
+        return Segment(self.codes, self.signs, scales, offsets, self.ids, self.allowed, lists=self.lists, fine=fine)
 
     def apart(self) -> Segment:
         """The same rows without room: later additions to this segment do not show there."""
@@ -170,7 +173,8 @@ class Segment:
         order = self._order if isinstance(self.ids, np.ndarray) else None
         lists = None if room.lists is None else room.lists[: n + m]
         scales = room.scales[: n + m]
-        return Segment(room.codes[: n + m], blocks, scales, offsets, ids, allowed, room, order, lists=lists)
+        fine = None if self.fine is None or new.fine is None else self.fine.followed_by(new.fine)
+        return Segment(room.codes[: n + m], blocks, scales, offsets, ids, allowed, room, order, lists=lists, fine=fine)
 
     @property
     def all_ids(self) -> NDArray[np.int64]:
@@ -180,7 +184,8 @@ class Segment:
 
     @property
     def nbytes(self) -> int:
-        arrays = (self.codes, self.signs, self.scales, self.offsets, self.ids, self.allowed, self.lists)
+        fine = () if self.fine is None else (self.fine.codes, self.fine.scales, self.fine.offsets)
+        arrays = (self.codes, self.signs, self.scales, self.offsets, self.ids, self.allowed, self.lists, *fine)
         return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
 
 
@@ -191,15 +196,23 @@ def _own(ids: NDArray[np.int64] | int) -> NDArray[np.int64] | int:
 def blocks_of(sign_rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """[n, planes] -> [blocks, planes, 64]."""
     n, planes = sign_rows.shape
-    padded = np.zeros((-(-n // BLOCK) * BLOCK, planes), np.uint8)
+    blocks = -(-n // BLOCK)
+    padded = np.zeros((blocks * BLOCK, planes), np.uint8)
     padded[:n] = sign_rows
-    return np.ascontiguousarray(padded.reshape(-1, BLOCK, planes).transpose(0, 2, 1))
+    return np.ascontiguousarray(padded.reshape(blocks, BLOCK, planes).transpose(0, 2, 1))
 
 
 def with_room(new: Segment) -> Segment:
     """The rows of a segment, copied to where others can follow."""
     if len(new) > ROWS // 2:
         return new
+    joined = _before(new).followed_by(new)
+    assert joined is not None
+    return joined
+
+
+def _before(new: Segment) -> Segment:
+    """No rows, with room for those of a segment and others."""
     _, planes, _ = new.signs.shape
     room = Segment(
         np.empty((ROWS, new.codes.shape[1]), np.uint8),
@@ -211,10 +224,8 @@ def with_room(new: Segment) -> Segment:
     )
     offsets = None if room.offsets is None else room.offsets[:0]
     lists = None if room.lists is None else room.lists[:0]
-    start = Segment(room.codes[:0], room.signs[:0], room.scales[:0], offsets, 0, None, room, lists=lists)
-    joined = start.followed_by(new)
-    assert joined is not None
-    return joined
+    fine = None if new.fine is None else _before(new.fine)
+    return Segment(room.codes[:0], room.signs[:0], room.scales[:0], offsets, 0, None, room, lists=lists, fine=fine)
 
 
 def parts(x: Any) -> Iterator[Any]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from .. import _core
 from .inputs import Floats, Ids
 from .storage import Segment
-from .transform import TWO_LEAD, Axes, Transform, with_mean
+from .transform import TWO_LEAD, Axes, Transform, bound, with_mean
 
 JUDGES = 100_000  # the most rows of a sample that are used, spread evenly
 _SAMPLE = 20_000  # the most that mean and axes are learnt from
@@ -23,6 +23,7 @@ _WIDE_SIGMAS = (*_SIGMAS, 5.0, 6.0)  # with few coordinates a row that passes a 
 _DIAL = tuple(0.25 * i for i in range(16))
 _MISSED = 0.0005  # share of the best rows that a bound below the widest may miss
 _LOST = 0.004  # of the recall, by the widest
+_FACTORS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of k rows, which are ranked anew
 _POWERS = (1.0, 0.5, 0.0)  # of variances, for widths
 
 Recalls = NDArray[np.float64]  # of each query
@@ -43,14 +44,14 @@ class _Trial:
             lengths = np.einsum("ij,ij->i", rest, rest) / 2
         self.truth: Ids = np.argpartition(lengths - queries @ rest.T, self.k - 1, axis=1)[:, : self.k]
 
-    def encoded(self, t: Transform) -> tuple[Any, ...]:
-        return Segment(*_core.index_encode(t.space(self.metric), self.rest), 0).core(None)
+    def encoded(self, t: Transform) -> Segment:
+        return Segment(*_core.index_encode(t.space(self.metric), self.rest), 0)
 
-    def found(self, t: Transform, rows: tuple[Any, ...], sigmas: float = math.inf) -> Ids:
-        ids: Ids = _core.index_search(t.space(self.metric, sigmas), self.queries, (rows,), self.k)[1]
+    def found(self, t: Transform, rows: Segment, sigmas: float = math.inf) -> Ids:
+        ids: Ids = _core.index_search(t.space(self.metric, sigmas), self.queries, (rows.core(None),), self.k)[1]
         return ids
 
-    def recall(self, t: Transform, rows: tuple[Any, ...]) -> Recalls:
+    def recall(self, t: Transform, rows: Segment) -> Recalls:
         return _share(self.found(t, rows), self.truth)
 
     def width_for(self, t: Transform, share: float) -> float:
@@ -63,7 +64,7 @@ class _Trial:
                 return sigmas
         return t.sigmas
 
-    def bounded(self, t: Transform, rows: tuple[Any, ...]) -> tuple[float, Recalls]:
+    def bounded(self, t: Transform, rows: Segment) -> tuple[float, Recalls]:
         """The least width of a bound that hardly misses what a scan of all bits finds, at most 4 standard deviations,
         or 6 with few coordinates; and the recall with it."""
         every = self.found(t, rows)
@@ -72,6 +73,28 @@ class _Trial:
             if _share(found, every).mean() >= 1 - _MISSED:
                 break
         return sigmas, _share(found, self.truth)
+
+
+def with_factor(t: Transform, x: Floats, metric: int, share: float) -> Transform:
+    """`t`, which refines, with the least factor that finds this share of the true neighbours of held-out rows of x, or
+    the one that finds most."""
+    assert t.fine is not None and t.training is not None
+    trial = _Trial(_spread(x, JUDGES), metric)
+    rows, fine = trial.encoded(t), trial.encoded(t.fine)
+    sigmas = bound(t.sigmas, rows.noise)
+    best, most = 1, 0.0
+    for factor in _FACTORS:
+        if (k := factor * trial.k) > len(trial.rest):
+            break
+        found = _core.index_search(t.space(metric, sigmas), trial.queries, (rows.core(None),), k)[1]
+        scores = _core.index_scores_of(t.fine.space(metric), trial.queries, (fine.core(None),), found)
+        order = np.lexsort((found, -scores), axis=1)[:, : trial.k]
+        recall = float(_share(np.take_along_axis(found, order, axis=1), trial.truth).mean())
+        if recall > most:
+            best, most = factor, recall
+        if recall >= share:
+            break
+    return replace(t, factor=best, training={**t.training, "factor": best, "found": round(most, 4)})
 
 
 def _share(found: Ids, wanted: Ids) -> Recalls:

@@ -15,6 +15,7 @@ from ..plan import Plan, Rotation, Side
 from .lists import Lists
 from .storage import Segment
 
+FINE_BITS = 8
 GROUP, EIGHT = 32, 8  # channels of a group; the last group has a multiple of 8
 FEW = 16  # up to this many numbers, the rotated coordinates are no independent noise, and the scan has no bound
 TWO_LEAD = 192  # up to this many coordinates, the scan of an untrained index reads two bits of each
@@ -37,6 +38,8 @@ class Transform:
     exponent: x are divided by 2^exponent first, above 0 where numbers are larger than the core takes.
     training: what `train` chose, and why (`Index.training`).
     lists: None, or the lists of the vectors: then z = R (x - the centre of x's list), without a mean.
+    fine: None, or the transform by which each vector is also kept in 8 bits, to rank what a search finds anew.
+    factor: how many times k rows a search finds, where they are ranked anew.
     """
 
     dim: int
@@ -50,6 +53,8 @@ class Transform:
     exponent: int = 0
     training: dict[str, Any] | None = None
     lists: Lists | None = None
+    fine: Transform | None = None
+    factor: int = 1
 
     @property
     def channels(self) -> int:
@@ -70,7 +75,8 @@ class Transform:
     def nbytes(self) -> int:
         """Bytes that do not grow with the vectors."""
         arrays = (self.bits, self.lead, self.steps, self.mean, self.matrix)
-        return sum(array.nbytes for array in arrays if array is not None) + (self.lists.nbytes if self.lists else 0)
+        parts = sum(part.nbytes for part in (self.lists, self.fine) if part is not None)
+        return parts + sum(array.nbytes for array in arrays if array is not None)
 
     def space(self, metric: int, sigmas: float | None = None) -> tuple[Any, ...]:
         """The transform as the core takes it."""
@@ -83,10 +89,13 @@ class Transform:
         """The transform of vectors that are divided by another 2^exponent first."""
         mean = None if self.mean is None else np.ldexp(self.mean, -exponent)
         lists = None if self.lists is None else self.lists.divided(exponent)
-        return replace(self, mean=mean, lists=lists, exponent=self.exponent + exponent)
+        fine = None if self.fine is None else self.fine.divided(exponent)
+        return replace(self, mean=mean, lists=lists, fine=fine, exponent=self.exponent + exponent)
 
     def decoded(self, segment: Segment, rows: NDArray[np.int64]) -> Floats:
         """The vectors that some rows of a segment stand for."""
+        if self.fine is not None and segment.fine is not None:
+            return self.fine.decoded(segment.fine, rows)
         codes, leading, scales = segment.codes[rows], segment.sign_rows(rows), segment.scales[rows]
         z = _core.index_decode(self.dim, self.bits, self.lead, self.steps, codes, leading, scales)
         plan = _plan(self.channels, self.matrix is not None, self.seed)
@@ -154,6 +163,14 @@ def untrained(dim: int, bits: int, seed: int) -> Transform:
     widths, leads = np.full(groups, bits, np.uint8), np.full(groups, lead, np.uint8)
     sigmas = math.inf if dim <= FEW else 3.0 if lead == 2 else 2.5
     return Transform(dim, seed, widths, leads, np.ones(groups, np.float32), sigmas=sigmas)
+
+
+def with_fine(base: Transform, factor: int, mean: Floats | None) -> Transform:
+    """`base`, by which vectors are also kept in 8 bits a number, around the mean."""
+    bits, lead = np.full_like(base.bits, FINE_BITS), np.zeros_like(base.lead)
+    steps = np.ones_like(base.steps)
+    fine = Transform(base.dim, base.seed, bits, lead, steps, mean, sigmas=math.inf, exponent=base.exponent)
+    return replace(base, fine=fine, factor=factor)
 
 
 def with_mean(base: Transform, sample: Floats) -> Transform:
