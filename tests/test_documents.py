@@ -296,3 +296,19 @@ def test_files_that_are_refused(tmp_path):
     path.write_bytes(data)
     with pytest.raises(ValueError, match=r"the checksum of \['documents'\] differs"):
         Documents.load(path)
+
+
+def test_options_reach_the_search():
+    made = Documents(Index(8, 1, refine="int8"))
+    x = np.random.default_rng(0).standard_normal((60, 8)).astype(np.float32)
+    made.add([Document(str(i), "", {}) for i in range(60)], list(x))
+    for options in ({}, {"factor": 1}, {"factor": 5, "threads": 1}, {"sigmas": 1}):
+        hits = made.search(x[0], 5, **options)
+        scores, ids = made.index.search(x[0], 5, **options)
+        assert [(hit.id, score) for hit, score in hits] == list(
+            zip(map(str, ids.tolist()), scores.tolist(), strict=True)
+        )
+    with pytest.raises(ValueError, match="`probe` needs lists"):
+        made.search(x[0], 5, probe=1)
+    with pytest.raises(TypeError, match="options must be of sigmas, probe, factor, threads, got fetch, refine"):
+        made.search(x[0], 5, refine=x, fetch=1)

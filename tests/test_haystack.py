@@ -80,6 +80,16 @@ def test_retriever(store):
     assert {d.id for d in retriever.run(X[7].tolist(), small, top_k=9)["documents"]} == set("01234")
 
 
+def test_options_of_the_search_are_passed_on(store):
+    plain = TurboQuantEmbeddingRetriever(store, top_k=3).run(X[7].tolist())
+    retriever = TurboQuantEmbeddingRetriever(store, top_k=3, search_kwargs={"sigmas": 8, "threads": 1})
+    assert retriever.run(X[7].tolist()) == plain
+    with pytest.raises(ValueError, match="`probe` needs lists"):
+        TurboQuantEmbeddingRetriever(store, search_kwargs={"probe": 2}).run(X[7].tolist())
+    with pytest.raises(TypeError, match="options must be of sigmas, probe, factor, threads, got fetch"):
+        store.embedding_retrieval(X[7].tolist(), search_kwargs={"fetch": 1})
+
+
 def test_filter_policies(store):
     own = {"field": "meta.n", "operator": "<", "value": 10}
     given = {"field": "id", "operator": "in", "value": ["8", "12"]}

@@ -88,6 +88,17 @@ def test_filters(store):
     )
 
 
+def test_options_of_the_search_are_passed_on(store):
+    plain = store.similarity_search("three blue", k=3)
+    retriever = store.as_retriever(search_kwargs={"k": 3, "sigmas": 8, "threads": 1})
+    assert retriever.invoke("three blue") == plain
+    for search in (store.similarity_search, store.similarity_search_with_score, store.max_marginal_relevance_search):
+        with pytest.raises(ValueError, match="`probe` needs lists"):
+            search("three blue", k=3, probe=2)
+        with pytest.raises(TypeError, match="options must be of sigmas, probe, factor, threads, got fetch"):
+            search("three blue", k=3, fetch=2)
+
+
 def test_mmr_differs_from_search(store):
     """The nearest is first; with little weight on the query, the next shares no word with it."""
     query = "one red"

@@ -60,6 +60,18 @@ def test_query(store):
     assert set(query(store, 7, doc_ids=["doc 1"]).ids) == set(map(str, range(1, 20, 2)))
 
 
+def test_options_of_the_search_are_passed_on(store):
+    wanted = VectorStoreQuery(query_embedding=X[3].tolist(), similarity_top_k=5)
+    assert store.query(wanted, threads=1, sigmas=8).ids == store.query(wanted).ids
+    for options, words in (
+        ({"probe": 1}, "`probe` needs lists"),
+        ({"factor": 2}, "`factor` needs `refine`"),
+        ({"sigmas": -1}, "`sigmas` must be at least 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            store.query(wanted, **options)
+
+
 def test_mmr(store):
     plain = query(store, 7, 5)
     assert query(store, 7, 1, mode=VectorStoreQueryMode.MMR, mmr_threshold=1.0).ids == plain.ids[:1]

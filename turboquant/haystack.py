@@ -27,20 +27,23 @@ Results = dict[str, list[Document]]
 class TurboQuantDocumentStore:
     """Documents, and a `turboquant.Index`, `.documents.index`, which keeps and searches their embeddings.
 
-    dim, bits, metric: of the index. path: a file that `save` writes; if it is there, its documents are read.
+    dim, bits, metric, refine: of the index. path: a file that `save` writes; if it is there, its documents are read.
     return_embedding: whether documents come with what the codes of their embeddings stand for; with cosine of length 1.
     """
 
     def __init__(
-        self, dim: int, bits: int = 4, metric: str = "cosine", path: str | None = None, return_embedding: bool = False
-    ) -> None:
+        self, dim: int, bits: int = 4, metric: str = "cosine", path: str | None = None, return_embedding: bool = False,
+        refine: str | None = None
+    ) -> None:  # fmt: skip
         self._path, self._return_embedding = path, return_embedding
-        self._init = dict(dim=dim, bits=bits, metric=metric, path=path, return_embedding=return_embedding)
-        self.documents = documents.Documents(Index(dim, bits, metric))
+        own = dict(dim=dim, bits=bits, metric=metric, path=path, return_embedding=return_embedding, refine=refine)
+        self._init = own
+        self.documents = documents.Documents(Index(dim, bits, metric, refine=refine))
         if path is not None and os.path.exists(path):
             self.documents = documents.Documents.load(path)
-            if ((got := self.documents.index).d, got.bits, got.metric) != (dim, bits, metric):
-                raise ValueError(f"`path` must be of dim {dim}, {bits} bits and {metric}, got {got!r} in {path!r}")
+            if ((got := self.documents.index).d, got.bits, got.metric, got.refine) != (dim, bits, metric, refine):
+                wanted = f"dim {dim}, {bits} bits, {metric} and refine={refine!r}"
+                raise ValueError(f"`path` must be of {wanted}, got {got!r} in {path!r}")
 
     def to_dict(self) -> dict[str, Any]:
         return default_to_dict(self, **self._init)  # type: ignore[no-any-return]
@@ -85,13 +88,19 @@ class TurboQuantDocumentStore:
         return self.documents.update(_filter(filters), meta)
 
     def embedding_retrieval(
-        self, query_embedding: Vector, filters: Filters = None, top_k: int = 10, scale_score: bool = False
+        self,
+        query_embedding: Vector,
+        filters: Filters = None,
+        top_k: int = 10,
+        scale_score: bool = False,
+        search_kwargs: dict[str, Any] | None = None,
     ) -> list[Document]:
         """The documents whose embeddings are best. Their score is cosine, the product, or with l2 1 / (1 + distance);
-        with scale_score in 0..1."""
+        with scale_score in 0..1. search_kwargs: sigmas, probe, factor and threads of `Index.search`."""
         scaled = self.documents.relevance if scale_score else self.documents.similarity
-        found = self.documents.search(query_embedding, top_k, _filter(filters), self._return_embedding)
-        return [_document(each, scaled(score)) for each, score in found]
+        options = search_kwargs or {}
+        hits = self.documents.search(query_embedding, top_k, _filter(filters), self._return_embedding, **options)
+        return [_document(hit, scaled(score)) for hit, score in hits]
 
 
 def _in_thread(method: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any, Any]]:
@@ -110,22 +119,26 @@ for _name in ("count_documents filter_documents write_documents delete_documents
 @component
 class TurboQuantEmbeddingRetriever:
     """The documents of a `TurboQuantDocumentStore` whose embeddings are nearest to that of a query. filters and top_k
-    are for calls that give none; FilterPolicy.MERGE joins filters by Haystack's rules."""
+    are for calls that give none; FilterPolicy.MERGE joins filters by Haystack's rules. search_kwargs: as of the store's
+    `embedding_retrieval`."""
 
     def __init__(
         self, document_store: TurboQuantDocumentStore, filters: Filters = None, top_k: int = 10,
-        scale_score: bool = False, filter_policy: str | FilterPolicy = FilterPolicy.REPLACE
+        scale_score: bool = False, filter_policy: str | FilterPolicy = FilterPolicy.REPLACE,
+        search_kwargs: dict[str, Any] | None = None
     ) -> None:  # fmt: skip
         if not isinstance(document_store, TurboQuantDocumentStore):
             raise TypeError(f"`document_store` must be a TurboQuantDocumentStore, got {document_store!r:.80}")
         self.document_store, self.filters, self.top_k, self.scale_score = document_store, filters, top_k, scale_score
         self.filter_policy = FilterPolicy.from_str(str(filter_policy)).value
+        self.search_kwargs = search_kwargs
 
     @component.output_types(documents=list[Document])
     def run(self, query_embedding: Vector, filters: Filters = None, top_k: int | None = None) -> Results:
         both = apply_filter_policy(FilterPolicy(self.filter_policy), self.filters, filters)
         k = self.top_k if top_k is None else top_k
-        return {"documents": self.document_store.embedding_retrieval(query_embedding, both, k, self.scale_score)}
+        store, options = self.document_store, self.search_kwargs
+        return {"documents": store.embedding_retrieval(query_embedding, both, k, self.scale_score, options)}
 
     @component.output_types(documents=list[Document])
     async def run_async(self, query_embedding: Vector, filters: Filters = None, top_k: int | None = None) -> Results:

@@ -71,13 +71,13 @@ class TurboQuantVectorStore(VectorStore):
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
         return [_document(found) for found in self.documents.get(ids)]
 
-    def _search(self, embedding: Any, k: int, filter: Filter, vectors: bool = False) -> list[tuple[Any, float]]:
-        return self.documents.search(embedding, k, _filter(filter), vectors)
+    # options, also of a retriever's search_kwargs: sigmas, probe, factor and threads of `Index.search`
 
     def similarity_search_with_score_by_vector(
-        self, embedding: list[float], k: int = 4, filter: Filter = None
+        self, embedding: list[float], k: int = 4, filter: Filter = None, **options: Any
     ) -> list[tuple[Document, float]]:
-        return [(_document(found), score) for found, score in self._search(embedding, k, filter)]
+        hits = self.documents.search(embedding, k, _filter(filter), **options)
+        return [(_document(hit), score) for hit, score in hits]
 
     def similarity_search_with_score(self, query: str, k: int = 4, **kwargs: Any) -> list[tuple[Document, float]]:
         return self.similarity_search_with_score_by_vector(self._embedding.embed_query(query), k, **kwargs)
@@ -89,12 +89,18 @@ class TurboQuantVectorStore(VectorStore):
         return [found for found, _ in self.similarity_search_with_score(query, k, **kwargs)]
 
     def max_marginal_relevance_search_by_vector(
-        self, embedding: list[float], k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, filter: Filter = None
+        self,
+        embedding: list[float],
+        k: int = 4,
+        fetch_k: int = 20,
+        lambda_mult: float = 0.5,
+        filter: Filter = None,
+        **options: Any,
     ) -> list[Document]:
-        found = [document for document, _ in self._search(embedding, fetch_k, filter, vectors=True)]
-        rows = [document.vector for document in found]
+        hits = [hit for hit, _ in self.documents.search(embedding, fetch_k, _filter(filter), vectors=True, **options)]
+        rows = [hit.vector for hit in hits]
         chosen = maximal_marginal_relevance(np.array(embedding, np.float32), rows, lambda_mult, k) if rows else []
-        return [_document(found[i]) for i in chosen]
+        return [_document(hits[i]) for i in chosen]
 
     def max_marginal_relevance_search(self, query: str, k: int = 4, *args: Any, **kwargs: Any) -> list[Document]:
         return self.max_marginal_relevance_search_by_vector(self._embedding.embed_query(query), k, *args, **kwargs)

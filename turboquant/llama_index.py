@@ -14,7 +14,7 @@ from llama_index.core.vector_stores.types import BasePydanticVectorStore, Metada
 from llama_index.core.vector_stores.utils import metadata_dict_to_node, node_to_metadata_dict
 
 from .index import Index
-from .index.documents import Document, Documents
+from .index.documents import OPTIONS, Document, Documents
 from .index.filters import matching
 
 __all__ = ["TurboQuantVectorStore"]
@@ -71,7 +71,8 @@ class TurboQuantVectorStore(BasePydanticVectorStore):
 
     def query(self, query: types.VectorStoreQuery, **kwargs: Any) -> types.VectorStoreQueryResult:
         """The nodes with the best embeddings. Modes: DEFAULT, and MMR among mmr_prefetch_k nodes, or among
-        mmr_prefetch_factor (4) times as many as wanted. Without ids of nodes or documents, or with none, all count."""
+        mmr_prefetch_factor (4) times as many as wanted. Without ids of nodes or documents, or with none, all count.
+        kwargs are also sigmas, probe, factor and threads of `Index.search`."""
         mmr = query.mode == types.VectorStoreQueryMode.MMR
         if not mmr and query.mode != types.VectorStoreQueryMode.DEFAULT:
             raise ValueError(f"query: `mode` must be default or mmr, got {query.mode.value}")
@@ -80,7 +81,8 @@ class TurboQuantVectorStore(BasePydanticVectorStore):
         k = query.similarity_top_k
         fetched = max(k, kwargs.get("mmr_prefetch_k") or k * int(kwargs.get("mmr_prefetch_factor", 4))) if mmr else k
         test = _test(query.node_ids or None, query.filters, query.doc_ids or None)
-        found = self._documents.search(query.query_embedding, fetched, test, vectors=mmr)
+        options = {name: kwargs[name] for name in OPTIONS if name in kwargs}
+        found = self._documents.search(query.query_embedding, fetched, test, vectors=mmr, **options)
         pairs = [(self._documents.similarity(score), document) for document, score in found]
         if mmr and found:
             rows = [document.vector for document, _ in found]

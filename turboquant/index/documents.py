@@ -24,6 +24,7 @@ from .inputs import Floats
 
 __all__ = ["Document", "Documents"]
 
+OPTIONS = ("sigmas", "probe", "factor", "threads")  # of `Index.search`, which adapters pass on
 _TRIES = 3  # of a read beside writers, before it makes them wait
 Filter = dict[str, Any] | Callable[[Any], bool] | None
 Result = TypeVar("Result")
@@ -195,8 +196,13 @@ class Documents:
         the order in which they were added."""
         return self._read(lambda: self._copies(self._selected(filter), vectors))
 
-    def search(self, vector: Any, k: int, filter: Filter = None, vectors: bool = False) -> list[tuple[Document, float]]:
-        """The k documents with the best vectors and their scores, best first; fewer where fewer match."""
+    def search(
+        self, vector: Any, k: int, filter: Filter = None, vectors: bool = False, **options: Any
+    ) -> list[tuple[Document, float]]:
+        """The k documents with the best vectors and their scores, best first; fewer where fewer match. options: of
+        `Index.search`: sigmas, probe, factor, threads."""
+        if unknown := options.keys() - set(OPTIONS):
+            raise TypeError(f"search: options must be of {', '.join(OPTIONS)}, got {', '.join(sorted(unknown))}")
         if np.ndim(vector) != 1:
             raise ValueError(f"search: `vector` must have one dimension, got {np.ndim(vector)}")
         test = _test(filter)
@@ -205,7 +211,7 @@ class Documents:
             among = None
             if test is not None:
                 among = [number for number, document in list(self._by_number.items()) if test(document)]
-            scores, ids = self.index.search(vector, k, filter=among)
+            scores, ids = self.index.search(vector, k, filter=among, **options)
             found = [self._of_number(number) for number in ids[ids >= 0].tolist()]
             return list(zip(self._copies(found, vectors), scores.tolist(), strict=False))
 

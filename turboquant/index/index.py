@@ -186,6 +186,8 @@ class Index:
             about += f", trained: {self._contents.transform.training['chosen']}"
         if self._lists:
             about += f", {self._lists} lists"
+        if self._refine:
+            about += f", refined by {self._refine}"
         if math.isinf(self._contents.sigmas):
             about += ", searches read all bits of all rows"
         return f"<Index: {about}>"
