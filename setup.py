@@ -61,6 +61,9 @@ ISA_UNITS: list[tuple[str, tuple[str, ...], str]] = [
     ("neon_dot", ARM, "-march=armv8.2-a+dotprod"),
 ]
 
+# CUDA files that are compiled so many times, each time with other kernels of theirs: as TQ_SHARD 0, 1, ..
+SHARDS = {"attend/instances.cu": 8, "append/prefill.cu": 4}
+
 OLDEST_TORCH = (2, 10)
 OPERATORS = "turboquant"  # the namespace of the operators in torch.ops
 TORCH_DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
@@ -365,7 +368,14 @@ def compile_cuda(build: Ninja, nvcc: str, extra: Iterable[str] = ()) -> list[Pat
     host = [f"-ccbin={os.environ['CXX']}"] if os.environ.get("CXX") else []
     flags = [*host, "-O3", "-std=c++17", *cuda_arch_flags(), "-Icsrc", "-Icsrc/include", *extra]
     flags += ["-Xfatbin=-compress-all", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
-    return [build.compile(path, nvcc, flags) for path in sources("cuda", ".cu")]
+    objects = []
+    for path in sources("cuda", ".cu"):
+        shards = SHARDS.get(path.relative_to(CSRC / "cuda").as_posix(), 0)
+        for i in range(shards):
+            objects.append(build.compile(path, nvcc, [*flags, f"-DTQ_SHARD={i}", f"-DTQ_SHARDS={shards}"], f".{i}"))
+        if not shards:
+            objects.append(build.compile(path, nvcc, flags))
+    return objects
 
 
 def link_core(build: Ninja, cc: str, common: list[str], linker: list[str], library: Path) -> None:
@@ -558,7 +568,7 @@ class BuildHarness(BuildCuda):
 
 
 class BuildSanitize(BuildHarness):
-    """The same for compute-sanitizer, in build/cuda-sanitize: csrc/cuda/attend/split/pages.cuh says what differs."""
+    """The same for compute-sanitizer, in build/cuda-sanitize: csrc/cuda/attend/loop/stages.cuh says what differs."""
 
     description = "build the CUDA harnesses of tests/cuda for compute-sanitizer"
     folder = "cuda-sanitize"

@@ -1,4 +1,4 @@
-"""The table of CUDA attention kernels (csrc/cuda/attend/dispatch.h) and the choice between them, without a GPU: both
+"""The table of CUDA attention kernels (csrc/cuda/attend/choose/) and the choice between them, without a GPU: both
 are host code, which tests/cuda/dispatch_table.cpp compiles alone."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from turboquant.plan import Side
 ROOT = Path(__file__).parents[1]
 CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
 LIBRARY = Path(turboquant.__file__).parent / "libturboquant.so"
-SOURCES = ["dispatch.cu", "arguments.cu", "fused/cut.cu", "split/cut.cu"]
+SOURCES = ["choose/choose.cu", "arguments.cu", "fused/cut.cu", "split/cut.cu"]
 BF16 = 2
 
 pytestmark = pytest.mark.skipif(CXX is None, reason="there is no C++ compiler")

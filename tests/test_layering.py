@@ -49,6 +49,9 @@ RINGS = {
     "python": Ring(["include/*"], [*LIBC, "stdio.h", "Python.h", "structmember.h", "numpy/*.h"]),
     "torch": Ring(["include/*"], [*LIBC, "cstdio", *CXX_STD, *TORCH, "dlfcn.h"]),
 }
+# Folders of csrc/cuda/attend, and which of the others each may include; all may include the files beside them.
+FLOORS = {"choose": [], "rows": [], "loop": ["rows"], "split": ["rows", "loop", "choose/cut.h"],
+          "fused": ["rows", "loop", "choose/cut.h"]}  # fmt: skip
 CODE = {".c", ".h", ".cpp", ".cu", ".cuh", ".inc"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*(?:<([^>]+)>|"([^"]+)")', re.MULTILINE)
 
@@ -147,6 +150,17 @@ def include_faults(root: Path) -> Iterator[str]:
                 allowed, wanted = [*ring.ours, f"{folder}/*"], found.relative_to(csrc.resolve()).as_posix()
             if not any(fnmatch(wanted, pattern) for pattern in allowed):
                 yield f"csrc/{name}:{line}: {folder}/ may not include {wanted}"
+
+
+def floor_faults(root: Path) -> Iterator[str]:
+    """What all strategies of attention on CUDA share lies below them, and none includes another."""
+    folder = root / "csrc/cuda/attend"
+    for path in (path for path in c_files(root) if path.is_relative_to(folder) and path.parent != folder):
+        floor = path.parent.relative_to(folder).as_posix()
+        allowed = (floor, *FLOORS.get(floor, []))
+        for name in re.findall(r'#include "cuda/attend/(\w+/.+)"', path.read_text()):
+            if floor not in FLOORS or not name.startswith(allowed):
+                yield f"{path.relative_to(root).as_posix()}: {floor}/ may not include {name}"
 
 
 def library_faults(root: Path) -> Iterator[str]:
@@ -280,6 +294,7 @@ def path_faults(root: Path) -> Iterator[str]:
 
 CHECKS = [
     include_faults,
+    floor_faults,
     library_faults,
     import_faults,
     layer_faults,
@@ -356,6 +371,8 @@ PLANTED = {  # file, its content, the check that must find it
     "torch with the python binding": ("csrc/torch/bad.cpp", '#include "../python/module.c"\n', include_faults),
     "outside csrc": ("csrc/core/bad.c", '#include "../../turboquant/plan.py"\n', include_faults),
     "no ring": ("csrc/extra/bad.c", "int x;\n", include_faults),
+    "rows with a loop": ("csrc/cuda/attend/rows/bad.cuh", '#include "cuda/attend/loop/warp.cuh"\n', floor_faults),
+    "a strategy with another": ("csrc/cuda/attend/split/x.cu", '#include "cuda/attend/fused/cut.cuh"\n', floor_faults),
     "core that prints": ("csrc/core/bad.c", 'void f(void)\n{\n    printf("x");\n}\n', library_faults),
     "core that ends": ("csrc/core/bad.c", "void f(void) { abort (); }\n", library_faults),
     "package with torch": ("turboquant/bad.py", "import torch.nn\n", import_faults),

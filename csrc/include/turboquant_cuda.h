@@ -57,7 +57,7 @@ TQ_API tq_status tq_cuda_append_kernel(const tq_plan *plan, const tq_append_para
  *  Accuracy:  within 1e-3 of float64 over the same bytes for 16-bit dtypes and 4e-4 for float32, relative to the
  *             largest output, for logits up to 8 in magnitude. The rotated query is rounded to 16 bits, so above that
  *             the error grows with the largest |logit| (2.5e-5 of it); a soft-cap adds 2e-7 of the cap. On 9.x, for
- *             many 16-bit query rows a KV head (attend/many_rows/pages.cuh), weights are rounded to fp16; values keep
+ *             many 16-bit query rows a KV head (attend/loop/team.cuh), weights are rounded to fp16; values keep
  *             their levels.
  *             Plans that are not plain: float32 throughout, within 2e-5.
  *  Cost:      launch shapes depend on the sizes in params alone; the work follows the lengths found on the device. In
@@ -69,7 +69,7 @@ TQ_API tq_status tq_cuda_append_kernel(const tq_plan *plan, const tq_append_para
  *             (attend/fused/cut.cu); from 9 rows on only if there are not many more blocks than multiprocessors. It is
  *             1.0 to 1.8 times as fast, with a window up to 2.7 times (attend_harness time, against hopper-line).
  *  Moments:   with amplitudes of norm 1,000 and softmax_scale * |q| = 1, the wave's part of a logit is within 1e-3 of
- *             float64, at any position (attend/wave.cuh).
+ *             float64, at any position (attend/rows/wave.cuh).
  *  Alignment: q, out, sinks, window and fresh tokens to four of their numbers (8 or 16 bytes), their strides to
  *             multiples of 4; moments to 16 bytes. */
 typedef struct {

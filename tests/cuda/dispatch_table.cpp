@@ -1,5 +1,5 @@
-// The choice between attention kernels (csrc/cuda/attend/dispatch.h), compiled without CUDA: kernels are named, not run. Linked with
-// dispatch.cu, arguments.cu and the two cut.cu, which are host code, and with the C core.
+// The choice between attention kernels (csrc/cuda/attend/choose/), compiled without CUDA: kernels are named, not run. Linked with
+// choose.cu, arguments.cu and the two cut.cu, which are host code, and with the C core.
 //
 //   dispatch_table rows    a line for each kernel that the table lists: row number, name
 //   dispatch_table overlaps  pairs of its rows that are for the same case
@@ -14,7 +14,8 @@
 #include <string>
 #include <vector>
 
-#include "cuda/attend/cut.h"
+#include "cuda/attend/choose/compiled.h"
+#include "cuda/attend/choose/cut.h"
 
 namespace tq
 {
@@ -30,14 +31,10 @@ struct Make {
 
 } // namespace
 
-#define KERNELS_OF(name)                                                                                               \
-    KernelChoice name(int row, int blocks, int tiles) { return compiled_here<Make, name>(row, blocks, tiles); }
-KERNELS_OF(split_kernels)
-KERNELS_OF(split_any_kernels)
-KERNELS_OF(fused_kernels)
-KERNELS_OF(fused_wave_kernels)
-KERNELS_OF(fused_wave_side_kernels)
-KERNELS_OF(many_rows_kernels)
+KernelChoice compiled_kernel(int row, int row_quads, int tiles)
+{
+    return kernels_of_rows<Make, 0, 1>(row, row_quads, tiles);
+}
 
 } // namespace tq
 
@@ -48,8 +45,8 @@ static void print_rows()
     char name[TQ_CUDA_KERNEL_NAME_BYTES];
     for (int row = 0; row < KERNEL_ROWS; row++)
         for (int tiles : {2, 4})
-            for (int blocks : {1, 2, 4, 8}) {
-                KernelChoice k = KERNELS[row].kernels(row, blocks, tiles);
+            for (int row_quads : {1, 2, 4, 8}) {
+                KernelChoice k = compiled_kernel(row, row_quads, tiles);
                 if (!k.kernel) continue;
                 name_kernel(k, name);
                 std::printf("%d %s\n", row, name);

@@ -100,7 +100,7 @@ def chosen_pairs(mean: np.ndarray, rotary: Rotary) -> tuple[np.ndarray, np.ndarr
     held = np.cumsum(energy[order])
     needed = 1 + int(np.searchsorted(held, ENERGY * held[-1])) if len(held) else 0
     padded = -(-needed // PAIR_MULTIPLE) * PAIR_MULTIPLE
-    # In the model's order, which is by angle: csrc/cuda/attend/wave.cuh is faster if neighbours turn little.
+    # In the model's order, which is by angle: csrc/cuda/attend/rows/wave.cuh is faster if neighbours turn little.
     kept = np.sort(order[:padded])
     missing = padded - len(kept)
     centre = mean.copy()

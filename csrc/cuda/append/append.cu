@@ -135,6 +135,13 @@ tq_status refuse_ragged(const tq_append_params &p, tq_error *error)
     return check_cuda_layer(p.layer, error);
 }
 
+tq_status launch_append_prefill(const AppendArgs &args, cudaStream_t stream, tq_error *error)
+{
+    if (args.moments.any())
+        return args.tries ? Prefill<3>::queue(args, stream, error) : Prefill<2>::queue(args, stream, error);
+    return args.tries ? Prefill<1>::queue(args, stream, error) : Prefill<0>::queue(args, stream, error);
+}
+
 // ---- the choice ----
 
 enum class Kernel { BLOCKS, ONE_TOKEN, GENERAL, PREFILL };

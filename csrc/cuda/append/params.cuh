@@ -87,7 +87,10 @@ tq_status launch_append_general(const AppendArgs &args, bool settled, bool one_b
 tq_status launch_append_blocks(const AppendArgs &args, const tq_plan &plan, const tq_append_params &params,
                                bool one_block, cudaStream_t stream, tq_error *error);
 /** Rows of 16 bits, aligned to 16 bytes, without steps. Plans of settled rows: append/append.cu says which. */
-tq_status launch_append_prefill(const AppendArgs &args, cudaStream_t stream, tq_error *error);
+/** append_prefill. SHARD: 1 for plans with tries, and 2 more for those with a wave or a metric. */
+template <int SHARD> struct Prefill {
+    static tq_status queue(const AppendArgs &args, cudaStream_t stream, tq_error *error);
+};
 
 /** How many tiles along the tokens of a sequence an append can touch: its tokens are packed in one range that may start anywhere. */
 inline int64_t append_tiles(const AppendArgs &args)

@@ -1,21 +1,15 @@
-// append_prefill of plans without tries, a wave and a metric, and the choice between its kernels.
+// The kernels of append_prefill. setup.py compiles this file for each SHARD of Prefill, so that several compilers share them.
 #include "cuda/append/prefill.cuh"
 
 namespace tq
 {
 
-tq_status launch_append_prefill_moments(const AppendArgs &args, cudaStream_t stream, tq_error *error);
-tq_status launch_append_prefill_search(const AppendArgs &args, cudaStream_t stream, tq_error *error);
-tq_status launch_append_prefill_search_moments(const AppendArgs &args, cudaStream_t stream, tq_error *error);
-
-tq_status launch_append_prefill(const AppendArgs &args, cudaStream_t stream, tq_error *error)
+template <int SHARD> tq_status Prefill<SHARD>::queue(const AppendArgs &args, cudaStream_t stream, tq_error *error)
 {
-    const bool moments = args.moments.any();
-    if (args.tries)
-        return moments ? launch_append_prefill_search_moments(args, stream, error)
-                       : launch_append_prefill_search(args, stream, error);
-    return moments ? launch_append_prefill_moments(args, stream, error)
-                   : fragments::launch_dims<false, false>(args, stream, error);
+    return fragments::launch_dims<(SHARD & 2) != 0, (SHARD & 1) != 0>(args, stream, error);
 }
+
+template struct Prefill<TQ_SHARD>;
+static_assert(TQ_SHARDS == 4);
 
 } // namespace tq

@@ -2,7 +2,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "cuda/attend/cut.h"
+#include "cuda/attend/choose/cut.h"
 #include "cuda/tile/codebooks.h"
 
 namespace tq

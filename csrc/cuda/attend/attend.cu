@@ -6,13 +6,29 @@
 
 #include <new>
 #include <type_traits>
+#include <utility>
 
-#include "cuda/attend/cut.h"
+#include "cuda/attend/choose/cut.h"
 #include "cuda/attend/kernels.h"
 #include "cuda/baselines/blocks.cuh"
 
 namespace tq
 {
+
+/* ---- the kernels ---- */
+
+template <int... SHARD>
+static KernelChoice kernel_of_shards(int row, int row_quads, int tiles, std::integer_sequence<int, SHARD...>)
+{
+    KernelChoice (*const shards[])(int, int, int) = {Shard<SHARD>::kernel...};
+    return shards[row % SHARDS](row, row_quads, tiles);
+}
+
+KernelChoice compiled_kernel(int row, int row_quads, int tiles)
+{
+    return kernel_of_shards(row, row_quads, tiles, std::make_integer_sequence<int, SHARDS>());
+}
+
 namespace
 {
 
@@ -25,8 +41,8 @@ int count_large_clusters(const DeviceFacts &device)
     static thread_local int known = -1, count;
     if (device.id == known) return count;
     int row = 0;
-    while (KERNELS[row].strategy != Strategy::FUSED || !(KERNELS[row].half_pages & R4)) row++;
-    void (*kernel)(AttendArgs) = KERNELS[row].kernels(row, 1, 2).kernel; /* any would do */
+    while (KERNELS[row].strategy != Strategy::FUSED || !(KERNELS[row].rows_by_half_page & R4)) row++;
+    void (*kernel)(AttendArgs) = compiled_kernel(row, 1, 2).kernel; /* any would do */
     const void *function = reinterpret_cast<const void *>(kernel);
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeClusterDimension;
@@ -50,7 +66,7 @@ int count_large_clusters(const DeviceFacts &device)
 tq_status look_at_device(Device *d, tq_error *error)
 {
     TQ_CUDA_TRY(current_device(d, error));
-    d->bulk = d->line = false;
+    d->bulk = d->never_fused = false;
     d->large_clusters = 0;
     d->rules = &rules_of(*d);
     if (d->major == 9)
@@ -58,8 +74,8 @@ tq_status look_at_device(Device *d, tq_error *error)
     const char *path = getenv("TURBOQUANT_CUDA_PATH");
     if (!path || !*path) return TQ_OK;
     bool portable = !strcmp(path, "portable");
-    d->line = !strcmp(path, "hopper-line");
-    if (!portable && !d->line && strcmp(path, "hopper"))
+    d->never_fused = !strcmp(path, "hopper-line");
+    if (!portable && !d->never_fused && strcmp(path, "hopper"))
         return fail(error, TQ_E_UNSUPPORTED, "TURBOQUANT_CUDA_PATH", -1, 0,
                     "\"hopper\", \"hopper-line\" or \"portable\"");
     if (!portable && !d->bulk)
@@ -147,7 +163,7 @@ tq_status prepare(const tq_plan *plan, const tq_attend_params *p, Launch *l, tq_
     TQ_CUDA_TRY(fill_args(*plan, *p, l, error));
     if (!l->args.rows) return TQ_OK;
     TQ_CUDA_TRY(find_absent_record(device, *plan, &l->args.absent_record, error));
-    if (device.bulk && !device.line) device.large_clusters = count_large_clusters(device);
+    if (device.bulk && !device.never_fused) device.large_clusters = count_large_clusters(device);
     choose_kernel(*plan, device, l);
     fill_factors(*plan, l);
     return is_fused(*l) ? TQ_OK : cut_split(*plan, device, l, error);

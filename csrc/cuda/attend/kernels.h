@@ -1,12 +1,18 @@
-/* Kernels beside those of the table (dispatch.h). */
+/* What runs on the device, for the host: the kernels of KERNELS (choose/table.h), and those beside them. */
 #ifndef TQ_CUDA_ATTEND_KERNELS_H
 #define TQ_CUDA_ATTEND_KERNELS_H
 #include <cuda_runtime.h>
 
-#include "cuda/attend/params.h"
+#include "cuda/attend/choose/table.h"
 
 namespace tq
 {
+
+/** The kernels of every SHARDS-th row of KERNELS from row SHARD on: instances.cu. */
+constexpr int SHARDS = 8;
+template <int SHARD> struct Shard {
+    static KernelChoice kernel(int row, int row_quads, int tiles);
+};
 
 constexpr int END_THREADS = 512; /* of a block of prepare or combine at most */
 

@@ -21,9 +21,9 @@
  * The three kernels cut the line into equal pieces, one per team: equal work whatever the lengths are, found from the
  * lengths on the device. A team writes a part (maximum, sums) to the workspace for each segment in its piece.
  *
- *   query.cuh, exact.cuh   the two halves of prepare        output.cuh     sums to results
- *   schedule.cuh           which team has which units       wave.cuh       the wave's part of scores
- *   ../README.md           which kernel runs, and where it is */
+ *   rows/query.cuh, rows/exact.cuh   the two halves of prepare      rows/output.cuh   sums to results
+ *   split/cursor.cuh                 which team has which units      rows/wave.cuh     the wave's part of scores
+ *   ../README.md                     which kernel runs, and where it is */
 #ifndef TQ_CUDA_ATTEND_PARAMS_H
 #define TQ_CUDA_ATTEND_PARAMS_H
 #include "cuda/tile/levels.h"

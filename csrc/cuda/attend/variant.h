@@ -1,4 +1,4 @@
-/* What is compiled into a kernel, as constants: what the templates of split/, fused/ and many_rows/ are made for. */
+/* What is compiled into a kernel, as constants: what the templates of loop/, split/ and fused/ are made for. */
 #ifndef TQ_CUDA_ATTEND_VARIANT_H
 #define TQ_CUDA_ATTEND_VARIANT_H
 #include "cuda/attend/params.h"
@@ -19,55 +19,55 @@ constexpr int MOST_BY_SIDE = 5; /* sides of 6 bits took up to 1.5 times as long 
  *  for each unit; there is code for each width, and a warp runs that of two. BY_GROUP: any plan, looked up for each group of a unit.
  *  FINE: tiles of 16 channels, not of 32. RUN: neighbouring units that a warp has one after the other: 2 for the halves of a page, whose
  *  terms of the wave are computed together. */
-template <int BITS_, int GROUPS_, int BLOCKS_, int TILES_, bool BULK_, bool FINE_ = false, bool WAVE_ = true,
+template <int BITS_, int GROUPS_, int ROW_QUADS_, int TILES_, bool BULK_, bool FINE_ = false, bool WAVE_ = true,
           int RUN_ = 1>
 struct Variant {
     static constexpr int BITS = BITS_;
-    static constexpr int GROUPS = GROUPS_; /* of 32 channels; the most there may be, if the plan is any */
-    static constexpr int BLOCKS = BLOCKS_; /* of four rows, in one warp */
-    static constexpr int ROWS = 4 * BLOCKS, TEAM_WARPS = 1;
+    static constexpr int GROUPS = GROUPS_;       /* of 32 channels; the most there may be, if the plan is any */
+    static constexpr int ROW_QUADS = ROW_QUADS_; /* groups of four rows of a warp */
+    static constexpr int ROWS = 4 * ROW_QUADS, TEAM_WARPS = 1;
     static constexpr int TILES = TILES_; /* token tiles of a unit: more for throughput, fewer for latency */
     static constexpr int RUN = RUN_;
     static constexpr bool BULK = BULK_, FINE = FINE_;
-    static constexpr bool WAVE = WAVE_; /* whether it also takes plans with a wave or a metric (wave.cuh) */
-    static constexpr bool UNIFORM = BITS != BY_GROUP;          /* all groups of a side have one width */
-    static constexpr bool TWO_PRODUCTS = !FINE && BLOCKS == 1; /* of 4 and 5 bits */
-    static constexpr bool MULTIPLY = UNIFORM && BLOCKS == 1;   /* instead of right shifts */
+    static constexpr bool WAVE = WAVE_; /* whether it also takes plans with a wave or a metric (rows/wave.cuh) */
+    static constexpr bool ONE_WIDTH = BITS != BY_GROUP;           /* all groups of a side have one width */
+    static constexpr bool TWO_PRODUCTS = !FINE && ROW_QUADS == 1; /* of 4 and 5 bits */
+    static constexpr bool MULTIPLY = ONE_WIDTH && ROW_QUADS == 1; /* instead of right shifts */
     /* Of a side with so many bits, BY_GROUP of any: whether bytes are levels plus an offset, which is the initial sum of key products; of
      * ROW_FACTOR codes it is added after the product. */
-    template <int SIDE> static constexpr bool HAS_OFFSET = !UNIFORM || SIDE > 5 || (SIDE > 3 && !TWO_PRODUCTS);
-    template <int SIDE> static constexpr bool HAS_ROW_FACTOR = UNIFORM && SIDE <= 2;
+    template <int SIDE> static constexpr bool HAS_OFFSET = !ONE_WIDTH || SIDE > 5 || (SIDE > 3 && !TWO_PRODUCTS);
+    template <int SIDE> static constexpr bool HAS_ROW_FACTOR = ONE_WIDTH && SIDE <= 2;
     /* the sum of the weights is needed beside the sum of weighted codes; otherwise the codes have no offset */
     template <int SIDE> static constexpr bool NEEDS_WEIGHT_SUMS = HAS_OFFSET<SIDE> || HAS_ROW_FACTOR<SIDE>;
     /* where a warp reads its queries; from global memory with wide heads and on devices that may have little shared memory, where that
      * is what limits the warps */
-    static constexpr bool QUERY_IN_REGISTERS = UNIFORM && BLOCKS == 1 && GROUPS <= 4;
+    static constexpr bool QUERY_IN_REGISTERS = ONE_WIDTH && ROW_QUADS == 1 && GROUPS <= 4;
     static constexpr bool QUERY_IN_SHARED = !QUERY_IN_REGISTERS && GROUPS <= 4 && BULK;
     /* Limits registers so that 12 warps (8 with 255 registers) and, where possible, one block of prepare fit on a multiprocessor. 16 warps,
      * for which 128 registers would leave room, take 1 to 3 % longer (H200). */
-    static constexpr int MAX_REGISTERS = GROUPS > 4    ? (BLOCKS == 1 ? 168 : 255)
-                                         : BLOCKS == 1 ? (TILES == 4 ? 144 : 128)
-                                         : BLOCKS == 2 ? (TILES == 4 ? 168 : 144)
-                                                       : 255;
+    static constexpr int MAX_REGISTERS = GROUPS > 4       ? (ROW_QUADS == 1 ? 168 : 255)
+                                         : ROW_QUADS == 1 ? (TILES == 4 ? 144 : 128)
+                                         : ROW_QUADS == 2 ? (TILES == 4 ? 168 : 144)
+                                                          : 255;
     static constexpr int MAX_THREADS = MAX_REGISTERS > 168 ? 256 : 384;
     /* The same for attend_fused: 96, 128, 168 or 255 registers for 20, 16, 12 or 8 warps on a multiprocessor. Kernels for any widths that
      * take whole pages run in several blocks on a multiprocessor, and take up to 10 % longer with 12 warps than with 16. */
-    static constexpr int FUSED_REGISTERS = BLOCKS > 2          ? 255
-                                           : BLOCKS == 2       ? 168
-                                           : GROUPS > 2        ? (TILES > 2 && UNIFORM ? 168 : 128)
+    static constexpr int FUSED_REGISTERS = ROW_QUADS > 2       ? 255
+                                           : ROW_QUADS == 2    ? 168
+                                           : GROUPS > 2        ? (TILES > 2 && ONE_WIDTH ? 168 : 128)
                                            : TILES > 2 && WAVE ? 128
                                                                : 96;
     /* Of attend_fused with a wave, whose tables leave room for few warps: what it may do where exact tokens would leave room for fewer.
      * EXACT_LAST: attend to them after the units. The code for that made kernels without a wave 2 to 6 % slower at batch 1, and the one with
      * RUN 2 4 to 10 %; at 4 bits by half pages three warps instead of two were faster at 4,096 tokens, slower at 8,192. FEWER_EXACT: fewer warps
      * attend to them. */
-    static constexpr bool EXACT_LAST = WAVE && BLOCKS == 1 && GROUPS == 4 && (BITS == 2 || BITS == 3);
+    static constexpr bool EXACT_LAST = WAVE && ROW_QUADS == 1 && GROUPS == 4 && (BITS == 2 || BITS == 3);
     static constexpr bool FEWER_EXACT = RUN > 1;
     /* shared memory of a warp beside the stages of its team */
-    static constexpr int WARP_BYTES = BETWEEN_BYTES + (QUERY_IN_SHARED ? BLOCKS * GROUPS * 256 : 0);
+    static constexpr int WARP_BYTES = BETWEEN_BYTES + (QUERY_IN_SHARED ? ROW_QUADS * GROUPS * 256 : 0);
 };
 
-/* ---- many_rows/ ---- */
+/* ---- for loop/team.cuh ---- */
 
 constexpr int ROW_SCALES_BYTES = 32;
 
@@ -80,16 +80,17 @@ template <int BITS_, int ROWS_, bool WAVE_ = true> struct ManyRows {
     static constexpr int HALVES = ROWS == 16 ? 2 : 1;
     static constexpr int TEAM_WARPS = TEAM_OF_MANY_ROWS, RUN = 1;
     static constexpr bool EXACT_LAST = false, FEWER_EXACT = false;
-    static constexpr bool BULK = true, UNIFORM = BITS != BY_GROUP, WAVE = WAVE_;
+    static constexpr bool BULK = true, ONE_WIDTH = BITS != BY_GROUP, WAVE = WAVE_;
     /* Of keys of 4 and 5 bits, as of Variant. With 32 rows two took 8 to 12 % longer than one. */
     static constexpr bool TWO_PRODUCTS = ROWS == 16;
-    static constexpr Reading KEY_READING = UNIFORM ? Reading::ROW_FACTOR : Reading::SCALED;
+    static constexpr Reading KEY_READING = ONE_WIDTH ? Reading::ROW_FACTOR : Reading::SCALED;
     /* A batch of products reads its first factors from registers until it has ended. Unrolled, the next one has registers of its own,
      * and a batch may run while that is unpacked; in a loop they would be the same. */
-    static constexpr int BATCHES_LEFT = UNIFORM ? 1 : 0;
+    static constexpr int BATCHES_LEFT = ONE_WIDTH ? 1 : 0;
     /* For 16 warps of a multiprocessor, with which mixed plans took 9 to 12 % less and 16 rows 4 to 8 % (in caches too small for all
      * warps up to 4 % more), or 12: 32 rows of uniform plans gained nothing. */
-    static constexpr int MAX_REGISTERS = ROWS == 16 || !UNIFORM ? 128 : 168, MAX_THREADS = most_threads(MAX_REGISTERS);
+    static constexpr int MAX_REGISTERS = ROWS == 16 || !ONE_WIDTH ? 128 : 168,
+                         MAX_THREADS = most_threads(MAX_REGISTERS);
     /* Shared memory of a team: two buffers of weights, which pages use in turn, four numbers a row, and RowScales, which would take too
      * many registers; where each team has its own segment also queries and the Between of each warp. The steps of the weights are 16
      * bytes further apart than they need be, so that a warp's stores go to different banks. */

@@ -13,7 +13,7 @@
 //   softmax   a warp a row; and decode the tile's values      values    a thread a channel, for all rows
 #include <math.h>
 
-#include "cuda/attend/exact.cuh"
+#include "cuda/attend/rows/exact.cuh"
 #include "cuda/baselines/blocks.cuh"
 
 namespace tq

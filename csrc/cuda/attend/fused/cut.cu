@@ -1,5 +1,5 @@
 /* The cut of the fused kernels: thread blocks that share a segment, warps, shared memory, and whether SPLIT is faster. */
-#include "cuda/attend/cut.h"
+#include "cuda/attend/choose/cut.h"
 
 namespace tq
 {
@@ -103,22 +103,22 @@ Verdict fused_is_faster(const AttendArgs &a, const KernelChoice &kernel, int64_t
     const FusedArgs &f = a.fused;
     const Rules &r = *device.rules;
     int64_t half_pages = rounds * kernel.tiles * kernel.run / 2;
-    if ((kernel.blocks == 1 ? rounds : half_pages) <= FEW_UNITS) return Verdict::YES;
+    if ((kernel.row_quads == 1 ? rounds : half_pages) <= FEW_UNITS) return Verdict::YES;
     if (a.p.layer.batch > 1 && a.p.schedule_kind != TQ_SCHEDULE_EQUAL)
         return Verdict::NO; /* one long sequence would keep all waiting */
     /* With exact tokens even fewer blocks are often faster than SPLIT, which has a kernel more for them: measured with four rows of 128 channels. */
     const bool may_be_fewer =
-        a.exact_parts && kernel.bits && kernel.blocks == 1 && a.groups == 4 && half_pages <= r.most_in_turns;
+        a.exact_parts && kernel.bits && kernel.row_quads == 1 && a.groups == 4 && half_pages <= r.most_in_turns;
     if (!keeps_busy(segments * f.sharing, (int64_t)at_once * device.processors, r))
         return may_be_fewer ? Verdict::FEWER_AT_ONCE : Verdict::NO;
     /* by whole pages, here or by the three kernels, long caches are faster */
-    if (!kernel.bits && kernel.blocks == 2 && kernel.tiles == 2 && half_pages > r.most_8_rows) return Verdict::NO;
+    if (!kernel.bits && kernel.row_quads == 2 && kernel.tiles == 2 && half_pages > r.most_8_rows) return Verdict::NO;
     /* Kernels for any widths, with several blocks a multiprocessor, against SPLIT: up to 40 % less time where a warp has few pages. Two
      * blocks take 2 to 11 % less at any length; three or more take up to 7 % more from 64 half pages on. With more than four rows they take
      * 1 to 12 % more from 43 half pages on. */
     if (kernel.bits || at_once == 1) return Verdict::YES;
     bool short_enough =
-        kernel.blocks == 1 ? at_once == 2 || half_pages <= r.most_any_4_rows : half_pages <= r.most_any_8_rows;
+        kernel.row_quads == 1 ? at_once == 2 || half_pages <= r.most_any_4_rows : half_pages <= r.most_any_8_rows;
     return short_enough ? Verdict::YES : Verdict::NO;
 }
 
@@ -254,22 +254,22 @@ bool cut_fused(const tq_plan &plan, const Device &device, Launch *launch)
     if (!start_fused(&halves)) return false;
     const AttendArgs &a = halves.args;
     const int64_t segments = halves.segments;
-    const int row_blocks = a.tile_rows / 4;
+    const int row_quads = a.tile_rows / 4;
     Launch wholes = halves;
     int64_t by_half = cut_units(plan, device, 2, &halves), by_page = 0;
     /* Whole pages pay off where there are many. With up to four rows that is all, but for four groups there may not be many segments, which
      * leave few warps for each; of mixed plans then if half pages do not do. With more rows, or many segments, whole pages may not cost
      * more, and a warp is to have two of a mixed plan, or four where segments are many: `least` is what those cost. */
-    const bool only_wholes = !find_kernel(Strategy::FUSED, true, plan, row_blocks, 2).kernel;
+    const bool only_wholes = !find_kernel(Strategy::FUSED, true, plan, row_quads, 2).kernel;
     const bool many = segments > 2 * device.processors;
     if (plan.page_tokens > 2 * TQ_TILE &&
-        (only_wholes || (many ? row_blocks > 1 || a.groups < 4 || (!uniform_bits(&plan) && !by_half)
+        (only_wholes || (many ? row_quads > 1 || a.groups < 4 || (!one_width_of(&plan) && !by_half)
                               : segments * a.p.layer.max_pages >= 2 * device.processors)))
         by_page = cut_units(plan, device, 4, &wholes);
     /* Where segments are few, pages of two units must cost less than half pages, not only as much: that took up to 11 % less at batches of
      * 1 and 4. */
     const bool two_units = wholes.kernel.run > 1 && segments <= device.processors;
-    const bool compare = !only_wholes && (many || row_blocks > 1 || two_units);
+    const bool compare = !only_wholes && (many || row_quads > 1 || two_units);
     int least = page_cost(a, *device.rules) * (many ? 4 : wholes.kernel.bits ? 0 : 2);
     const bool dearer = two_units ? by_page >= by_half : by_page > by_half;
     if (compare && (by_page < least || (by_half && dearer))) by_page = 0;

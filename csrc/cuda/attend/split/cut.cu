@@ -1,5 +1,5 @@
 /* The cut of SPLIT and MANY_ROWS: teams of warps, stages of pages, and the blocks of prepare and combine. */
-#include "cuda/attend/cut.h"
+#include "cuda/attend/choose/cut.h"
 
 namespace tq
 {
@@ -38,13 +38,13 @@ tq_status cut_pages(const tq_plan &plan, const Device &device, Launch *l, tq_err
         a.tile_rows = a.team_rows;
         count_teams(room, l);
     } else {
-        int row_blocks = (a.rows + 3) / 4;
-        a.team_warps = (row_blocks + l->kernel.blocks - 1) / l->kernel.blocks;
+        int row_quads = (a.rows + 3) / 4;
+        a.team_warps = (row_quads + l->kernel.row_quads - 1) / l->kernel.row_quads;
         if (a.team_warps > 8) a.team_warps = 8;
         count_teams(room, l);
         for (; !a.teams && a.team_warps > 1; count_teams(room, l))
             a.team_warps /= 2; /* waves of many rows on GPUs with 100 KB */
-        a.tile_rows = 4 * l->kernel.blocks * a.team_warps;
+        a.tile_rows = 4 * l->kernel.row_quads * a.team_warps;
     }
     a.row_tiles = (a.rows + a.tile_rows - 1) / a.tile_rows;
     l->segments = (int64_t)a.p.layer.batch * a.p.layer.kv_heads * a.row_tiles;
@@ -139,6 +139,32 @@ tq_status check_schedule_rows(int32_t batch, int64_t rows, const DeviceFacts &de
     if (rows >= (int64_t)TQ_SCHEDULE_ROWS * device.processors + batch) return TQ_OK;
     return fail(error, TQ_E_VALUE, "schedule", -1, (double)rows,
                 "of at least TQ_SCHEDULE_ROWS * multiprocessors + batch rows");
+}
+
+bool choose_many_rows(const tq_plan &plan, const Device &, Launch *launch)
+{
+    launch->kernel = find_kernel(Strategy::MANY_ROWS, true, plan, launch->args.rows <= 16 ? 4 : 8, 4);
+    if (!launch->kernel.kernel) launch->kernel = find_kernel(Strategy::MANY_ROWS, true, plan, 8, 4);
+    return true;
+}
+
+bool choose_split(const tq_plan &plan, const Device &device, Launch *launch)
+{
+    const AttendArgs &a = launch->args;
+    const Rules &r = *device.rules;
+    const int64_t pages = (int64_t)a.p.layer.batch * a.p.layer.kv_heads * a.p.layer.max_pages;
+    const bool pages_of_128 = plan.page_tokens == 4 * TQ_TILE;
+    /* Whole pages pay off once every multiprocessor has some. */
+    const bool whole = pages_of_128 && pages >= (int64_t)r.whole_from * device.processors;
+    const int sizes[] = {whole ? 4 : 2, whole || !pages_of_128 ? 2 : 4};
+    /* 2 bits cost so little to unpack that more warps are worth more than rows a warp */
+    int row_quads = a.rows <= 4 ? 1 : a.rows <= 8 || width_with_own_kernels(plan) == 2 ? 2 : 4;
+    launch->kernel = {};
+    for (; row_quads && !launch->kernel.kernel; row_quads /= 2) /* any plan has kernels for 4 rows and half pages */
+        for (int tiles : sizes)
+            if (!launch->kernel.kernel)
+                launch->kernel = find_kernel(Strategy::SPLIT, device.bulk, plan, row_quads, tiles);
+    return true;
 }
 
 tq_status cut_split(const tq_plan &plan, const Device &device, Launch *launch, tq_error *error)

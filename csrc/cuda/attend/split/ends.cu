@@ -1,8 +1,8 @@
 /* The kernels around the one on pages: prepare and combine. All orders of addition are fixed by the shapes and lengths,
  * so results repeat bit for bit. */
-#include "cuda/attend/exact.cuh"
 #include "cuda/attend/kernels.h"
-#include "cuda/attend/output.cuh"
+#include "cuda/attend/rows/exact.cuh"
+#include "cuda/attend/rows/output.cuh"
 
 namespace tq
 {

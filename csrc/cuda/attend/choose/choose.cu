@@ -1,7 +1,7 @@
-/* Which attention kernel runs: conditions -> strategy -> a row of KERNELS (dispatch.h). README.md says it in words. */
+/* Which attention kernel runs: conditions -> strategy -> a row of KERNELS (table.h). README.md says it in words. */
 #include <stdio.h>
 
-#include "cuda/attend/cut.h"
+#include "cuda/attend/choose/cut.h"
 
 namespace tq
 {
@@ -40,51 +40,23 @@ struct Condition {
     bool (*cut)(const tq_plan &plan, const Device &device, Launch *launch); /* false: not after all */
 };
 
-bool cut_many_rows(const tq_plan &plan, const Device &device, Launch *launch);
-bool choose_split(const tq_plan &plan, const Device &device, Launch *launch);
-
 /** The first strategy whose conditions hold, and which can be cut, runs. */
 constexpr Condition CONDITIONS[] = {
     /* strategy                hopper rows (own, any widths)  groups  128 tokens, 16 bits  dense  tile_16 */
     {Strategy::FUSED_MANY_ROWS, true, 9, 9, FUSED_ROWS, 4, 4, true, false, false, cut_fused_many_rows},
     {Strategy::FUSED, true, 1, 1, 16, 1, 4, false, false, false, cut_fused},
-    {Strategy::MANY_ROWS, true, 9, 17, INT32_MAX, 4, 4, true, true, false, cut_many_rows},
+    {Strategy::MANY_ROWS, true, 9, 17, INT32_MAX, 4, 4, true, true, false, choose_many_rows},
     {Strategy::SPLIT, false, 1, 1, INT32_MAX, 1, 8, false, true, true, choose_split},
 };
 
 bool holds(const Condition &c, const tq_plan &plan, const Device &device, const AttendArgs &a)
 {
     if (c.hopper && !device.bulk) return false;
-    if (is_fused(c.strategy) && device.line) return false;
-    if (a.rows < (width_of(plan) ? c.first_rows : c.first_rows_any) || a.rows > c.last_rows) return false;
+    if (is_fused(c.strategy) && device.never_fused) return false;
+    if (a.rows < (width_with_own_kernels(plan) ? c.first_rows : c.first_rows_any) || a.rows > c.last_rows) return false;
     if (a.groups < c.first_groups || a.groups > c.last_groups) return false;
     if (c.whole_pages_of_16_bits && (plan.page_tokens != 4 * TQ_TILE || a.p.layer.dtype == TQ_F32)) return false;
     return (c.dense || plan.rotation != TQ_ROTATION_DENSE) && (c.tile_16 || !tq_tile_is_16(&plan));
-}
-
-bool cut_many_rows(const tq_plan &plan, const Device &, Launch *launch)
-{
-    launch->kernel = find_kernel(Strategy::MANY_ROWS, true, plan, launch->args.rows <= 16 ? 4 : 8, 4);
-    if (!launch->kernel.kernel) launch->kernel = find_kernel(Strategy::MANY_ROWS, true, plan, 8, 4);
-    return true;
-}
-
-bool choose_split(const tq_plan &plan, const Device &device, Launch *launch)
-{
-    const AttendArgs &a = launch->args;
-    const Rules &r = *device.rules;
-    const int64_t pages = (int64_t)a.p.layer.batch * a.p.layer.kv_heads * a.p.layer.max_pages;
-    const bool pages_of_128 = plan.page_tokens == 4 * TQ_TILE;
-    /* Whole pages pay off once every multiprocessor has some. */
-    const bool whole = pages_of_128 && pages >= (int64_t)r.whole_from * device.processors;
-    const int sizes[] = {whole ? 4 : 2, whole || !pages_of_128 ? 2 : 4};
-    /* 2 bits cost so little to unpack that more warps are worth more than rows a warp */
-    int blocks = a.rows <= 4 ? 1 : a.rows <= 8 || width_of(plan) == 2 ? 2 : 4;
-    launch->kernel = {};
-    for (; blocks && !launch->kernel.kernel; blocks /= 2) /* any plan has kernels for 4 rows and half pages */
-        for (int tiles : sizes)
-            if (!launch->kernel.kernel) launch->kernel = find_kernel(Strategy::SPLIT, device.bulk, plan, blocks, tiles);
-    return true;
 }
 
 /** Whether kernels of a `width` of KERNELS take the plan's widths. */
@@ -100,16 +72,16 @@ bool takes_widths(int width, const tq_plan &plan)
 
 const Rules &rules_of(const DeviceFacts &) { return H200; }
 
-KernelChoice find_kernel(Strategy strategy, bool hopper, const tq_plan &plan, int blocks, int tiles)
+KernelChoice find_kernel(Strategy strategy, bool hopper, const tq_plan &plan, int row_quads, int tiles)
 {
     const bool wave = is_fused(strategy) && tq_has_moments(&plan), tile_16 = tq_tile_is_16(&plan);
     const int groups = (plan.head_dim + TQ_TILE - 1) / TQ_TILE;
     for (int row = 0; row < KERNEL_ROWS; row++) {
         const KernelRow &r = KERNELS[row];
-        const unsigned takes = r.half_pages | (plan.page_tokens == 4 * TQ_TILE ? r.whole_pages : 0);
+        const unsigned takes = r.rows_by_half_page | (plan.page_tokens == 4 * TQ_TILE ? r.rows_by_page : 0);
         if (r.strategy == strategy && r.hopper == hopper && takes_widths(r.width, plan) && r.tile_16 == tile_16 &&
-            r.first_groups <= groups && groups <= r.last_groups && r.wave == wave && takes & blocks)
-            return r.kernels(row, blocks, tiles);
+            r.first_groups <= groups && groups <= r.last_groups && r.wave == wave && takes & row_quads)
+            return compiled_kernel(row, row_quads, tiles);
     }
     return {};
 }

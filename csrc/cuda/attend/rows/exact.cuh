@@ -1,9 +1,10 @@
 /* Exact tokens: sinks, window ring and fresh tokens, in the model's dtype, with float32 arithmetic by a whole block of
  * prepare.
  * There are few of them, so the code minimises latency: loads should not wait for each other. */
-#ifndef TQ_CUDA_ATTEND_EXACT_CUH
-#define TQ_CUDA_ATTEND_EXACT_CUH
-#include "cuda/attend/query.cuh"
+#ifndef TQ_CUDA_ATTEND_ROWS_EXACT_CUH
+#define TQ_CUDA_ATTEND_ROWS_EXACT_CUH
+#include "cuda/attend/rows/logit.cuh"
+#include "cuda/attend/rows/query.cuh"
 
 namespace tq
 {
@@ -78,14 +79,6 @@ __device__ __forceinline__ ExactToken exact_token(const AttendArgs &a, const Row
 __device__ __forceinline__ float dot_quads(float4 x, float4 y, float sum)
 {
     return fmaf(x.x, y.x, fmaf(x.y, y.y, fmaf(x.z, y.z, fmaf(x.w, y.w, sum))));
-}
-
-/** The logit, in units of log2, of a score <q, k>. */
-__device__ __forceinline__ float base2_logit(const AttendArgs &a, float score)
-{
-    float x = score * a.p.softmax_scale;
-    if (a.p.softcap > 0) x = a.p.softcap * tanhf(x / a.p.softcap);
-    return x * LOG2_E;
 }
 
 /** Positions that query token `token` may see; of the ring's tokens only the last `window`. */

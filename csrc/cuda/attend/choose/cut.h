@@ -1,10 +1,26 @@
-/* How attention's work is cut into thread blocks, from what the host knows: plan, sizes and device. */
-#ifndef TQ_CUDA_ATTEND_CUT_H
-#define TQ_CUDA_ATTEND_CUT_H
-#include "cuda/attend/dispatch.h"
+/* The choice of a kernel, and how its work is cut into thread blocks, from what the host knows: plan, sizes and device. */
+#ifndef TQ_CUDA_ATTEND_CHOOSE_CUT_H
+#define TQ_CUDA_ATTEND_CHOOSE_CUT_H
+#include "core/plan_kind.h"
+#include "cuda/attend/choose/rules.h"
+#include "cuda/attend/choose/table.h"
 
 namespace tq
 {
+
+struct Launch {
+    KernelChoice kernel;
+    AttendArgs args;
+    int blocks, threads, shared_bytes;
+    int prepare_blocks, prepare_threads, prepare_bytes, combine_blocks, combine_threads, combine_bytes;
+    int64_t segments;
+};
+
+/** The kernel of a strategy for 4 * row_quads rows and units of so many tiles: of the plan's own width where there are some for so many
+ *  rows and its pages, otherwise one that looks widths up, by side or by group. Its `kernel` is NULL if KERNELS lists none. */
+KernelChoice find_kernel(Strategy strategy, bool hopper, const tq_plan &plan, int row_quads, int tiles);
+/** Chooses the kernel of a plain plan, and if it is fused also cuts the work. launch: as fill_args leaves it. */
+void choose_kernel(const tq_plan &plan, const Device &device, Launch *launch);
 
 /** Reserves the next `bytes` from *at on, 256-byte aligned. */
 inline int64_t take(int64_t *at, int64_t bytes)
@@ -15,7 +31,7 @@ inline int64_t take(int64_t *at, int64_t bytes)
 }
 
 /** The width of all groups, keys and values; 0 if they differ. */
-inline int uniform_bits(const tq_plan *plan)
+inline int one_width_of(const tq_plan *plan)
 {
     bool same =
         tq_has_one_width(&plan->key) && tq_has_one_width(&plan->value) && plan->key.bits[0] == plan->value.bits[0];
@@ -23,9 +39,9 @@ inline int uniform_bits(const tq_plan *plan)
 }
 
 /** The width, if all groups of keys and values have the same 2, 3 or 4 bits; otherwise 0. */
-inline int width_of(const tq_plan &plan)
+inline int width_with_own_kernels(const tq_plan &plan)
 {
-    int bits = uniform_bits(&plan);
+    int bits = one_width_of(&plan);
     return bits >= 2 && bits <= 4 ? bits : 0;
 }
 
@@ -63,7 +79,7 @@ inline void lay_out_stage(const tq_plan *plan, int tiles, AttendArgs *args)
     }
 }
 
-/** Shared memory for a wave, of the block and of each warp: wave.cuh. */
+/** Shared memory for a wave, of the block and of each warp: rows/wave.cuh. */
 inline int wave_block_bytes(const AttendArgs &a, const KernelChoice &kernel)
 {
     const int tiles = kernel.tiles * kernel.run;
@@ -72,10 +88,10 @@ inline int wave_block_bytes(const AttendArgs &a, const KernelChoice &kernel)
 
 inline int wave_warp_bytes(const AttendArgs &a, const KernelChoice &kernel)
 {
-    const int row_blocks = kernel.team_rows    ? kernel.team_rows / 4 / TEAM_OF_MANY_ROWS
-                           : kernel.blocks > 1 ? kernel.blocks
-                                               : kernel.run - 1; /* the first, or only, unit's are in registers */
-    return a.wave.steps ? a.wave.steps * WAVE_STEP * 8 + row_blocks * kernel.tiles * 32 * 16 : 0;
+    const int row_quads = kernel.team_rows       ? kernel.team_rows / 4 / TEAM_OF_MANY_ROWS
+                          : kernel.row_quads > 1 ? kernel.row_quads
+                                                 : kernel.run - 1; /* the first, or only, unit's are in registers */
+    return a.wave.steps ? a.wave.steps * WAVE_STEP * 8 + row_quads * kernel.tiles * 32 * 16 : 0;
 }
 
 /** Lays a wave out after the first `bytes` of a block's shared memory, with put_wave's results for `rows` rows; returns
@@ -99,6 +115,9 @@ inline int lay_out_wave(const KernelChoice &kernel, int warps, int rows, int byt
  *  if it has no room, or if another strategy is faster. */
 bool cut_fused(const tq_plan &plan, const Device &device, Launch *launch);
 bool cut_fused_many_rows(const tq_plan &plan, const Device &device, Launch *launch);
+/** Choose a kernel of the strategy, for any plan and sizes that the strategy takes. Always true. */
+bool choose_split(const tq_plan &plan, const Device &device, Launch *launch);
+bool choose_many_rows(const tq_plan &plan, const Device &device, Launch *launch);
 /** Cuts the work for launch->kernel, which is SPLIT or MANY_ROWS. */
 tq_status cut_split(const tq_plan &plan, const Device &device, Launch *launch, tq_error *error);
 

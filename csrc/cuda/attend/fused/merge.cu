@@ -1,5 +1,5 @@
-/* Attention kernels for few rows, and merge_parts, which adds up the parts of blocks that share a segment. */
-#include "cuda/attend/fused/fused.cuh"
+/* merge_parts, which adds up the parts of blocks that share a segment. */
+#include "cuda/attend/fused/kernel.cuh"
 #include "cuda/attend/kernels.h"
 
 namespace tq
@@ -91,11 +91,6 @@ __global__ void __launch_bounds__(32 * MERGE_WARPS) merge_parts_kernel(const __g
 }
 
 } // namespace
-
-KernelChoice fused_kernels(int row, int blocks, int tiles)
-{
-    return compiled_here<MakeFused, fused_kernels>(row, blocks, tiles);
-}
 
 MergeKernel attend_merge_parts() { return {merge_parts_kernel, 32 * MERGE_WARPS}; }
 

@@ -1,4 +1,4 @@
-/* The kernel on pages for many rows of one KV head (compute capability 9.0, four groups, whole pages of four tiles). A
+/* The loop over units for many rows of one KV head (compute capability 9.0, four groups, whole pages of four tiles). A
  * team is four warps that share pages and rows, so that each code is unpacked once for 16 or 32 rows. Unpacked codes
  * stay in registers as operand A of WGMMA products of the four warps; operand B is in shared memory.
  *
@@ -12,9 +12,11 @@
  *
  * A lane 4 g + t owns, of each four rows, row t: the scores of tokens g + 8 r of its warp's tile, r = 0..3, and the
  * sums of channels g + 8 r of its warp's group. */
-#ifndef TQ_CUDA_ATTEND_MANY_ROWS_PAGES_CUH
-#define TQ_CUDA_ATTEND_MANY_ROWS_PAGES_CUH
-#include "cuda/attend/split/kernel.cuh"
+#ifndef TQ_CUDA_ATTEND_LOOP_TEAM_CUH
+#define TQ_CUDA_ATTEND_LOOP_TEAM_CUH
+#include "cuda/attend/loop/stages.cuh"
+#include "cuda/attend/rows/logit.cuh"
+#include "cuda/attend/rows/wave.cuh"
 #include "cuda/device/warpgroup.cuh"
 
 namespace tq
@@ -88,7 +90,7 @@ template <class V>
 __device__ __forceinline__ void multiply_keys(const AttendArgs &a, const uint8_t *codes, uint64_t queries, int warp,
                                               int first, int (&c)[V::HALVES][V::ROWS])
 {
-    if constexpr (V::UNIFORM) {
+    if constexpr (V::ONE_WIDTH) {
         codes += warp * V::GROUPS * 128 * V::BITS;
         TileWords<V::BITS> words = load_tile<V::BITS>(codes);
 #pragma unroll
@@ -120,7 +122,7 @@ template <class V>
 __device__ __forceinline__ void score_page(const AttendArgs &a, StageView keys, const TeamSpace &space, int warp,
                                            int lane, float (&s)[V::COLUMNS][4], float (&k)[4])
 {
-    constexpr bool SMALLER = V::UNIFORM && V::BITS <= 2; /* bytes of token r are codes * 2^(bits r) */
+    constexpr bool SMALLER = V::ONE_WIDTH && V::BITS <= 2; /* bytes of token r are codes * 2^(bits r) */
     uint64_t queries = describe_b<2 * V::ROWS>(space.queries);
     LaneScales<1> scales;
     scales.load(keys, warp, lane);
@@ -152,15 +154,15 @@ template <class V>
 __device__ __forceinline__ void sum_wave_of_page(const AttendArgs &a, const RowArgs *rows, const float2 *wave,
                                                  int32_t page, int warp, int lane)
 {
-    constexpr int BLOCKS = V::COLUMNS / V::TEAM_WARPS;
-    auto factor_of = [&](int block, int i) {
-        const RowArgs &row = rows[row_of(block, i)];
-        return a.p.softcap > 0 ? row.wave : row.wave * row.scale; /* scores are logits, unless there is a cap */
+    constexpr int ROW_QUADS = V::COLUMNS / V::TEAM_WARPS;
+    auto factor_of = [&](int quad, int i) {
+        const RowArgs &row = rows[row_of(quad, i)];
+        return a.p.softcap > 0 ? row.wave : row.wave * row.scale; /* scores have their scale by then: scale_left */
     };
     auto put = [&](int n, const float (&terms)[4 *V::TILES]) {
         put_terms<V::TILES>(a, n, terms, factor_of(warp + n * V::TEAM_WARPS, lane), lane);
     };
-    sum_wave<BLOCKS, V::TILES>(a, wave, page * a.page_tokens, warp, V::TEAM_WARPS, lane, put);
+    sum_wave<ROW_QUADS, V::TILES>(a, wave, page * a.page_tokens, warp, V::TEAM_WARPS, lane, put);
 }
 
 /** Adds the terms to the scores of the warp's tile, which then have key scales of 1. By the whole team. */
@@ -189,12 +191,11 @@ __device__ __forceinline__ void hide_tokens_of_page(const RowArgs *rows, int32_t
     uint32_t seen = 0;
 #pragma unroll
     for (int c = 0; c < V::COLUMNS; c++) {
-        const RowArgs &row = rows[row_of(c, lane)];
-        int32_t lo = row.packed_lo, hi = min(row.packed_hi, end);
+        const Range visible = seen_by(rows[row_of(c, lane)], end);
 #pragma unroll
         for (int r = 0; r < 4; r++) {
             int32_t token = first + 8 * r + lane / 4;
-            bool sees = token >= lo && token < hi;
+            bool sees = token >= visible.lo && token < visible.hi;
             seen |= sees << r;
             s[c][r] = sees ? s[c][r] * k[r] : -INFINITY;
         }
@@ -210,16 +211,13 @@ template <class V>
 __device__ __forceinline__ void cap_page(const AttendArgs &a, const RowArgs *rows, int lane, float (&s)[V::COLUMNS][4],
                                          float (&k)[4])
 {
-    float cap = a.p.softcap * LOG2_E, inverse = reciprocal(fmaxf(cap, FLT_MIN));
+    const SoftCap cap(a);
 #pragma unroll
     for (int c = 0; c < V::COLUMNS; c++) {
         const RowArgs &row = rows[row_of(c, lane)];
-        float scale = row.scale * inverse, bias = row.bias * inverse;
+        float scale = row.scale * cap.inverse, bias = row.bias * cap.inverse;
 #pragma unroll
-        for (int r = 0; r < 4; r++) {
-            float x = s[c][r] * k[r], capped = cap * tanh_fast(fmaf(x, scale, bias));
-            s[c][r] = x == -INFINITY ? x : capped;
-        }
+        for (int r = 0; r < 4; r++) s[c][r] = cap.logit(s[c][r] * k[r], scale, bias);
     }
 #pragma unroll
     for (int r = 0; r < 4; r++) k[r] = 1;
@@ -312,7 +310,7 @@ __device__ __forceinline__ void add_values_of_page(const AttendArgs &a, StageVie
     const uint8_t *codes = values.codes + 4 * lane;
     uint64_t weights = describe_b<V::ROWS>(space.address + weights_at);
     uint32_t x[2][2][4];
-    if constexpr (V::UNIFORM) {
+    if constexpr (V::ONE_WIDTH) {
         constexpr int BITS = V::BITS;
         codes += warp * 128 * BITS;
         TileWords<BITS> words = load_tile<BITS>(codes);
@@ -351,8 +349,8 @@ __device__ __forceinline__ void start_rows_of_team(const AttendArgs &a, const Ro
 {
     if (thread < V::ROWS) {
         RowArgs row = rows[thread];
-        float byte = V::UNIFORM && V::BITS <= 2 ? 0.5f : 1.0f; /* levels per byte unit */
-        float scale = a.p.softcap > 0 ? 1.0f : row.scale; /* with a cap, scores become logits before they are weighed */
+        float byte = V::ONE_WIDTH && V::BITS <= 2 ? 0.5f : 1.0f; /* levels per byte unit */
+        float scale = scale_left(a, row);
         float offset = scale * byte * (float)(row.offset_hi * QUERY_BASE + row.offset_lo);
         constexpr float TIMES = 1 << V::BITS;
         space.rows<V>()[thread] = {{{scale, offset, TIMES * offset, NO_REFERENCE},
@@ -462,88 +460,10 @@ __device__ __forceinline__ float2 total_of_team(const AttendArgs &a, const RowAr
                                                 int row)
 {
     const float *x = space.numbers<V>() + row;
-    float bias = a.p.softcap > 0 ? 0 : rows[row].bias; /* with a cap the scores include it */
+    float bias = a.p.softcap > 0 ? 0 : rows[row].bias; /* bias_left, read only if there is no cap */
     float reference = space.rows<V>()[row].half[0].w;
     return make_float2(reference == NO_REFERENCE ? -INFINITY : bias - reference,
                        (x[0] + x[V::ROWS]) + (x[2 * V::ROWS] + x[3 * V::ROWS]));
-}
-
-/* ---- one of three kernels ---- */
-
-/** The segment's queries into the team's own shared memory. */
-template <class V>
-__device__ __forceinline__ void load_queries(const AttendArgs &a, const Segment &s, const TeamSpace &space, int thread)
-{
-    const uint4 *from = reinterpret_cast<const uint4 *>(reinterpret_cast<const uint8_t *>(a.queries) +
-                                                        (int64_t)s.index * V::QUERY_BYTES);
-    uint4 *to = reinterpret_cast<uint4 *>(space.at + V::AT_QUERIES);
-#pragma unroll
-    for (int i = 0; i < V::QUERY_BYTES / 16 / 128; i++) to[128 * i + thread] = __ldcg(from + 128 * i + thread);
-    shared_writes_before_copies();
-}
-
-/** The team's part of a segment into its slot. */
-template <class V>
-__device__ __forceinline__ void leave_part_of_team(const AttendArgs &a, const Segment &s, int32_t piece,
-                                                   const RowArgs *rows, const TeamSpace &space, int warp, int lane,
-                                                   const ManyRowsSums<V> &sums)
-{
-    int64_t slot = (int64_t)(piece + s.index) * V::ROWS;
-    add_weights_of_team<V>(space, warp, lane, sums);
-    store_sums_of_team<V>(warp, lane, sums, [&](int row) { return a.sums + (slot + row) * TQ_TILE * V::GROUPS; });
-    if (warp || lane >= 4) return;
-#pragma unroll
-    for (int c = 0; c < V::COLUMNS; c++) {
-        int row = row_of(c, lane);
-        float2 total = total_of_team<V>(a, rows, space, row);
-        a.totals[slot + row] = {total.x, total.y, 0, 0};
-    }
-}
-
-template <class V> __device__ __forceinline__ void attend_pages_wide(const AttendArgs &a)
-{
-    int lane = threadIdx.x & 31, thread = threadIdx.x % 128;
-    /* so that the compiler knows they are the same for all lanes */
-    int team = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0), warp = __shfl_sync(ALL_LANES, thread / 32, 0);
-    let_next_start();
-    Ring<V> ring = {shared_address(shared_bytes) + team * a.stages * a.stage_bytes,
-                    shared_address(shared_bytes) + a.at_barriers + team * a.stages * 32, 0, 0,
-                    copy_policy(a.row_tiles == 1)};
-    if (thread == 0) init_barriers(a, ring);
-    __syncthreads();
-    Cursor cursor(a, team * gridDim.x + blockIdx.x, a.teams * gridDim.x, lane);
-    bool tell = thread == 0;
-    TeamSpace space(a, team, V::TEAM_BYTES, V::AT_QUERIES, true);
-    Lookahead ahead(a, cursor, tell,
-                    reinterpret_cast<Between *>(space.at + V::AT_BETWEEN + thread / 32 * BETWEEN_BYTES), lane);
-    if (ahead.now.there) top_up(a, ring, ahead, thread);
-    if (has_wave<V>(a)) {
-        const WaveConstants<V::TILES> constants(a, lane);
-        fill_wave_table(a, constants, LaneIncrements<2>(a, lane)); /* moments are complete, as lengths are */
-        __syncthreads();
-    }
-    if (!ahead.now.there) return;
-    wait_for_previous(); /* the queries */
-#pragma unroll 1
-    for (;;) {
-        ManyRowsSums<V> sums;
-        const RowArgs *rows = a.row_args + ahead.now.index * V::ROWS;
-        const float2 *wave = a.wave.rows + (int64_t)ahead.now.index * V::ROWS * WAVE_STEP * a.wave.steps;
-        load_queries<V>(a, ahead.now, space, thread);
-        attend_units_of_team<V>(a, ring, ahead, rows, wave, space, warp, lane, sums);
-        leave_part_of_team<V>(a, ahead.now, ahead.between->cursor.piece, rows, space, warp, lane, sums);
-        ahead.step(a, tell, lane);
-        if (!ahead.now.there) return;
-        top_up(a, ring, ahead, thread);
-    }
-}
-
-template <class V>
-__global__ void __maxnreg__(V::MAX_REGISTERS) attend_many_rows_kernel(const __grid_constant__ AttendArgs a)
-{
-#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    attend_pages_wide<V>(a);
-#endif
 }
 
 } // namespace tq

@@ -1,6 +1,6 @@
 /* The schedule of a step: where the piece of each team of SPLIT and MANY_ROWS begins, computed once for all layers. */
 #include "cuda/attend/kernels.h"
-#include "cuda/attend/schedule.cuh"
+#include "cuda/attend/split/cursor.cuh"
 
 namespace tq
 {

@@ -1,4 +1,4 @@
-/* Attention of up to 16 rows in one kernel (up to 128: many_rows/fused.cuh): data that prepare, pages and combine pass
+/* Attention of up to 16 rows in one kernel (up to 128: FUSED_MANY_ROWS): data that prepare, pages and combine pass
  * on in the workspace stays in shared memory.
  *
  * Several blocks may share a segment. Each of them
@@ -14,17 +14,18 @@
  * More rows than a tile has are several tiles, each with its own blocks, in the grid's second dimension.
  *
  * The work is cut by segments, however long they are: for sequences that are about equally long, or short. */
-#ifndef TQ_CUDA_ATTEND_FUSED_FUSED_CUH
-#define TQ_CUDA_ATTEND_FUSED_FUSED_CUH
-#include "cuda/attend/exact.cuh"
-#include "cuda/attend/output.cuh"
-#include "cuda/attend/split/kernel.cuh"
+#ifndef TQ_CUDA_ATTEND_FUSED_KERNEL_CUH
+#define TQ_CUDA_ATTEND_FUSED_KERNEL_CUH
+#include "cuda/attend/loop/team.cuh"
+#include "cuda/attend/loop/warp.cuh"
+#include "cuda/attend/rows/exact.cuh"
+#include "cuda/attend/rows/output.cuh"
 
 namespace tq
 {
 
 /** The head_dim for which a kernel's code is shortest. */
-template <class V> constexpr int USUAL_DIM = TQ_TILE * (V::UNIFORM ? V::GROUPS : 4);
+template <class V> constexpr int USUAL_DIM = TQ_TILE * (V::ONE_WIDTH ? V::GROUPS : 4);
 
 /** The units of one team: every fused.stride-th of a segment, or with RUN 2 the units of every fused.stride-th page. `unit` is
  *  the next to load; the one before it is computed. The struct is small, because kernels with 96 or 128 registers would
@@ -228,7 +229,7 @@ __device__ __forceinline__ void leave_part_in_block(const AttendArgs &a, const F
                                                     const Sums<V> &sums)
 {
 #pragma unroll
-    for (int n = 0; n < V::BLOCKS; n++) {
+    for (int n = 0; n < V::ROW_QUADS; n++) {
         int row = 4 * n + (lane & 3);
         float weights = sums.weights[n];
 #pragma unroll
@@ -240,7 +241,7 @@ __device__ __forceinline__ void leave_part_in_block(const AttendArgs &a, const F
         float *to = space.packed_sums(warp, row) + lane / 4;
 #pragma unroll
         for (int g = 0; g < V::GROUPS; g++) {
-            if (!V::UNIFORM && g >= a.groups) break;
+            if (!V::ONE_WIDTH && g >= a.groups) break;
 #pragma unroll
             for (int r = 0; r < 4; r++) to[TQ_TILE * g + 8 * r] = sums.o[g][r][n];
         }
@@ -565,10 +566,38 @@ __global__ void __maxnreg__(V::FUSED_REGISTERS) attend_fused_kernel(const __grid
     if constexpr (is_for_this_device<V>()) attend_fused<V, V::FUSED_REGISTERS <= (V::EXACT_LAST ? 128 : 96)>(a);
 }
 
-/** For compiled_here. */
-struct MakeFused {
-    template <Strategy, class V> static void (*kernel())(AttendArgs) { return attend_fused_kernel<V>; }
-};
+/* ---- FUSED_MANY_ROWS: teams of four warps process the units, which are whole pages (loop/team.cuh) ---- */
+
+/** Processes a team's units and writes its part to the block's shared memory. */
+template <int BITS, int ROWS, bool WAVE>
+__device__ __forceinline__ void attend_share(const AttendArgs &a, Ring<ManyRows<BITS, ROWS, WAVE>, true> &ring,
+                                             Stride<1> &ahead, const FusedSpace<ManyRows<BITS, ROWS, WAVE>> &space,
+                                             int warp_of_block, int lane)
+{
+    using V = ManyRows<BITS, ROWS, WAVE>;
+    /* so that the compiler knows they are the same for all lanes */
+    int team = __shfl_sync(ALL_LANES, warp_of_block / V::TEAM_WARPS, 0),
+        warp = __shfl_sync(ALL_LANES, warp_of_block % V::TEAM_WARPS, 0);
+    TeamSpace own(a, team, V::SHARING_BYTES, a.fused.queries, false);
+    ManyRowsSums<V> sums;
+    attend_units_of_team<V>(a, ring, ahead, space.rows(), space.wave(), own, warp, lane, sums);
+    add_weights_of_team<V>(own, warp, lane, sums); /* synchronises: no warp reads the stage any more */
+    store_sums_of_team<V>(warp, lane, sums, [&](int row) { return space.packed_sums(team, row); });
+    if (warp == 0 && lane < 4)
+#pragma unroll
+        for (int c = 0; c < V::COLUMNS; c++) {
+            float2 total = total_of_team<V>(a, space.rows(), own, row_of(c, lane));
+            *space.totals(team, row_of(c, lane)) = make_float4(total.x, total.y, total.y, 0);
+        }
+}
+
+template <class V>
+__global__ void __maxnreg__(V::MAX_REGISTERS) attend_fused_many_rows_kernel(const __grid_constant__ AttendArgs a)
+{
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    attend_fused<V, true>(a);
+#endif
+}
 
 } // namespace tq
 #endif

@@ -1,10 +1,10 @@
 /* Rows to operands: rotates a query, multiplies by the plan's steps, rounds to two planes of signed bytes, in fragment
  * order.
  * Also the rotation of rows in shared memory, for prepare and combine. */
-#ifndef TQ_CUDA_ATTEND_QUERY_CUH
-#define TQ_CUDA_ATTEND_QUERY_CUH
-#include "cuda/attend/schedule.cuh"
-#include "cuda/attend/wave.cuh"
+#ifndef TQ_CUDA_ATTEND_ROWS_QUERY_CUH
+#define TQ_CUDA_ATTEND_ROWS_QUERY_CUH
+#include "cuda/attend/rows/sequence.cuh"
+#include "cuda/attend/rows/wave.cuh"
 
 namespace tq
 {

@@ -1,7 +1,7 @@
 /* Merged sums to results: scale, value centre, 1 / sum of weights, log-sum-exp. */
-#ifndef TQ_CUDA_ATTEND_OUTPUT_CUH
-#define TQ_CUDA_ATTEND_OUTPUT_CUH
-#include "cuda/attend/query.cuh"
+#ifndef TQ_CUDA_ATTEND_ROWS_OUTPUT_CUH
+#define TQ_CUDA_ATTEND_ROWS_OUTPUT_CUH
+#include "cuda/attend/rows/query.cuh"
 
 namespace tq
 {

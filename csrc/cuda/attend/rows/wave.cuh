@@ -17,9 +17,9 @@
  *
  * Pair i is at k = 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of step i / 16 for i % 16 = 4 t .. 4 t + 3: a lane's pairs are
  * neighbours. */
-#ifndef TQ_CUDA_ATTEND_WAVE_CUH
-#define TQ_CUDA_ATTEND_WAVE_CUH
-#include "cuda/attend/schedule.cuh"
+#ifndef TQ_CUDA_ATTEND_ROWS_WAVE_CUH
+#define TQ_CUDA_ATTEND_ROWS_WAVE_CUH
+#include "cuda/attend/rows/sequence.cuh"
 #include "cuda/device/wave.cuh"
 
 namespace tq
@@ -81,7 +81,7 @@ struct WaveSpace {
     int32_t *increments; /* [16 steps] */
     int32_t *slow;       /* [steps] */
     float2 *turns;       /* [16 steps]: cosine and sine in the middle of the unit */
-    float4 *terms; /* [blocks of four rows][token tile][32 lanes]: of the lane's four tokens, in scores of its row */
+    float4 *terms;       /* [quads of rows][token tile][32 lanes]: of the lane's four tokens, in scores of its row */
 
     __device__ __forceinline__ WaveSpace(const AttendArgs &a, int warp)
     {
@@ -332,35 +332,35 @@ __device__ __forceinline__ void turn_to_middle(const AttendArgs &a, const WaveSp
     __syncwarp();
 }
 
-/** The terms of a unit for BLOCKS times four rows, without the rows' factors: row blocks first_block, first_block +
- *  block_step .. first: packed index of the unit's first token. put(n, terms): receives the n-th block's terms, by token tile
+/** The terms of a unit for ROW_QUADS times four rows, without the rows' factors: quads of rows first_quad, first_quad +
+ *  quad_step .. first: packed index of the unit's first token. put(n, terms): receives the n-th quad's terms, by token tile
  *  those of the lane's four tokens. rows: [row][16 steps], from put_wave. By a whole warp. */
-template <int BLOCKS, int TILES, class Put>
-__device__ __forceinline__ void sum_wave(const AttendArgs &a, const float2 *rows, int32_t first, int first_block,
-                                         int block_step, int lane, Put put)
+template <int ROW_QUADS, int TILES, class Put>
+__device__ __forceinline__ void sum_wave(const AttendArgs &a, const float2 *rows, int32_t first, int first_quad,
+                                         int quad_step, int lane, Put put)
 {
     constexpr int STEP = WAVE_STEP / 2; /* of pairs of pairs */
     const WaveSpace space(a, threadIdx.x / 32);
     const int steps = a.wave.steps;
     const bool odd = lane >> 2 & 1;
     const int place = 2 * (lane & 3) + odd; /* of two pairs among a step's eight */
-    auto row_of_block = [&](int n) {
-        const int row = 4 * (first_block + n * block_step) + lane / 8;
+    auto row_of_quad = [&](int n) {
+        const int row = 4 * (first_quad + n * quad_step) + lane / 8;
         return reinterpret_cast<const float4 *>(rows + row * WAVE_STEP * steps) + place;
     };
-    const float4 *row = row_of_block(0);
+    const float4 *row = row_of_quad(0);
     float4 next[2] = {row[0], row[STEP]}; /* loaded ahead */
     turn_to_middle(a, space, first, TQ_TILE * TILES, lane);
     const uint32_t slow = __ballot_sync(ALL_LANES, lane < steps && space.slow[lane]);
 #pragma unroll 1
-    for (int n = 0; n < BLOCKS; n++) {
+    for (int n = 0; n < ROW_QUADS; n++) {
         const float4 *turns = reinterpret_cast<const float4 *>(space.turns) + place;
         const uint4 *table = space.table + lane;
         WaveSums<TILES> sums;
 #pragma unroll 1
         for (int step = 0; step < steps; step += 2, turns += 2 * STEP, table += 2 * TILES * 4 * 32) {
             const StepFactors f(next[0], turns[0], odd), g(next[1], turns[STEP], odd);
-            row = step + 2 < steps ? row + 2 * STEP : n + 1 < BLOCKS ? row_of_block(n + 1) : row;
+            row = step + 2 < steps ? row + 2 * STEP : n + 1 < ROW_QUADS ? row_of_quad(n + 1) : row;
             next[0] = row[0], next[1] = row[STEP];
             sums.add(f, slow >> step & 1, table);
             sums.add(g, slow >> step & 2, table + TILES * 4 * 32);
@@ -400,10 +400,10 @@ __device__ __forceinline__ void add_terms(float4 terms, float *s)
     s[3] += terms.w;
 }
 
-/** The terms of a unit until its scores are known. Those of one block of rows are in registers, those of several, and those of
+/** The terms of a unit until its scores are known. Those of one quad of rows are in registers, those of several, and those of
  *  the second half of a page whose halves are units of one warp (RUN 2), in the warp's shared memory. */
-template <int BLOCKS, int TILES, int RUN> struct UnitWave {
-    static_assert(RUN == 1 || (RUN == 2 && BLOCKS == 1));
+template <int ROW_QUADS, int TILES, int RUN> struct UnitWave {
+    static_assert(RUN == 1 || (RUN == 2 && ROW_QUADS == 1));
     float terms[4 * TILES];
     int32_t summed = -1; /* the page whose terms are there */
 
@@ -415,7 +415,7 @@ template <int BLOCKS, int TILES, int RUN> struct UnitWave {
         const bool second = RUN > 1 && (unit & (a.page_units - 1));
         if (RUN == 1 || summed != page) {
             auto put = [&](int n, const float (&found)[4 *TILES *RUN]) {
-                if constexpr (BLOCKS > 1) {
+                if constexpr (ROW_QUADS > 1) {
                     put_terms<TILES>(a, n, found, args[4 * n + (lane & 3)].wave, lane);
                 } else {
 #pragma unroll
@@ -423,7 +423,7 @@ template <int BLOCKS, int TILES, int RUN> struct UnitWave {
                     if constexpr (RUN > 1) put_terms<TILES>(a, 0, found + 4 * TILES, 1, lane);
                 }
             };
-            sum_wave<BLOCKS, TILES * RUN>(a, rows, first, 0, 1, lane, put);
+            sum_wave<ROW_QUADS, TILES * RUN>(a, rows, first, 0, 1, lane, put);
             if constexpr (RUN > 1) summed = page;
         }
         if (!second) return;
@@ -435,16 +435,16 @@ template <int BLOCKS, int TILES, int RUN> struct UnitWave {
         }
     }
     __device__ __forceinline__ void add(const AttendArgs &a, const RowArgs *args, int lane,
-                                        float (&s)[BLOCKS][4 * TILES]) const
+                                        float (&s)[ROW_QUADS][4 * TILES]) const
     {
-        if constexpr (BLOCKS == 1) {
+        if constexpr (ROW_QUADS == 1) {
             const float factor = args[lane & 3].wave;
 #pragma unroll
             for (int i = 0; i < 4 * TILES; i++) s[0][i] = fmaf(factor, terms[i], s[0][i]);
         } else {
             const WaveSpace space(a, threadIdx.x / 32);
 #pragma unroll
-            for (int n = 0; n < BLOCKS; n++)
+            for (int n = 0; n < ROW_QUADS; n++)
 #pragma unroll
                 for (int tile = 0; tile < TILES; tile++)
                     add_terms(space.terms[(n * TILES + tile) * 32 + lane], s[n] + 4 * tile);

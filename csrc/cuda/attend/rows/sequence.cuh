@@ -1,0 +1,127 @@
+/* What the rows of a sequence see: positions, packed indices, units. */
+#ifndef TQ_CUDA_ATTEND_ROWS_SEQUENCE_CUH
+#define TQ_CUDA_ATTEND_ROWS_SEQUENCE_CUH
+#include "cuda/attend/params.h"
+#include "cuda/device/launch.cuh"
+
+namespace tq
+{
+
+/** The plan's group of a channel. */
+__device__ __forceinline__ int group_of(const AttendArgs &a, int channel)
+{
+    return channel / (a.fine ? TQ_FINE_GROUP : TQ_TILE); /* of constants: shifts */
+}
+
+extern __shared__ __align__(128) uint8_t shared_bytes[];
+
+struct Range {
+    int32_t lo, hi;
+    __device__ __forceinline__ int32_t count() const { return max(hi - lo, 0); }
+};
+
+/** A sequence, with its lengths clamped to valid ones. */
+struct Sequence {
+    int32_t length, start, first_position; /* of query token 0; may be negative */
+};
+
+/** A schedule is rows of four numbers: {key, units of the line, 0, 0}; for each team {b, sequence_at, length, start} of
+ *  the sequence in which its piece begins (Cursor); {length, start} of each sequence, two in a row. */
+__device__ __forceinline__ bool is_schedule_of(const AttendArgs &a, const int4 &head)
+{
+    return head.x == a.schedule_key;
+}
+
+__device__ __forceinline__ const int2 *scheduled_sequences(const AttendArgs &a, const int4 *schedule)
+{
+    return reinterpret_cast<const int2 *>(schedule + 1 + a.schedule_teams);
+}
+
+__device__ __forceinline__ Sequence make_sequence(const AttendArgs &a, int32_t length, int32_t start)
+{
+    Sequence s;
+    s.length = min(max(length, 0), a.capacity);
+    s.start = min(max(start, 0), s.length);
+    s.first_position = s.length - a.p.query_tokens;
+    return s;
+}
+
+__device__ __forceinline__ Sequence load_sequence(const AttendArgs &a, int32_t b)
+{
+    int32_t length = a.p.layer.lengths[b], start = a.p.starts ? a.p.starts[b] : 0;
+    if (a.schedule) {
+        int4 head = __ldcg(a.schedule);
+        int2 then = __ldcg(scheduled_sequences(a, a.schedule) + b);
+        if (is_schedule_of(a, head)) length = then.x, start = then.y;
+    }
+    return make_sequence(a, length, start);
+}
+
+/** Positions that a query at position p may see at all. */
+__device__ __forceinline__ Range seen(const AttendArgs &a, const Sequence &s, int32_t p)
+{
+    Range r = {s.start, a.p.causal ? p + 1 : s.length};
+    if (a.p.sliding_window) r.lo = max(r.lo, p - a.p.sliding_window + 1);
+    return r;
+}
+
+/** The packed tokens among them, as packed indices. */
+__device__ __forceinline__ Range seen_packed(const AttendArgs &a, const Sequence &s, int32_t p)
+{
+    Range r = seen(a, s, p);
+    return {max(r.lo - a.p.layer.sinks, 0), r.hi - a.p.layer.window - a.p.layer.sinks};
+}
+
+/** The unit of a packed token, if all units have the same size. */
+__device__ __forceinline__ int32_t equal_unit_of(const AttendArgs &a, int32_t packed_index)
+{
+    return packed_index >> (a.unit_tokens == 4 * TQ_TILE ? 7 : 6);
+}
+
+/** The unit of a packed token; a page has 1 to 4 tiles. */
+__device__ __forceinline__ int32_t unit_of(const AttendArgs &a, int32_t packed_index)
+{
+    if (!a.last_is_short) return equal_unit_of(a, packed_index);
+    uint32_t tile = packed_index / TQ_TILE, tiles = a.page_tokens / TQ_TILE;
+    uint32_t page = tiles == 3 ? __umulhi(tile, 0xAAAAAAABu) >> 1 : tile >> (tiles >> 1); /* tile / tiles */
+    return a.page_units == 1 ? page : 2 * page + (tile - tiles * page) / 2;
+}
+
+/** The units that any row of a sequence sees, and the packed indices that all rows see. */
+struct PackedView {
+    Range units, common;
+    __device__ __forceinline__ int32_t length() const
+    {
+        return max(units.hi - units.lo, 1);
+    } /* without any, a block still leaves a part */
+};
+
+__device__ __forceinline__ PackedView view_packed(const AttendArgs &a, const Sequence &s)
+{
+    if (a.sees_all) { /* as below, with a fifth of the instructions, which delay a block's first page */
+        int32_t end = s.length - a.p.layer.window - a.p.layer.sinks;
+        return {{0, end > 0 ? equal_unit_of(a, end - 1) + 1 : 0}, {0, a.p.causal ? end - (a.p.query_tokens - 1) : end}};
+    }
+    Range first = seen_packed(a, s, s.first_position), last = seen_packed(a, s, s.length - 1);
+    PackedView v = {{0, 0}, {last.lo, first.hi}};
+    if (first.lo < last.hi) v.units = {unit_of(a, first.lo), unit_of(a, last.hi - 1) + 1};
+    return v;
+}
+
+/** The units that are entirely in the range; none if a unit may have fewer tiles than the kernel's. */
+__device__ __forceinline__ Range whole_units(const AttendArgs &a, Range tokens)
+{
+    if (a.last_is_short) return {0, 0};
+    int32_t lo = equal_unit_of(a, max(tokens.lo, 0));
+    return {lo * a.unit_tokens < tokens.lo ? lo + 1 : lo, tokens.hi > 0 ? equal_unit_of(a, tokens.hi) : 0};
+}
+
+/** x / y for x >= 0, y > 0 and a quotient below 2^22. Integer division takes four times as long. */
+__device__ __forceinline__ int32_t divide(int32_t x, int32_t y)
+{
+    int32_t q = (int32_t)__fdividef((float)x, (float)y), rest = x - q * y;
+    return rest < 0 ? q - 1 : rest >= y ? q + 1 : q;
+}
+
+} // namespace tq
+#endif
