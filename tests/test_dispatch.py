@@ -88,6 +88,17 @@ def test_names_differ_and_no_case_has_two_rows(table: Run) -> None:
     assert table("overlaps") == []
 
 
+def test_gpus_by_name(table: Run) -> None:
+    """An error names all of them, and the choice on one is that for its numbers; where they differ, kernels do."""
+    *known, told = [" ".join(words) for words in table("gpus")]
+    assert told == f"{', '.join(known[:-1])} or {known[-1]}"
+    plan = turboquant.Plan(128, 3, 3)
+    lines = [line(plan, batch, 1, 32, 8, pages) for batch, pages in ((1, 64), (16, 256), (64, 32))]
+    chosen = {gpu: [words[0] for words in table(gpu, lines=lines)] for gpu in known}
+    assert chosen["h100"] == chosen["h200"] == [words[0] for words in table(lines=lines)]
+    assert all(name.endswith("_portable") for gpu in known for name in chosen[gpu] if gpu not in ("h100", "h200"))
+
+
 def all_plans() -> list[turboquant.Plan]:
     plans = []
     for dim in (32, 64, 80, 128, 192, 256):

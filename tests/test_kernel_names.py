@@ -13,7 +13,7 @@ pytest.importorskip("turboquant.ops")
 from kernel_cases import CASES, Case  # noqa: E402
 
 import turboquant  # noqa: E402
-from turboquant import _core, ops  # noqa: E402
+from turboquant import _core, findings, ops  # noqa: E402
 from turboquant.cli import main  # noqa: E402
 
 
@@ -114,6 +114,36 @@ def test_the_command_names_the_kernels_of_a_cpu(
         assert f"--kernels must be batch,kv_heads,group,tokens,head_dim, whole and positive, got '{wrong}'" in (
             capsys.readouterr().err
         )
+
+
+def has_cuda_kernels() -> bool:
+    built = findings.library()
+    return built is not None and findings.device_code(built)
+
+
+@pytest.mark.skipif(not has_cuda_kernels(), reason="built without CUDA")
+def test_the_command_names_the_kernels_of_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = [
+        case for case in CASES if case.even and case.query_tokens == 1 and case.plan == turboquant.Plan(128, 3, 3)
+    ]
+    for case in shapes:
+        shape = f"{case.batch},{case.kv_heads},{case.group},{case.tokens},128"
+        assert main(["info", "--gpu", "h100", "--kernels", shape]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == "h100, bfloat16, sequences of equal length"
+        assert [shape, "3", case.name, "append_one_token", "append_prefill"] in [line.split() for line in lines]
+    assert shapes
+    with pytest.raises(SystemExit):
+        main(["info", "--gpu", "k80"])
+    assert "--gpu k80: gpu must be a100, l4," in capsys.readouterr().err
+
+
+@pytest.mark.skipif(has_cuda_kernels(), reason="built with CUDA")
+def test_the_command_says_what_a_build_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["info", "--kernels", "--gpu", "h100"])
+    lacks = "this build has no CUDA kernels to choose from: install a wheel, or build with nvcc on the PATH"
+    assert capsys.readouterr().err.endswith(f"info: --gpu h100: {lacks}\n")
 
 
 @cuda

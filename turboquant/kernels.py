@@ -1,10 +1,13 @@
-"""``turboquant info --kernels``: which kernels run for a shape, on a GPU if there is one with kernels built for it."""
+"""``turboquant info --kernels``: which kernels run for a shape, on a GPU if there is one with kernels built for it, or
+on one that is named."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from .findings import library
 from .tables import table
 
 if TYPE_CHECKING:
@@ -18,20 +21,25 @@ SHAPES = ("1,8,4,8192,128", "16,8,4,32768,128", "64,8,4,4096,128", "1,8,4,8192,6
 PROMPT_TOKENS = 128  # enough for a prompt's kernel to be chosen
 
 
-def print_kernels(shapes: Sequence[str], device_name: str) -> int:
-    """For each shape, or usual ones, at 4, 3 and 2 bits: which kernels run for a decoding step and for a prompt."""
+def print_kernels(shapes: Sequence[str], device_name: str, gpu: str | None = None) -> int:
+    """For each shape, or usual ones, at 4, 3 and 2 bits: which kernels run for a decoding step and for a prompt. gpu:
+    one of csrc/cuda/attend/choose/gpus.h, in place of the device."""
     import torch
 
     from .plan import Plan
 
     shapes = shapes or SHAPES
     sizes, device = [_sizes(shape) for shape in shapes], torch.device(device_name)
-    print(f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}, bfloat16, sequences of equal length")
+    here = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     rows = [("shape", "bits", "attention of a step", "a token appended", "a prompt appended")]
     for shape, (batch, kv_heads, group, tokens, head_dim) in zip(shapes, sizes, strict=True):
         for bits in (4, 3, 2):
             plan = Plan(head_dim, bits, bits)
-            rows.append((shape, str(bits), *_kernels(batch, kv_heads, group, tokens, plan, device)))
+            if gpu:
+                rows.append((shape, str(bits), *_kernels_on(gpu, batch, kv_heads, group, tokens, plan)))
+            else:
+                rows.append((shape, str(bits), *_kernels(batch, kv_heads, group, tokens, plan, device)))
+    print(f"{gpu or here}, bfloat16, sequences of equal length")
     print(table(rows, left=(0, 2, 3, 4)))
     return 0
 
@@ -41,6 +49,22 @@ def _sizes(shape: str) -> list[int]:
     if len(numbers) != 5 or not all(number.isdecimal() and 0 < int(number) < 1 << 31 for number in numbers):
         raise ValueError(f"--kernels must be batch,kv_heads,group,tokens,head_dim, whole and positive, got {shape!r}")
     return [int(number) for number in numbers]
+
+
+def _kernels_on(gpu: str, batch: int, kv_heads: int, group: int, tokens: int, plan: Plan) -> tuple[str, str, str]:
+    """The names of `_kernels` on a GPU that need not be there."""
+    if not (built := library()):
+        raise NotImplementedError("--gpu needs the torch operators, which were not built")
+    words, names = plan.words, ctypes.create_string_buffer(3 * 64)
+    sizes = (ctypes.c_int32 * 5)(batch, kv_heads, group, tokens, min(tokens, PROMPT_TOKENS))
+    ask = ctypes.CDLL(str(built)).tq_torch_kernels_on
+    ask.restype = ctypes.c_char_p
+    words_array = (ctypes.c_int64 * len(words))(*words)
+    wrong: bytes = ask(gpu.encode(), words_array, ctypes.c_size_t(len(words)), sizes, names)
+    if wrong:
+        raise ValueError(f"--gpu {gpu}: {wrong.decode()}")
+    attend, token, prompt = (names.raw[i : i + 64].split(b"\0")[0].decode() for i in (0, 64, 128))
+    return attend, token, prompt
 
 
 def _kernels(

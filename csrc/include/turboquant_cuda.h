@@ -37,18 +37,21 @@ extern "C" {
 #define TQ_CUDA_KERNEL_NAME_BYTES 64
 #define TQ_CUDA_CALL_WORDS 1024 /* of 64 bits, in a tq_cuda_attend_call */
 
-/** The name of the kernel that tq_cuda_attend, or tq_cuda_append, runs for a plan and sizes on the current device, e.g.
+/** The name of the kernel that tq_cuda_attend, or tq_cuda_append, runs for a plan and sizes, e.g.
  *  "attend_fused_3bit_d128_4x64": strategy, width, head_dim that its code is for, rows it takes at once x tokens of a
  *  unit.
  *  "" if there is nothing to do. csrc/cuda/README.md lists the names. Helper kernels (prepare, combine, merge_parts,
  *  copy_exact) have no name here.
  *  params   as for the call. Of pointers it uses the alignment of k, v, window_k and window_v (append) and whether
  *           steps are NULL. Nothing is queued.
+ *  gpu      NULL: the current device. Otherwise a GPU that need not be there, with kernels compiled for it, of those that
+ *           csrc/cuda/attend/choose/gpus.h lists, such as "h100"; the call needs no device then, and does not read
+ *           TURBOQUANT_CUDA_PATH. The choice for appending is the same on every GPU.
  *  name     TQ_CUDA_KERNEL_NAME_BYTES bytes, written, with a final 0
  *  The environment variable TURBOQUANT_CUDA_PATH, read at each call, forces how pages of plain plans are loaded: hopper
  *  (bulk copies, compute capability 9.x), hopper-line (the same, but never fused) or portable (cp.async, 8.0 and
  *  newer). Without it, hopper on 9.x, if the kernels were compiled for that, and portable elsewhere. */
-TQ_API tq_status tq_cuda_attend_kernel(const tq_plan *plan, const tq_attend_params *params, char *name,
+TQ_API tq_status tq_cuda_attend_kernel(const tq_plan *plan, const tq_attend_params *params, const char *gpu, char *name,
                                        tq_error *error);
 TQ_API tq_status tq_cuda_append_kernel(const tq_plan *plan, const tq_append_params *params, char *name,
                                        tq_error *error);

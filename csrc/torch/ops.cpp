@@ -132,7 +132,9 @@ const Backend cuda = {
     },
     on_stream<tq_cuda_schedule>,
     tq_cuda_append_kernel,
-    tq_cuda_attend_kernel,
+    [](auto plan, auto params, char *name, auto error) {
+        return tq_cuda_attend_kernel(plan, params, nullptr, name, error);
+    },
     true,
     tq_cuda_dequantize_workspace_bytes,
     on_stream<tq_cuda_dequantize>,
@@ -611,6 +613,46 @@ const char *tq_torch_cuda_build(void)
     return TURBOQUANT_WITH_CUDA;
 #else
     return "";
+#endif
+}
+
+/** The kernels on a GPU that need not be there (tq_cuda_attend_kernel), for `turboquant info --kernels --gpu`.
+ *  sizes  batch, KV heads, query heads of each, tokens of each sequence, and how many of them a prompt appends at once
+ *  names  [3][64], written: attention of a step in bfloat16 with sequences of one length, a token appended, a prompt
+ *  Returns "", or what is wrong: one sentence, until the thread's next call. */
+extern "C" TQ_API const char *tq_torch_kernels_on(const char *gpu, const int64_t *words, size_t n_words,
+                                                  const int32_t *sizes, char *names);
+const char *tq_torch_kernels_on(const char *gpu, const int64_t *words, size_t n_words, const int32_t *sizes,
+                                char *names)
+{
+#if defined(TURBOQUANT_WITH_CUDA)
+    static thread_local std::string wrong;
+    tq_plan plan;
+    tq_error error = {};
+    tq_attend_params attend{};
+    tq_append_params append{};
+    const int32_t kv_heads = sizes[1], tokens = sizes[3];
+    tq_status status = tq_plan_init(&plan, words, n_words, &error);
+    if (status == TQ_OK) {
+        tq_layer layer{};
+        layer.batch = sizes[0], layer.kv_heads = kv_heads, layer.dtype = TQ_BF16;
+        layer.max_pages = tokens / plan.page_tokens + (tokens % plan.page_tokens != 0), layer.n_pages = 1;
+        attend.layer = append.layer = layer;
+        attend.query_heads = kv_heads * sizes[2], attend.query_tokens = 1, attend.causal = 1;
+        attend.softmax_scale = 1, attend.schedule_kind = TQ_SCHEDULE_EQUAL;
+        status = tq_cuda_attend_kernel(&plan, &attend, gpu, names, &error);
+    }
+    for (int i = 1; i < 3 && status == TQ_OK; i++) {
+        append.tokens = i == 1 ? 1 : sizes[4];
+        status = tq_cuda_append_kernel(&plan, &append, names + i * turboquant::NAME_BYTES, &error);
+    }
+    wrong = status == TQ_OK ? ""
+            : error.wants   ? std::string(error.argument) + " must be " + error.wants
+                            : tq_status_message(status);
+    return wrong.c_str();
+#else
+    (void)gpu, (void)words, (void)n_words, (void)sizes, (void)names;
+    return "this build has no CUDA kernels to choose from: install a wheel, or build with nvcc on the PATH";
 #endif
 }
 

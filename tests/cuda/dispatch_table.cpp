@@ -3,6 +3,8 @@
 //
 //   dispatch_table rows    a line for each kernel that the table lists: row number, name
 //   dispatch_table overlaps  pairs of its rows that are for the same case
+//   dispatch_table gpus    a line for each GPU that has a name, then one with all names as an error has them
+//   dispatch_table NAME    as below on that GPU: the first three integers are not used
 //   dispatch_table         for each line of integers on stdin
 //                              processors hopper (1; 0: compute capability 8.0, 2: 8.6) large_clusters batch query_tokens query_heads kv_heads max_pages sinks window
 //                              sliding_window causal dtype schedule_kind words...
@@ -16,6 +18,7 @@
 
 #include "cuda/attend/choose/compiled.h"
 #include "cuda/attend/choose/cut.h"
+#include "cuda/attend/choose/gpus.h"
 
 namespace tq
 {
@@ -65,18 +68,15 @@ static void print_overlaps()
         }
 }
 
-static std::string choose(const std::vector<int64_t> &x)
+static std::string choose(const std::vector<int64_t> &x, const Gpu *gpu)
 {
     constexpr size_t PARAMS = 14;
     tq_error error = {};
     tq_plan plan;
     if (x.size() <= PARAMS || tq_plan_init(&plan, x.data() + PARAMS, x.size() - PARAMS, &error) != TQ_OK)
         return std::string("refused: ") + (error.argument ? error.argument : "too few numbers");
-    Device device = {};
-    device.major = x[1] == 1 ? 9 : 8, device.processors = (int)x[0];
-    device.shared_bytes_per_processor = x[1] == 1 ? 233472 : x[1] ? 102400 : 167936;
-    device.shared_bytes_per_block = device.shared_bytes_per_processor - 1024;
-    device.bulk = x[1] == 1, device.large_clusters = (int)x[2], device.rules = &rules_of(device);
+    Device device = device_of({"", x[1] == 1 ? 9 : 8, (int)x[0], x[1] == 1 ? 228 : x[1] ? 100 : 164, (int)x[2]});
+    if (gpu) device = device_of(*gpu);
     tq_attend_params p = {};
     p.layer.batch = (int)x[3], p.query_tokens = (int)x[4], p.query_heads = (int)x[5], p.layer.kv_heads = (int)x[6];
     p.layer.max_pages = (int)x[7], p.layer.sinks = (int)x[8], p.layer.window = (int)x[9], p.sliding_window = (int)x[10];
@@ -85,10 +85,7 @@ static std::string choose(const std::vector<int64_t> &x)
     Launch l;
     char name[TQ_CUDA_KERNEL_NAME_BYTES];
     if (fill_args(plan, p, &l, &error) != TQ_OK) return std::string("refused: ") + error.argument;
-    choose_kernel(plan, device, &l);
-    bool fused = is_fused(KERNELS[l.kernel.row].strategy);
-    fill_factors(plan, &l);
-    if (!fused && cut_split(plan, device, &l, &error) != TQ_OK) return std::string("refused: ") + error.argument;
+    if (choose_kernel(plan, device, &l, &error) != TQ_OK) return std::string("refused: ") + error.argument;
     name_kernel(l.kernel, name);
     std::ostringstream line;
     line << name << ' ' << l.blocks << ' ' << l.threads << ' ' << l.shared_bytes << ' ' << l.args.fused.sharing << ' '
@@ -100,10 +97,17 @@ int main(int argc, char **argv)
 {
     if (argc > 1 && !std::strcmp(argv[1], "rows")) return print_rows(), 0;
     if (argc > 1 && !std::strcmp(argv[1], "overlaps")) return print_overlaps(), 0;
+    if (argc > 1 && !std::strcmp(argv[1], "gpus")) {
+        for (const Gpu &gpu : GPUS) std::printf("%s\n", gpu.name);
+        return std::puts(TQ_CUDA_GPU_NAMES), 0;
+    }
+    const Gpu *gpu = nullptr;
+    for (const Gpu &known : GPUS)
+        if (argc > 1 && !std::strcmp(argv[1], known.name)) gpu = &known;
     for (std::string line; std::getline(std::cin, line);) {
         std::istringstream words(line);
         std::vector<int64_t> x;
         for (int64_t word; words >> word;) x.push_back(word);
-        std::cout << choose(x) << '\n';
+        std::cout << choose(x, gpu) << '\n';
     }
 }

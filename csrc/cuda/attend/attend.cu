@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "cuda/attend/choose/cut.h"
+#include "cuda/attend/choose/gpus.h"
 #include "cuda/attend/kernels.h"
 #include "cuda/baselines/blocks.cuh"
 
@@ -63,6 +64,7 @@ int count_large_clusters(const DeviceFacts &device)
     return count;
 }
 
+/** The current device, as TURBOQUANT_CUDA_PATH has it. */
 tq_status look_at_device(Device *d, tq_error *error)
 {
     TQ_CUDA_TRY(current_device(d, error));
@@ -72,7 +74,7 @@ tq_status look_at_device(Device *d, tq_error *error)
     if (d->major == 9)
         TQ_CUDA_TRY(is_hopper_code(reinterpret_cast<const void *>(attend_end_kernels(4).prepare), *d, &d->bulk, error));
     const char *path = getenv("TURBOQUANT_CUDA_PATH");
-    if (!path || !*path) return TQ_OK;
+    if (!path || !*path) path = d->bulk ? "hopper" : "portable";
     bool portable = !strcmp(path, "portable");
     d->never_fused = !strcmp(path, "hopper-line");
     if (!portable && !d->never_fused && strcmp(path, "hopper"))
@@ -82,6 +84,7 @@ tq_status look_at_device(Device *d, tq_error *error)
         return fail(error, TQ_E_UNSUPPORTED, "TURBOQUANT_CUDA_PATH", -1, d->major,
                     "\"portable\" but on compute capability 9.0, with kernels compiled for it");
     d->bulk = !portable;
+    if (d->bulk && !d->never_fused) d->large_clusters = count_large_clusters(*d);
     return TQ_OK;
 }
 
@@ -163,10 +166,7 @@ tq_status prepare(const tq_plan *plan, const tq_attend_params *p, Launch *l, tq_
     TQ_CUDA_TRY(fill_args(*plan, *p, l, error));
     if (!l->args.rows) return TQ_OK;
     TQ_CUDA_TRY(find_absent_record(device, *plan, &l->args.absent_record, error));
-    if (device.bulk && !device.never_fused) device.large_clusters = count_large_clusters(device);
-    choose_kernel(*plan, device, l);
-    fill_factors(*plan, l);
-    return is_fused(*l) ? TQ_OK : cut_split(*plan, device, l, error);
+    return choose_kernel(*plan, device, l, error);
 }
 
 } // namespace
@@ -259,18 +259,21 @@ tq_status tq_cuda_attend(const tq_cuda_attend_call *call_, void *workspace, size
     return queue(l, call.bytes, static_cast<cudaStream_t>(stream), error);
 }
 
-tq_status tq_cuda_attend_kernel(const tq_plan *plan, const tq_attend_params *params, char *name, tq_error *error)
+tq_status tq_cuda_attend_kernel(const tq_plan *plan, const tq_attend_params *params, const char *gpu, char *name,
+                                tq_error *error)
 {
-    Launch l;
+    Device device;
     TQ_CUDA_TRY(tq_check_attend_sizes(plan, params, error));
     TQ_CUDA_TRY(check_plan(*plan, error));
     TQ_CUDA_TRY(refuse_ragged(*plan, *params, error));
     if (!name) return fail(error, TQ_E_VALUE, "name", -1, 0, "a pointer, not NULL");
-    snprintf(name, TQ_CUDA_KERNEL_NAME_BYTES, "%s", tq_is_plain(plan) ? "" : "attend_blocks");
-    if (!tq_is_plain(plan)) return TQ_OK;
-    TQ_CUDA_TRY(prepare(plan, params, &l, error));
-    if (l.blocks) name_kernel(l.kernel, name);
-    return TQ_OK;
+    if (!gpu) {
+        TQ_CUDA_TRY(look_at_device(&device, error));
+        return name_of_choice(*plan, *params, device, name, error);
+    }
+    for (const Gpu &known : GPUS)
+        if (!strcmp(known.name, gpu)) return name_of_choice(*plan, *params, device_of(known), name, error);
+    return fail(error, TQ_E_VALUE, "gpu", -1, 0, TQ_CUDA_GPU_NAMES);
 }
 
 tq_status tq_cuda_schedule(const tq_plan *plan, const tq_attend_params *params, int32_t *schedule, int64_t rows,

@@ -86,10 +86,25 @@ KernelChoice find_kernel(Strategy strategy, bool hopper, const tq_plan &plan, in
     return {};
 }
 
-void choose_kernel(const tq_plan &plan, const Device &device, Launch *launch)
+tq_status choose_kernel(const tq_plan &plan, const Device &device, Launch *launch, tq_error *error)
 {
     for (const Condition &c : CONDITIONS)
-        if (holds(c, plan, device, launch->args) && c.cut(plan, device, launch)) return;
+        if (holds(c, plan, device, launch->args) && c.cut(plan, device, launch)) break;
+    fill_factors(plan, launch);
+    return is_fused(KERNELS[launch->kernel.row].strategy) ? TQ_OK : cut_split(plan, device, launch, error);
+}
+
+tq_status name_of_choice(const tq_plan &plan, const tq_attend_params &params, const Device &device, char *name,
+                         tq_error *error)
+{
+    Launch launch;
+    snprintf(name, TQ_CUDA_KERNEL_NAME_BYTES, "%s", tq_is_plain(&plan) ? "" : "attend_blocks");
+    if (!tq_is_plain(&plan)) return TQ_OK;
+    TQ_CUDA_TRY(fill_args(plan, params, &launch, error));
+    if (!launch.args.rows) return TQ_OK;
+    TQ_CUDA_TRY(choose_kernel(plan, device, &launch, error));
+    if (launch.blocks) name_kernel(launch.kernel, name);
+    return TQ_OK;
 }
 
 void name_kernel(const KernelChoice &kernel, char *name)

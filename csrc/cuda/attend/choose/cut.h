@@ -19,8 +19,11 @@ struct Launch {
 /** The kernel of a strategy for 4 * row_quads rows and units of so many tiles: of the plan's own width where there are some for so many
  *  rows and its pages, otherwise one that looks widths up, by side or by group. Its `kernel` is NULL if KERNELS lists none. */
 KernelChoice find_kernel(Strategy strategy, bool hopper, const tq_plan &plan, int row_quads, int tiles);
-/** Chooses the kernel of a plain plan, and if it is fused also cuts the work. launch: as fill_args leaves it. */
-void choose_kernel(const tq_plan &plan, const Device &device, Launch *launch);
+/** Chooses the kernel of a plain plan and cuts the work. launch: as fill_args leaves it, with rows. */
+tq_status choose_kernel(const tq_plan &plan, const Device &device, Launch *launch, tq_error *error);
+/** The name of the kernel that runs on a device; "" if there is nothing to do. name: TQ_CUDA_KERNEL_NAME_BYTES. */
+tq_status name_of_choice(const tq_plan &plan, const tq_attend_params &params, const Device &device, char *name,
+                         tq_error *error);
 
 /** Reserves the next `bytes` from *at on, 256-byte aligned. */
 inline int64_t take(int64_t *at, int64_t bytes)
