@@ -11,9 +11,7 @@
 // in the lane that stores them; and only sums go from lane to lane. 16 tokens at a time, half a tile.
 //
 // A number takes about 16 instructions. Registers limit a multiprocessor to 16 warps (head_dim 128), too few to hide that each waits for
-// tables, levels and products: issue slots, and the pipe of shared memory and shuffles, are each about 60 % busy. A prompt of 32k tokens
-// (8 heads, K and V) takes 59 us. 3 of these pass before the first rows arrive, and the last multiprocessor ends 4 to 5 us after the
-// average one, though all have equally many tiles.
+// tables, levels and products (measured.md).
 //
 // Shared memory: | a table of codes for each width | of each warp: 16 rows, 8 words apart modulo 32, in the order of columns | centre |
 //                  rms, <c, u> of 32 tokens | with a wave or a metric (append/residual_rows.cuh) what there is of the head |

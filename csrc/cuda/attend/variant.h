@@ -13,7 +13,7 @@ constexpr int BETWEEN_BYTES =
 constexpr int most_threads(int registers) { return 65536 / registers / 128 * 128; }
 
 constexpr int BY_GROUP = 0, BY_SIDE = -1; /* instead of a width, where a kernel looks it up */
-constexpr int MOST_BY_SIDE = 5; /* sides of 6 bits took up to 1.5 times as long as BY_GROUP, at batch 1 and 8k (H200) */
+constexpr int MOST_BY_SIDE = 5;           /* sides of more bits take longer than BY_GROUP: measured.md */
 
 /** One compiled kernel. BITS: of all groups of keys and values. BY_SIDE: all groups of keys have one width and all of values one, looked up
  *  for each unit; there is code for each width, and a warp runs that of two. BY_GROUP: any plan, looked up for each group of a unit.
@@ -44,23 +44,22 @@ struct Variant {
     static constexpr bool QUERY_IN_REGISTERS = ONE_WIDTH && ROW_QUADS == 1 && GROUPS <= 4;
     static constexpr bool QUERY_IN_SHARED = !QUERY_IN_REGISTERS && GROUPS <= 4 && BULK;
     /* Limits registers so that 12 warps (8 with 255 registers) and, where possible, one block of prepare fit on a multiprocessor. 16 warps,
-     * for which 128 registers would leave room, take 1 to 3 % longer (H200). */
+     * for which 128 registers would leave room, are slower (measured.md). */
     static constexpr int MAX_REGISTERS = GROUPS > 4       ? (ROW_QUADS == 1 ? 168 : 255)
                                          : ROW_QUADS == 1 ? (TILES == 4 ? 144 : 128)
                                          : ROW_QUADS == 2 ? (TILES == 4 ? 168 : 144)
                                                           : 255;
     static constexpr int MAX_THREADS = MAX_REGISTERS > 168 ? 256 : 384;
     /* The same for attend_fused: 96, 128, 168 or 255 registers for 20, 16, 12 or 8 warps on a multiprocessor. Kernels for any widths that
-     * take whole pages run in several blocks on a multiprocessor, and take up to 10 % longer with 12 warps than with 16. */
+     * take whole pages run in several blocks on a multiprocessor, and are faster with 16 warps than with 12 (measured.md). */
     static constexpr int FUSED_REGISTERS = ROW_QUADS > 2       ? 255
                                            : ROW_QUADS == 2    ? 168
                                            : GROUPS > 2        ? (TILES > 2 && ONE_WIDTH ? 168 : 128)
                                            : TILES > 2 && WAVE ? 128
                                                                : 96;
     /* Of attend_fused with a wave, whose tables leave room for few warps: what it may do where exact tokens would leave room for fewer.
-     * EXACT_LAST: attend to them after the units. The code for that made kernels without a wave 2 to 6 % slower at batch 1, and the one with
-     * RUN 2 4 to 10 %; at 4 bits by half pages three warps instead of two were faster at 4,096 tokens, slower at 8,192. FEWER_EXACT: fewer warps
-     * attend to them. */
+     * EXACT_LAST: attend to them after the units; the code for that slows other kernels down (measured.md). FEWER_EXACT: fewer warps attend to
+     * them. */
     static constexpr bool EXACT_LAST = WAVE && ROW_QUADS == 1 && GROUPS == 4 && (BITS == 2 || BITS == 3);
     static constexpr bool FEWER_EXACT = RUN > 1;
     /* shared memory of a warp beside the stages of its team */
@@ -81,14 +80,13 @@ template <int BITS_, int ROWS_, bool WAVE_ = true> struct ManyRows {
     static constexpr int TEAM_WARPS = TEAM_OF_MANY_ROWS, RUN = 1;
     static constexpr bool EXACT_LAST = false, FEWER_EXACT = false;
     static constexpr bool BULK = true, ONE_WIDTH = BITS != BY_GROUP, WAVE = WAVE_;
-    /* Of keys of 4 and 5 bits, as of Variant. With 32 rows two took 8 to 12 % longer than one. */
+    /* Of keys of 4 and 5 bits, as of Variant. With 32 rows two are slower than one (measured.md). */
     static constexpr bool TWO_PRODUCTS = ROWS == 16;
     static constexpr Reading KEY_READING = ONE_WIDTH ? Reading::ROW_FACTOR : Reading::SCALED;
     /* A batch of products reads its first factors from registers until it has ended. Unrolled, the next one has registers of its own,
      * and a batch may run while that is unpacked; in a loop they would be the same. */
     static constexpr int BATCHES_LEFT = ONE_WIDTH ? 1 : 0;
-    /* For 16 warps of a multiprocessor, with which mixed plans took 9 to 12 % less and 16 rows 4 to 8 % (in caches too small for all
-     * warps up to 4 % more), or 12: 32 rows of uniform plans gained nothing. */
+    /* For 16 warps of a multiprocessor, or 12 with 32 rows of plans of one width, which gain nothing by more (measured.md). */
     static constexpr int MAX_REGISTERS = ROWS == 16 || !ONE_WIDTH ? 128 : 168,
                          MAX_THREADS = most_threads(MAX_REGISTERS);
     /* Shared memory of a team: two buffers of weights, which pages use in turn, four numbers a row, and RowScales, which would take too

@@ -260,7 +260,7 @@ __device__ __forceinline__ float4 to_float4(const Quad &q, int dtype)
 }
 
 /** The same without a branch, for code that runs once: the compiler would make a jump table, which has to be loaded. In
- *  loops over tokens branches are faster: without them attention with a window took up to 13 % longer. */
+ *  loops over tokens branches are faster (measured.md). */
 __device__ __forceinline__ float4 to_float4_once(const Quad &q, int dtype)
 {
     bool wide = dtype == TQ_F32, half = dtype == TQ_F16;

@@ -19,8 +19,8 @@
  *   6      any             128 + level                                 u8               some 80, 2
  *   8      any             128 + level                                 u8               some 40, 2
  * Look-ups and masks limit the whole kernel: they share a pipe of half the issue rate. Right shifts would use it too.
- * So uniform plans with one block of rows compute them as high words of products, on the multipliers. Elsewhere latency
- * limits, and shifts are faster (mixed plans: by up to 8 %). From 4 to 6 bits a second load replaces a shift, and
+ * So plans of one width with four rows compute them as high words of products, on the multipliers. Elsewhere latency
+ * limits, and shifts are faster (measured.md). From 4 to 6 bits a second load replaces a shift, and
  * complements of selectors (8 of the 24 operations at 4 bits) are on the multipliers.
  * The caller of a product subtracts the offset times the sum of the other factor: (2^bits - 1) / 2 for codes (times the
  * factor in ROW_FACTOR), 128 for 128 + level. With tiles of 16, the lanes or rows of
@@ -129,8 +129,7 @@ template <int BITS> struct Width {
 };
 
 /** f(Width<bits>()), or nothing for 0 bits; width: 1 << bits, bits 0..6 or 8. Tests of bits, because comparisons would
- *  become a jump table, which has to be loaded: mixed plans took 4 to 12 % longer. The order matters: with 5 bits last
- *  up to 7 % longer. MOST: no width is larger; with up to 5 there is no code for 6 and 8 bits. */
+ *  become a jump table, which has to be loaded. The order matters, too (measured.md). MOST: no width is larger; with up to 5 there is no code for 6 and 8 bits. */
 template <int MOST = TQ_WIDE_BITS, class F> __device__ __forceinline__ void with_width(uint32_t width, F f)
 {
     if (width & (1 << 3 | 1 << 4)) {

@@ -12,7 +12,7 @@ namespace tq
 constexpr bool takes_wave(int row) { return KERNELS[row].wave || !is_fused(KERNELS[row].strategy); }
 
 /** FUSED: whether a warp takes a page as two units: with a wave at 4 bits, and BY_SIDE. The stage is half as large, and 16 warps fit instead of
- *  12. At 4 bits that takes 8 % less time; at 3 and 2 bits it gained nothing. */
+ *  12, which gains nothing at 3 and 2 bits (measured.md). */
 constexpr bool by_halves(int row, int row_quads, int tiles)
 {
     const KernelRow &r = KERNELS[row];

@@ -14,7 +14,7 @@ struct Rules {
     int whole_from; /* pages a multiprocessor from which units are whole pages */
     /* FUSED */
     int clusters_of_11;  /* multiprocessors of 11 that are in clusters of four or eight */
-    int busy_warps;      /* of a block, where warps have many units; 16 took up to 5 % longer */
+    int busy_warps;      /* of a block, where warps have many units */
     int busy_of_20;      /* blocks at work, on the average, of 20 that there is room for */
     int most_8_rows;     /* half pages of a warp: 8 rows, not 4 bits, by half pages */
     int most_any_4_rows; /* any widths, several blocks a multiprocessor (two: no limit) */

@@ -77,8 +77,7 @@ constexpr KernelRow KERNELS[] = {
     {Strategy::FUSED, true, 3, false, 4, 4, R4, R8},
     {Strategy::FUSED, true, 4, false, 4, 4, R4 | R8, 0},
     {Strategy::FUSED, true, BY_GROUP, false, 1, 4, R4 | R8, R4 | R8 | R16},
-    /* Waves have kernels of their own here: with their code in every FUSED kernel, plans without a wave took 11 to 23 % longer at 8,192 tokens
-     * of batch 1. */
+    /* Waves have kernels of their own here, because their code would slow plans without one down (measured.md). */
     {Strategy::FUSED, true, 2, false, 2, 2, 0, R4, true},
     {Strategy::FUSED, true, 3, false, 2, 2, 0, R4, true},
     {Strategy::FUSED, true, 4, false, 2, 2, 0, R4, true},

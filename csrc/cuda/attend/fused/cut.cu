@@ -26,8 +26,7 @@ int64_t share_segments(int64_t segments, int64_t units, int64_t blocks, const De
         in_clusters = processors * device.rules->clusters_of_11 / 11; /* some are in no cluster of four or eight */
     f->cluster = PORTABLE_CLUSTER;
     while (f->cluster > 1 && segments * f->cluster > (f->cluster > 2 ? in_clusters : processors)) f->cluster /= 2;
-    /* A large cluster where that takes all units at once, and one of eight would keep more than busy_warps of its teams busy: 1 to 7
-     * segments took up to 38 % less. */
+    /* A large cluster where that takes all units at once, and one of eight would keep more than busy_warps of its teams busy. */
     int busy = f->teams < device.rules->busy_warps ? f->teams : device.rules->busy_warps;
     if (segments <= device.large_clusters && segments * LARGE_CLUSTER <= processors &&
         units > PORTABLE_CLUSTER * busy && units <= LARGE_CLUSTER * f->teams)
@@ -113,9 +112,8 @@ Verdict fused_is_faster(const AttendArgs &a, const KernelChoice &kernel, int64_t
         return may_be_fewer ? Verdict::FEWER_AT_ONCE : Verdict::NO;
     /* by whole pages, here or by the three kernels, long caches are faster */
     if (!kernel.bits && kernel.row_quads == 2 && kernel.tiles == 2 && half_pages > r.most_8_rows) return Verdict::NO;
-    /* Kernels for any widths, with several blocks a multiprocessor, against SPLIT: up to 40 % less time where a warp has few pages. Two
-     * blocks take 2 to 11 % less at any length; three or more take up to 7 % more from 64 half pages on. With more than four rows they take
-     * 1 to 12 % more from 43 half pages on. */
+    /* Kernels for any widths, with several blocks a multiprocessor, against SPLIT: two are faster at any length, more than two,
+     * and more than four rows, where a warp has few pages (measured.md). */
     if (kernel.bits || at_once == 1) return Verdict::YES;
     bool short_enough =
         kernel.row_quads == 1 ? at_once == 2 || half_pages <= r.most_any_4_rows : half_pages <= r.most_any_8_rows;
@@ -158,7 +156,7 @@ int64_t cut_units(const tq_plan &plan, const Device &device, int tiles, Launch *
             bool saves = f.cluster == LARGE_CLUSTER || (rounds == 1 && f.cluster > 1 && fewer.cluster == 1);
             int busy = saves ? f.warps : busy_warps;
             if (f.warps > busy_warps && (f.warps < first || units > busy * f.sharing)) continue;
-            /* With a wave each scheduler has equally many: 14 warps took 5 % longer than 12, two blocks of five 12 % longer than of four. */
+            /* With a wave each scheduler has equally many (measured.md). */
             const bool long_wave =
                 (kernel.exact_last && rounds > FEW_UNITS) || (kernel.fewer_exact && rounds > r.long_wave_pages);
             if (long_wave && at_once * f.warps % SCHEDULERS) continue;
@@ -266,8 +264,7 @@ bool cut_fused(const tq_plan &plan, const Device &device, Launch *launch)
         (only_wholes || (many ? row_quads > 1 || a.groups < 4 || (!one_width_of(&plan) && !by_half)
                               : segments * a.p.layer.max_pages >= 2 * device.processors)))
         by_page = cut_units(plan, device, 4, &wholes);
-    /* Where segments are few, pages of two units must cost less than half pages, not only as much: that took up to 11 % less at batches of
-     * 1 and 4. */
+    /* Where segments are few, pages of two units must cost less than half pages, not only as much (measured.md). */
     const bool two_units = wholes.kernel.run > 1 && segments <= device.processors;
     const bool compare = !only_wholes && (many || row_quads > 1 || two_units);
     int least = page_cost(a, *device.rules) * (many ? 4 : wholes.kernel.bits ? 0 : 2);

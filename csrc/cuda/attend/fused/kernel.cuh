@@ -173,8 +173,8 @@ template <class V> __device__ __forceinline__ int32_t exact_turn(const AttendArg
     return rank + warp / FusedSpace<V>::SETS * a.fused.sharing;
 }
 
-/** A warp's part of the exact tokens. Numbers of a row are in the lanes of sum_to_lanes. Inlined: a call made attention
- *  with a window 3 to 25 % slower, although it made some loops over units 1 to 4 % faster. */
+/** A warp's part of the exact tokens. Numbers of a row are in the lanes of sum_to_lanes. Inlined, because a call is
+ *  slower (measured.md). */
 template <class V>
 __device__ __forceinline__ void attend_exact_of_warp(const AttendArgs &a, const RowSet &s, const Sequence &seq,
                                                      ExactTokens &tokens, const FusedSpace<V> &space, int warp,
@@ -502,7 +502,7 @@ __device__ __forceinline__ BlockStart<V::RUN> start_block(const AttendArgs &a, c
     int32_t page = a.p.layer.max_pages ? a.p.layer.block_table[entry] : 0;
     Sequence seq = load_sequence(a, b);
     /* The first warps come first, because they have the fewest rows to prepare. These loads are issued before those of
-     * the pages, which would delay them: with a window of 128, 8,192 tokens at batch 1 took 17 % longer. */
+     * the pages, which would delay them (measured.md). */
     ExactTokens exact(a, set, seq, exact_turn<V>(a, rank, warp), has_exact<V>(a, warp), lane);
     PackedView view = view_packed(a, seq);
     Stride<V::RUN> ahead(a, view, b, h, turn);
@@ -528,8 +528,8 @@ __device__ __forceinline__ BlockStart<V::RUN> start_block(const AttendArgs &a, c
 }
 
 /** FRUGAL is for kernels that are short of registers, with 96, or with 128 and EXACT_LAST: the block's segment is kept in
- *  shared memory between steps. Otherwise it would be spilled to device memory, which is busy with pages: 2 to 4 % slower
- *  with 96 registers, up to 5 % in attend_fused_many_rows. In other kernels, reading it back costs 0.1 to 0.2 us. */
+ *  shared memory between steps. Otherwise it would be spilled to device memory, which is busy with pages. In other kernels, reading it
+ *  back costs time (measured.md). */
 template <class V, bool FRUGAL> __device__ __forceinline__ void attend_fused(const AttendArgs &a)
 {
     int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0); /* so that the compiler knows that lanes agree */

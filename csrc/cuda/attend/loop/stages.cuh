@@ -120,7 +120,7 @@ template <class V, bool ONE_STAGE_ = false> struct Ring {
 
 /** Lanes of a warp that arrive at a team's barrier of an empty stage. One is enough: it arrives after __syncwarp, so what all lanes have read
  *  comes before the copy that another warp starts. compute-sanitizer's racecheck does not follow that, and reports hazards; the programs for it
- *  (setup.py, build_sanitize) let every lane arrive. At 2 bits that takes 4 to 6 % longer (H200). */
+ *  (setup.py, build_sanitize) let every lane arrive, which takes longer (measured.md). */
 #ifdef TQ_EVERY_LANE_ARRIVES
 constexpr int ARRIVALS = 32;
 #else
@@ -169,7 +169,7 @@ struct UnitPlace {
         return table + (uint32_t)(unit >> (a.page_units - 1));
     }
     __device__ __forceinline__ int32_t page(const AttendArgs &a) const { return a.p.layer.block_table[entry(a)]; }
-    /** A page that is not in the cache has the absent record: a branch here would cost up to 7 % at batch 1. */
+    /** A page that is not in the cache has the absent record: a branch here would cost time (measured.md). */
     __device__ __forceinline__ const uint8_t *record(const AttendArgs &a, int32_t page) const
     {
         const uint8_t *there = a.p.layer.pages + ((uint64_t)(uint32_t)page * a.page_bytes + head);

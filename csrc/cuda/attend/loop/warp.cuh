@@ -29,8 +29,7 @@ template <class V> struct LaneRows {
  *  with them ends as a float, without a conversion, which would use the same pipe as the look-ups. */
 constexpr int FLOAT_BITS = 0x4b400000;
 
-/** Initial accumulators of a side: FLOAT_BITS with two quads of rows at 3 and 4 bits (1 to 2 % faster), otherwise 0 and
- *  a conversion. */
+/** Initial accumulators of a side: FLOAT_BITS with two quads of rows at 3 and 4 bits, otherwise 0 and a conversion. */
 template <class V, int BITS>
 constexpr int START = V::ONE_WIDTH && (BITS == 3 || BITS == 4) && V::ROW_QUADS == 2 && V::TILES == 2 ? FLOAT_BITS : 0;
 static_assert(8 * TQ_TILE * 127 * 127 < 1 << 22 && 2 * TQ_TILE * 255 * 255 < 1 << 22,
@@ -396,9 +395,8 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, R &ring, Ahead
         barrier_wait(ring.barrier(ring.stage, 0), ring.parity);
         StageView keys = ring.view(a, a.key);
         with_side_width<V>(a.key, [&](auto width) {
-            /* AT_ONCE: groups that the loop over keys unrolls. With more than four rows more groups of 4-bit keys took attend_fused up to 7 %
-             * longer at batch 1: their code does not fit the nearest instruction cache beside that of the values. At large batches, and in
-             * attend_kernel, two at once took up to 3 % longer, and with four rows, whose code is short, up to 8 %. */
+            /* AT_ONCE: groups that the loop over keys unrolls. With more than four rows the code of more groups of 4-bit keys does not fit the
+             * nearest instruction cache beside that of the values, which costs time in attend_fused (measured.md). */
             constexpr int BITS = decltype(width)::value, AT_ONCE = R::ONE_STAGE && BITS == 4 && B > 1 ? 2 : V::GROUPS;
             score_unit<V, BITS, AT_ONCE>(a, keys, given.queries, rows, lane, s);
         });

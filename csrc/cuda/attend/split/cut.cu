@@ -19,7 +19,7 @@ void count_teams(int room, Launch *l)
     if (a.wave.steps) room -= wave_block_bytes(a, l->kernel) + 3 * 256; /* lay_out_wave rounds up */
     for (a.teams = l->kernel.max_threads / 32 / a.team_warps; a.teams > 0; a.teams--) {
         a.stages = (room / a.teams - of_team) / (a.stage_bytes + 32);
-        /* a second stage is worth more to attend_many_rows than a fourth team: where pages had 4 bits and 32 rows 5 % */
+        /* a second stage is worth more to attend_many_rows than a fourth team (measured.md) */
         int least_stages = a.team_rows && a.teams > 3 ? 2 : 1;
         if (a.stages >= least_stages) return;
     }
@@ -48,7 +48,7 @@ tq_status cut_pages(const tq_plan &plan, const Device &device, Launch *l, tq_err
     }
     a.row_tiles = (a.rows + a.tile_rows - 1) / a.tile_rows;
     l->segments = (int64_t)a.p.layer.batch * a.p.layer.kv_heads * a.row_tiles;
-    /* Measured: more stages cost up to 5 % where they are whole pages, and up to 9 % where twelve warps hide what one waits for. */
+    /* More stages cost time where they are whole pages, and where twelve warps hide what one waits for (measured.md). */
     int most_stages = a.team_rows ? 2 : l->kernel.tiles == 4 || a.teams * a.team_warps >= 12 ? 1 : 3;
     if (a.stages > most_stages) a.stages = most_stages;
     if (!a.teams) return fail(error, TQ_E_UNSUPPORTED, "device", -1, room, "a GPU with more shared memory");
