@@ -195,6 +195,26 @@ static int better_first(const void *a, const void *b)
     return x->id < y->id ? -1 : x->id > y->id;
 }
 
+/** Scores of some rows are those of all rows. each: [QUERIES, FIRST], then [QUERIES, N - FIRST]. */
+static void check_scores_of(const tq_index_space *space, const float *queries, const tq_index_rows *rows,
+                            const float *each)
+{
+    enum { M = 11 };
+    int64_t *wanted = zeros(sizeof *wanted * QUERIES * M);
+    float *scores = zeros(sizeof *scores * QUERIES * M);
+    tq_error error = {0};
+    for (int i = 0; i < QUERIES * M; i++) wanted[i] = i % 5 == 4 ? -1 : i == 0 ? N - 1 : i * 7919 % N;
+    CHECK(tq_index_scores_of(space, queries, QUERIES, rows, 2, wanted, M, scores, 0, &error) == TQ_OK);
+    for (int i = 0; i < QUERIES * M; i++) {
+        int64_t q = i / M, row = wanted[i];
+        float known = row < 0       ? -INFINITY
+                      : row < FIRST ? each[q * FIRST + row]
+                                    : each[QUERIES * FIRST + q * (N - FIRST) + row - FIRST];
+        CHECK(scores[i] == known);
+    }
+    free(wanted), free(scores);
+}
+
 /** The results of a bound that misses nothing are those of sorting all scores. */
 static void check_search(const tq_index_space *space, const segment *parts, const float *queries, float *scores,
                          int64_t *ids)
@@ -207,6 +227,7 @@ static void check_search(const tq_index_space *space, const segment *parts, cons
         for (int p = 0; p < 2; p++) rows[p].allowed = filtered ? parts[p].allowed : NULL;
         CHECK(tq_index_scores(space, queries, QUERIES, &rows[0], 1, each, 0, &error) == TQ_OK);
         CHECK(tq_index_scores(space, queries, QUERIES, &rows[1], 1, each + QUERIES * FIRST, 0, &error) == TQ_OK);
+        check_scores_of(space, queries, rows, each);
         CHECK(tq_index_search(space, queries, QUERIES, rows, 2, K, LISTS, scores, ids, 0, &error) == TQ_OK);
         for (int q = 0; q < QUERIES; q++) {
             int64_t n = 0;

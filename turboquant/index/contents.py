@@ -98,8 +98,8 @@ class Contents:
             object.__setattr__(self, "_seen", (known, len(self.segments) - 1))  # a cache; equal from all threads
         if not len(known):
             return np.zeros(len(ids), bool)
-        found: NDArray[np.bool_] = known[np.minimum(np.searchsorted(known, ids), len(known) - 1)] == ids
-        return found
+        there: NDArray[np.bool_] = known[np.minimum(np.searchsorted(known, ids), len(known) - 1)] == ids
+        return there
 
     def chosen(self, filter: Any) -> list[NDArray[np.uint8] | None]:
         """For each segment a mask of rows, 0 where they may not be found; None if all may be."""
@@ -117,8 +117,8 @@ class Contents:
                 there = [np.ones(len(s), bool) if s.allowed is None else s.allowed != 0 for s in self.segments]
                 chosen[np.flatnonzero(np.concatenate(there))[mask]] = 1
         else:
-            given = filter if mask.dtype == object else mask  # errors name what was given
-            rows = self.find(id_array("search", given, "filter"))
+            named = filter if mask.dtype == object else mask  # errors name what was given
+            rows = self.find(id_array("search", named, "filter"))
             chosen[rows[rows >= 0]] = 1
         return [chosen[start : start + len(segment)] for start, segment in self.starts()]
 

@@ -251,8 +251,8 @@ class Index:
     def _with_lists(self, base: Transform, x: Floats) -> Transform:
         metric = METRICS.index(self._metric)
         learnt = learn(x, self._lists, self._metric == "l2", self._seed, lambda core: (*base.space(metric), core))
-        found = replace(base, lists=learnt, training={"chosen": "lists", "queries": 0, "recall": {}})
-        return self._with_fine(found, transform.with_mean(base, x).mean)
+        trained = replace(base, lists=learnt, training={"chosen": "lists", "queries": 0, "recall": {}})
+        return self._with_fine(trained, transform.with_mean(base, x).mean)
 
     def _with_fine(self, base: Transform, mean: Floats | None) -> Transform:
         return base if self._refine is None else transform.with_fine(base, refining.factor_for(self._bits), mean)
@@ -271,37 +271,37 @@ class Index:
         x = inputs.vectors("add", "x", x, self._dim)
         x = x.reshape(-1, self._dim)
         n = len(x)
-        given = None if ids is None else id_array("add", ids)
+        own_ids = None if ids is None else id_array("add", ids)
         with self._lock:
             now = self._contents
             if self._lists and now.transform.lists is None:
                 raise ValueError("add: the index has lists, whose centres `train` must learn first")
-            if given is not None:
-                if len(given) != n:
-                    raise ValueError(f"add: `ids` must be {n} ids, one a vector, got {len(given)}")
-                now.check_new(given)
+            if own_ids is not None:
+                if len(own_ids) != n:
+                    raise ValueError(f"add: `ids` must be {n} ids, one a vector, got {len(own_ids)}")
+                now.check_new(own_ids)
             elif now.next_id + n > 2**63:
                 raise ValueError("add: `ids` must be given, because the largest id was used")
             try:
-                new = self._encoded(now, x, given)
+                new = self._encoded(now, x, own_ids)
             except inputs.TooLarge:
                 now = now.divided(max(inputs.exponent(inputs.as_float32(part)) for part in storage.parts(x)))
-                new = self._encoded(now, x, given)
+                new = self._encoded(now, x, own_ids)
             if n:
-                after = now.next_id + n if given is None else max(now.next_id, int(given.max()) + 1)
+                after = now.next_id + n if own_ids is None else max(now.next_id, int(own_ids.max()) + 1)
                 self._contents = now.with_rows(new, after)
-            if given is not None:
-                return given.copy()
-            made = np.arange(n)
-            made += now.next_id if n else 0  # in place: there may be many
-            return made
+            if own_ids is not None:
+                return own_ids.copy()
+            new_ids = np.arange(n)
+            new_ids += now.next_id if n else 0  # in place: there may be many
+            return new_ids
 
-    def _encoded(self, now: Contents, x: Any, given: Ids | None) -> list[Segment]:
+    def _encoded(self, now: Contents, x: Any, own_ids: Ids | None) -> list[Segment]:
         new, at, fine = [], 0, now.transform.fine
         for part in storage.parts(x):
             rows = inputs.as_float32(part)
             rows = np.ldexp(rows, -now.transform.exponent) if now.transform.exponent else rows
-            own = now.next_id + at if given is None else given[at : at + len(rows)]
+            own = now.next_id + at if own_ids is None else own_ids[at : at + len(rows)]
             with inputs.explained("add", "x", rows, self._metric, at):
                 of = None if now.transform.lists is None else _core.index_assign(self._space(now), rows)
                 coded = Segment(*_core.index_encode(self._space(now), rows, lists=of), own, lists=of)
@@ -338,13 +338,13 @@ class Index:
 
     def _queries(self, op: str, queries: Any, now: Contents) -> tuple[bool, Floats, Contents]:
         """Whether there is one query [dim]; the queries as the core takes them; and contents that take them."""
-        given = inputs.vectors(op, "queries", queries, self._dim)
-        x = inputs.as_float32(given).reshape(-1, self._dim)
+        vectors = inputs.vectors(op, "queries", queries, self._dim)
+        x = inputs.as_float32(vectors).reshape(-1, self._dim)
         inputs.check(op, "queries", x, self._metric)
         if self._metric != "cosine":
             now = now.divided(max(now.transform.exponent, inputs.exponent(x)))
             x = np.ldexp(x, -now.transform.exponent) if now.transform.exponent else x
-        return given.ndim == 1, x, now
+        return vectors.ndim == 1, x, now
 
     def _undivided(self, scores: Floats, now: Contents) -> Floats:
         """Scores of vectors that were divided, times the square of what they were divided by, in float32's range."""
@@ -396,8 +396,8 @@ class Index:
         else:
             times = now.transform.factor if factor is None else bounded("search: `factor`", factor)
             more = min(k * times, max(k, now.ntotal), 2**20)
-            found = _best(space, x, rows, more, now.ntotal, threads, most)[1]
-            scores, ids = refining.by_codes(now, METRICS.index(self._metric), x, found, k, threads)
+            candidates = _best(space, x, rows, more, now.ntotal, threads, most)[1]
+            scores, ids = refining.by_codes(now, METRICS.index(self._metric), x, candidates, k, threads)
         if self._metric == "l2":
             scores = np.where(np.isinf(scores), np.float32(np.inf), 0 - scores)
         scores = self._undivided(scores, now)
@@ -425,9 +425,11 @@ class Index:
         rows = refining.rows_of(refine, self._dim)
         times = refining.factor_for(self._bits) if factor is None else bounded("search: `factor`", factor)
         x = inputs.as_float32(inputs.vectors("search", "queries", queries, self._dim))
-        found = self.search(x, min(k * times, max(k, len(self)), 2**20), filter, threads, sigmas=sigmas, probe=probe)[1]
-        single = found.ndim == 1
-        scores, ids = refining.best(x.reshape(-1, self._dim), np.atleast_2d(found), rows, self._metric, k)
+        candidates = self.search(
+            x, min(k * times, max(k, len(self)), 2**20), filter, threads, sigmas=sigmas, probe=probe
+        )[1]
+        single = candidates.ndim == 1
+        scores, ids = refining.best(x.reshape(-1, self._dim), np.atleast_2d(candidates), rows, self._metric, k)
         if self._metric == "l2":
             scores = np.where(ids < 0, np.float32(np.inf), 0 - scores)
         return (scores[0], ids[0]) if single else (scores, ids)
@@ -449,14 +451,14 @@ class Index:
         sign = np.float32(-1 if self._metric == "l2" else 1)
         lims, all_scores, all_ids = [0], [np.empty(0, np.float32)], [np.empty(0, np.int64)]
         for at in range(len(x)):
-            found: list[tuple[Floats, Ids]] = []
+            parts: list[tuple[Floats, Ids]] = []
             for row in rows:
                 got = self._undivided(_core.index_scores(space, x[at : at + 1], row, threads)[0], now)
                 hit = np.flatnonzero((got >= sign * limit) & (True if row[5] is None else row[5] != 0))
                 own = row[4][hit] if isinstance(row[4], np.ndarray) else row[4] + hit
-                found.append((got[hit], own.astype(np.int64)))
-            scores = np.concatenate([s for s, _ in found]) if found else np.empty(0, np.float32)
-            ids = np.concatenate([i for _, i in found]) if found else np.empty(0, np.int64)
+                parts.append((got[hit], own.astype(np.int64)))
+            scores = np.concatenate([s for s, _ in parts]) if parts else np.empty(0, np.float32)
+            ids = np.concatenate([i for _, i in parts]) if parts else np.empty(0, np.int64)
             order = np.lexsort((ids, -scores))
             all_scores.append(sign * scores[order] + np.float32(0))
             all_ids.append(ids[order])

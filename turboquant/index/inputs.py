@@ -40,7 +40,7 @@ def unmasked(op: str, name: str, x: Any) -> NDArray[Any]:
 def vectors(op: str, name: str, x: Any, dim: int) -> Any:
     """x, [n, dim] or [dim]: a NumPy array of numbers, or a bfloat16 tensor, which NumPy cannot view. Other tensors are
     viewed, not copied. `as_float32` converts parts of either."""
-    device, given = getattr(x, "device", None), type(x).__name__
+    device, kind = getattr(x, "device", None), type(x).__name__
     if getattr(device, "type", "cpu") != "cpu":
         raise TypeError(f"{op}: `{name}` must be on the CPU, got one on {device}; write {name}.cpu()")
     if _is_torch(x):
@@ -55,7 +55,7 @@ def vectors(op: str, name: str, x: Any, dim: int) -> Any:
                 raise
             raise ValueError(f"{op}: `{name}` must be of shape [n, {dim}] or [{dim}]: {error}") from None
     if isinstance(x, np.ndarray) and x.dtype.kind not in "biuf":
-        got = given if x.dtype == object else f"{given} of {x.dtype}"
+        got = kind if x.dtype == object else f"{kind} of {x.dtype}"
         raise TypeError(f"{op}: `{name}` must be an array or lists of numbers, got {got}")
     if x.ndim not in (1, 2) or x.shape[-1] != dim:
         raise ValueError(f"{op}: `{name}` must be of shape [n, {dim}] or [{dim}], got {list(x.shape)}")

@@ -91,8 +91,8 @@ def _clustered(x: Floats, n: int, by_direction: bool, seed: int) -> Floats:
         raise ImportError(
             "train: lists need faiss-cpu (pip install 'turboquant-attention[lists]') or scikit-learn"
         ) from None
-    found = MiniBatchKMeans(n, batch_size=max(4096, 4 * n), max_iter=_ROUNDS, n_init=1, random_state=seed).fit(x)
-    return np.ascontiguousarray(found.cluster_centers_, np.float32)
+    means = MiniBatchKMeans(n, batch_size=max(4096, 4 * n), max_iter=_ROUNDS, n_init=1, random_state=seed).fit(x)
+    return np.ascontiguousarray(means.cluster_centers_, np.float32)
 
 
 @dataclass

@@ -19,14 +19,14 @@ def factor_for(bits: int) -> int:
     return _FACTORS.get(bits, 2)
 
 
-def by_codes(now: Contents, metric: int, queries: Floats, found: Ids, k: int, threads: int) -> tuple[Floats, Ids]:
+def by_codes(now: Contents, metric: int, queries: Floats, candidates: Ids, k: int, threads: int) -> tuple[Floats, Ids]:
     """(scores, ids), float32 and int64 [queries, k]: the k best of the ids that were found, by the rows' 8 bits; -inf
     and -1 where there are none. Scores are the core's."""
     assert now.transform.fine is not None
-    rows = now.find(found.ravel()).reshape(found.shape)
+    rows = now.find(candidates.ravel()).reshape(candidates.shape)
     scores = _core.index_scores_of(now.transform.fine.space(metric), queries, now.fine_rows(), rows, threads)
-    order = np.lexsort((found, -scores), axis=1)[:, :k]
-    return np.take_along_axis(scores, order, axis=1), np.take_along_axis(found, order, axis=1)
+    order = np.lexsort((candidates, -scores), axis=1)[:, :k]
+    return np.take_along_axis(scores, order, axis=1), np.take_along_axis(candidates, order, axis=1)
 
 
 def rows_of(refine: Any, dim: int) -> Any:
@@ -37,18 +37,18 @@ def rows_of(refine: Any, dim: int) -> Any:
     return x
 
 
-def best(queries: Floats, found: Ids, refine: Any, metric: str, k: int) -> tuple[Floats, Ids]:
+def best(queries: Floats, candidates: Ids, refine: Any, metric: str, k: int) -> tuple[Floats, Ids]:
     """(scores, ids), float32 and int64 [queries, k]: the k best of the ids that were found, -1 where there are none, by
     their exact scores."""
-    if (most := int(found.max(initial=-1))) >= len(refine):
+    if (most := int(candidates.max(initial=-1))) >= len(refine):
         raise ValueError(f"search: `refine` must have a row for every id, got {len(refine)} rows, but the id {most}")
     scores = np.empty((len(queries), k), np.float32)
     ids = np.empty((len(queries), k), np.int64)
     if metric == "cosine":
         queries = inputs.normalised(queries)
-    step = max(1, _TOGETHER // max(1, found.shape[1] * queries.shape[1]))
+    step = max(1, _TOGETHER // max(1, candidates.shape[1] * queries.shape[1]))
     for at in range(0, len(queries), step):
-        own, near = queries[at : at + step], found[at : at + step]
+        own, near = queries[at : at + step], candidates[at : at + step]
         exact = _scores(own, near, refine, metric)
         exact[near < 0] = -np.inf
         order = np.lexsort((near, -exact), axis=1)[:, :k]
@@ -58,13 +58,13 @@ def best(queries: Floats, found: Ids, refine: Any, metric: str, k: int) -> tuple
     return scores, ids
 
 
-def _scores(queries: Floats, found: Ids, refine: Any, metric: str) -> Floats:
-    ids = found.ravel()
+def _scores(queries: Floats, candidates: Ids, refine: Any, metric: str) -> Floats:
+    ids = candidates.ravel()
     rows = inputs.as_float32(refine[np.maximum(ids, 0)])
     inputs.check("search", "refine", rows[ids >= 0], metric, ids[ids >= 0])
     if metric == "cosine":
         rows = inputs.normalised(rows)
-    rows = rows.reshape(*found.shape, -1)
+    rows = rows.reshape(*candidates.shape, -1)
     with np.errstate(over="ignore"):
         if metric == "l2":
             rows = rows - queries[:, None]

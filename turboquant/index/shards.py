@@ -90,10 +90,10 @@ def _opened(path: str) -> _Opened:
     """A mapped file, from an earlier search if it is the same file still."""
     about = os.stat(existing_file(path, "a file of an index"))
     identity = about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
-    held = _OPENED.get(path)
-    if held is None or held[0] != identity:
-        held = _OPENED[path] = identity, _open(path)
-    return held[1]
+    known = _OPENED.get(path)
+    if known is None or known[0] != identity:
+        known = _OPENED[path] = identity, _open(path)
+    return known[1]
 
 
 def _search_one(shard: _Shard, queries: Any, k: int, options: dict[str, Any]) -> tuple[str, str, Floats, Ids]:
@@ -101,10 +101,10 @@ def _search_one(shard: _Shard, queries: Any, k: int, options: dict[str, Any]) ->
     opened = _opened(shard.path)
     shard.check(opened)
     try:
-        found = opened.index.search(queries, k, **options)
+        results = opened.index.search(queries, k, **options)
     except (ValueError, TypeError) as error:
         raise type(error)(f"{shard.path!r}: {error}") from None
-    return opened.transform, opened.index.metric, *found
+    return opened.transform, opened.index.metric, *results
 
 
 def search_shards(
@@ -141,15 +141,15 @@ def search_shards(
     among = None if filter is None else id_array("search_shards", filter, "filter")
     options = {"filter": among, "threads": threads, "sigmas": sigmas, "probe": probe}
     if executor is None:
-        found = [_search_one(shard, queries, k, options) for shard in shards]
+        results = [_search_one(shard, queries, k, options) for shard in shards]
     else:
         futures = [executor.submit(_search_one, shard, queries, k, options) for shard in shards]
         try:
-            found = [future.result() for future in futures]
+            results = [future.result() for future in futures]
         finally:
             for future in futures:
                 future.cancel()  # of no effect where it has run
-    transforms, metrics, scores, ids = zip(*found, strict=True)
+    transforms, metrics, scores, ids = zip(*results, strict=True)
     for shard, transform in zip(shards, transforms, strict=True):
         if transform != transforms[0]:
             raise ValueError(f"search_shards: {_ALIKE}; that of {shard.path!r} differs from {shards[0].path!r}'s")
@@ -207,13 +207,13 @@ def _checked(shards: list[_Shard]) -> list[_Opened]:
 
 def _check_ids(shards: list[_Shard], opened: list[_Opened]) -> None:
     """ValueError if two files have the same id. Only files whose ranges of ids overlap are compared."""
-    held = [one.index.ids for one in opened]
-    ranges = sorted((int(ids.min()), int(ids.max()), i) for i, ids in enumerate(held) if len(ids))
+    own = [one.index.ids for one in opened]
+    ranges = sorted((int(ids.min()), int(ids.max()), i) for i, ids in enumerate(own) if len(ids))
     for at, (_, last, i) in enumerate(ranges):
         for low, _, j in ranges[at + 1 :]:
             if low > last:
                 break
-            if len(both := np.intersect1d(held[i], held[j])):
+            if len(both := np.intersect1d(own[i], own[j])):
                 raise ValueError(
                     f"shards must have different ids, got {both[0]} in {shards[i].path!r} and {shards[j].path!r}"
                 )

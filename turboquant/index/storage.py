@@ -61,16 +61,16 @@ class Segment:
             order = np.argsort(self.ids[rows], kind="stable")
             self._order = self.ids[rows][order], rows[order], len(self)
         known, rows, covered = self._order
-        found = np.full(len(ids), -1, np.int64)
+        at_rows = np.full(len(ids), -1, np.int64)
         if len(known):
             at = np.minimum(np.searchsorted(known, ids), len(known) - 1)
-            found = np.where(known[at] == ids, rows[at], -1)
+            at_rows = np.where(known[at] == ids, rows[at], -1)
         if covered < len(self):
             same = ids[:, None] == self.ids[covered:]
             if self.allowed is not None:
                 same &= self.allowed[covered:] != 0
-            found = np.where(same.any(axis=1), covered + same.argmax(axis=1), found)
-        return found
+            at_rows = np.where(same.any(axis=1), covered + same.argmax(axis=1), at_rows)
+        return at_rows
 
     @property
     def noise(self) -> NDArray[np.int64]:
@@ -237,9 +237,9 @@ def _dtype_name(array: NDArray[Any]) -> str:
     return "BF16" if array.dtype == np.uint16 else tensor(array).dtype
 
 
-def _numpy_dtype(held: Tensor) -> np.dtype[Any]:
+def _numpy_dtype(entry: Tensor) -> np.dtype[Any]:
     """NumPy has no bfloat16."""
-    return np.dtype("<u2") if held.dtype == "BF16" else numpy_dtype(held)
+    return np.dtype("<u2") if entry.dtype == "BF16" else numpy_dtype(entry)
 
 
 def write(path: str | os.PathLike[str], meta: dict[str, Any], arrays: dict[str, list[NDArray[Any]]]) -> None:
@@ -263,8 +263,10 @@ def read(path: str, mapped: bool) -> tuple[dict[str, Any], dict[str, NDArray[Any
             else:
                 data = memoryview(bytearray(file.read()))
         arrays = {
-            name: np.frombuffer(data[held.start : held.start + held.nbytes], _numpy_dtype(held)).reshape(held.shape)
-            for name, held in tensors.items()
+            name: np.frombuffer(data[entry.start : entry.start + entry.nbytes], _numpy_dtype(entry)).reshape(
+                entry.shape
+            )
+            for name, entry in tensors.items()
         }
     except ValueError as error:
         raise ValueError(f"`path` must be a file of an index, got {path!r}: {error}") from None

@@ -34,8 +34,8 @@ class _Trial:
 
     def __init__(self, x: Floats, metric: int) -> None:
         self.metric = metric
-        held = np.arange(0, len(x), 10)[:_HELD]
-        self.queries, self.rest = x[held], np.delete(x, held, axis=0)
+        which = np.arange(0, len(x), 10)[:_HELD]
+        self.queries, self.rest = x[which], np.delete(x, which, axis=0)
         self.k = min(10, len(self.rest))
         queries, rest, lengths = self.queries, self.rest, np.float32(0)
         if metric == 2:  # squared distances lose fewer digits near the origin
@@ -69,10 +69,10 @@ class _Trial:
         or 6 with few coordinates; and the recall with it."""
         every = self.found(t, rows)
         for sigmas in _WIDE_SIGMAS if t.channels <= TWO_LEAD else _SIGMAS:
-            found = self.found(t, rows, sigmas)
-            if _share(found, every).mean() >= 1 - _MISSED:
+            ids = self.found(t, rows, sigmas)
+            if _share(ids, every).mean() >= 1 - _MISSED:
                 break
-        return sigmas, _share(found, self.truth)
+        return sigmas, _share(ids, self.truth)
 
 
 def with_factor(t: Transform, x: Floats, metric: int, share: float) -> Transform:
@@ -86,10 +86,10 @@ def with_factor(t: Transform, x: Floats, metric: int, share: float) -> Transform
     for factor in _FACTORS:
         if (k := factor * trial.k) > len(trial.rest):
             break
-        found = _core.index_search(t.space(metric, sigmas), trial.queries, (rows.core(None),), k)[1]
-        scores = _core.index_scores_of(t.fine.space(metric), trial.queries, (fine.core(None),), found)
-        order = np.lexsort((found, -scores), axis=1)[:, : trial.k]
-        recall = float(_share(np.take_along_axis(found, order, axis=1), trial.truth).mean())
+        ids = _core.index_search(t.space(metric, sigmas), trial.queries, (rows.core(None),), k)[1]
+        scores = _core.index_scores_of(t.fine.space(metric), trial.queries, (fine.core(None),), ids)
+        order = np.lexsort((ids, -scores), axis=1)[:, : trial.k]
+        recall = float(_share(np.take_along_axis(ids, order, axis=1), trial.truth).mean())
         if recall > most:
             best, most = factor, recall
         if recall >= share:
@@ -97,8 +97,8 @@ def with_factor(t: Transform, x: Floats, metric: int, share: float) -> Transform
     return replace(t, factor=best, training={**t.training, "factor": best, "found": round(most, 4)})
 
 
-def _share(found: Ids, wanted: Ids) -> Recalls:
-    shares: Recalls = (found[:, :, None] == wanted[:, None, :]).any(axis=2).mean(axis=1)
+def _share(ids: Ids, wanted: Ids) -> Recalls:
+    shares: Recalls = (ids[:, :, None] == wanted[:, None, :]).any(axis=2).mean(axis=1)
     return shares
 
 
@@ -127,8 +127,8 @@ def choose(base: Transform, x: Floats, bits: int, metric: int, axes: bool, share
     plain = "mean" if recalls["mean"].sum() > recalls["none"].sum() else "none"
     chosen = with_mean(base, x) if plain == "mean" else base
     what: dict[str, Any] = {"chosen": plain}
-    if axes and (found := _best_axes(trial, base, bits, recalls, recalls[plain])):
-        power, together, sigmas = found
+    if axes and (best := _best_axes(trial, base, bits, recalls, recalls[plain])):
+        power, together, sigmas = best
         learnt = Axes(base, x).transform(bits, power, together)
         if learnt is not None and (len(judges) == len(x) or _holds(_Trial(judges, metric), chosen, learnt, sigmas)):
             chosen = replace(learnt, sigmas=sigmas)
