@@ -14,7 +14,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
-#include "internal.h"
+#include "index_internal.h"
 
 #if defined(__AVX__)
 #error "the core is for every CPU of the architecture: compile it without AVX; only csrc/kernels/<isa>.c gets ISA flags"
@@ -22,8 +22,23 @@
 
 typedef struct {
     const tq_kernels *kernels;
-    int (*ask)(void); /* whether this CPU has it */
+    const tq_scan_kernels *scan; /* of the vector index */
+    int (*ask)(void);            /* whether this CPU has it */
 } level;
+
+/* Where scan kernels were not compiled, scalar ones run. */
+#if !defined(TQ_HAVE_AVX512_VNNI_SCAN)
+#define tq_scan_avx512_vnni tq_scan_scalar
+#endif
+#if !defined(TQ_HAVE_AVX512_SCAN)
+#define tq_scan_avx512 tq_scan_scalar
+#endif
+#if !defined(TQ_HAVE_AVX2_SCAN)
+#define tq_scan_avx2 tq_scan_scalar
+#endif
+#if !defined(TQ_HAVE_NEON_SCAN)
+#define tq_scan_neon tq_scan_scalar
+#endif
 
 static int always(void) { return 1; }
 
@@ -84,27 +99,27 @@ static int has_neon_dot(void) { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 
 static const level levels[] = {
 /* best first */
 #if defined(TQ_HAVE_AVX512_AMX)
-    {&tq_kernels_avx512_amx, has_avx512_amx},
+    {&tq_kernels_avx512_amx, &tq_scan_avx512_vnni, has_avx512_amx},
 #endif
 #if defined(TQ_HAVE_AVX512_VNNI)
-    {&tq_kernels_avx512_vnni, has_avx512_vnni},
+    {&tq_kernels_avx512_vnni, &tq_scan_avx512_vnni, has_avx512_vnni},
 #endif
 #if defined(TQ_HAVE_AVX512)
-    {&tq_kernels_avx512, has_avx512},
+    {&tq_kernels_avx512, &tq_scan_avx512, has_avx512},
 #endif
 #if defined(TQ_HAVE_AVX2_VNNI)
-    {&tq_kernels_avx2_vnni, has_avx2_vnni},
+    {&tq_kernels_avx2_vnni, &tq_scan_avx2, has_avx2_vnni},
 #endif
 #if defined(TQ_HAVE_AVX2)
-    {&tq_kernels_avx2, has_avx2},
+    {&tq_kernels_avx2, &tq_scan_avx2, has_avx2},
 #endif
 #if defined(TQ_HAVE_NEON_DOT)
-    {&tq_kernels_neon_dot, has_neon_dot},
+    {&tq_kernels_neon_dot, &tq_scan_neon, has_neon_dot},
 #endif
 #if defined(TQ_HAVE_NEON)
-    {&tq_kernels_neon, always},
+    {&tq_kernels_neon, &tq_scan_neon, always},
 #endif
-    {&tq_kernels_scalar, always},
+    {&tq_kernels_scalar, &tq_scan_scalar, always},
 };
 
 #define N_LEVELS (sizeof levels / sizeof *levels)
@@ -160,6 +175,14 @@ const tq_kernels *tq_get_kernels(tq_error *error)
     if (!kernels) tq_fail(error, TQ_E_UNSUPPORTED, "TURBOQUANT_ISA", -1, 0, machine.names);
     if (tq_num_threads()) return kernels;
     tq_fail(error, TQ_E_UNSUPPORTED, "TURBOQUANT_NUM_THREADS", -1, 0, "an integer in 1..256");
+    return NULL;
+}
+
+const tq_scan_kernels *tq_get_scan_kernels(tq_error *error)
+{
+    const tq_kernels *kernels = tq_get_kernels(error);
+    for (size_t i = 0; kernels && i < N_LEVELS; i++)
+        if (levels[i].kernels == kernels) return levels[i].scan;
     return NULL;
 }
 

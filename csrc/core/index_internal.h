@@ -4,7 +4,7 @@
 #include "internal.h"
 #include "scan_kernels.h"
 
-/** The table for the instruction set in use, or NULL with *error filled. */
+/** The table for the instruction set in use, or NULL with *error filled (dispatch.c). */
 const tq_scan_kernels *tq_get_scan_kernels(tq_error *error);
 
 /** The books of all widths, [TQ_WIDE_BITS + 1]; made once. */

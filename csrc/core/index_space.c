@@ -7,26 +7,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-const tq_scan_kernels *tq_get_scan_kernels(tq_error *error)
-{
-    const tq_kernels *kernels = tq_get_kernels(error);
-    if (!kernels) return NULL;
-#if defined(TQ_HAVE_AVX512_VNNI_SCAN)
-    if (strcmp(kernels->isa, "avx512_vnni") == 0 || strcmp(kernels->isa, "avx512_amx") == 0)
-        return &tq_scan_avx512_vnni;
-#endif
-#if defined(TQ_HAVE_AVX512_SCAN)
-    if (strcmp(kernels->isa, "avx512") == 0) return &tq_scan_avx512;
-#endif
-#if defined(TQ_HAVE_AVX2_SCAN)
-    if (strncmp(kernels->isa, "avx2", 4) == 0) return &tq_scan_avx2;
-#endif
-#if defined(TQ_HAVE_NEON_SCAN)
-    if (strncmp(kernels->isa, "neon", 4) == 0) return &tq_scan_neon;
-#endif
-    return &tq_scan_scalar;
-}
-
 static tq_index_book all_books[TQ_WIDE_BITS + 1];
 static pthread_once_t books_once = PTHREAD_ONCE_INIT;
 
