@@ -351,7 +351,7 @@ TRIES: dict[int, Array] = {
 
 
 def is_settled(p: Plan) -> bool:
-    """Are rows settled (turboquant.h, "z")? Then tensor cores, which add in another order, get the same bits."""
+    """Are rows settled (docs/rounding.md)? Then tensor cores, which add in another order, get the same bits."""
     return p.rotation == HADAMARD and p.head_dim >= 64 and p.head_dim & (p.head_dim - 1) == 0
 
 

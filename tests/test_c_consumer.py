@@ -79,8 +79,8 @@ def test_a_level_that_is_not_there_is_an_error(consumer: tuple[str, Path]) -> No
 
 
 def test_the_header_stands_alone(tmp_path: Path) -> None:
-    """turboquant.h needs no other header before it, and compiles as C99 and as C++11."""
-    text = "#include <turboquant.h>\n#include <turboquant.h>\nint main(void) { return TQ_OK; }\n"
+    """turboquant.h and the header of schemes need no other one before them, and compile as C99 and as C++11."""
+    text = "#include <turboquant_schemes.h>\n#include <turboquant.h>\nint main(void) { return TQ_OK; }\n"
     strict = ["-Wall", "-Wextra", "-Werror", "-pedantic", "-fsyntax-only", f"-I{CSRC / 'include'}"]
     (tmp_path / "alone.c").write_text(text)
     run(CC, "-std=c99", *strict, tmp_path / "alone.c")
@@ -93,7 +93,7 @@ def test_everything_declared_is_defined(consumer: tuple[str, Path]) -> None:
     """All functions of the headers are defined, and every global function of the library begins with tq_."""
     if shutil.which("nm") is None:
         pytest.skip("there is no nm")
-    headers = "".join((CSRC / "include" / f"{name}.h").read_text() for name in ("turboquant", "turboquant_index"))
+    headers = "".join((CSRC / "include" / f"{name}.h").read_text() for name in ("turboquant", "turboquant_schemes", "turboquant_index"))
     declared = set(re.findall(r"\b(tq_\w+)\(", re.sub(r"/\*.*?\*/", "", headers, flags=re.S)))
     defined = set()
     for file in [SANITIZED] if SANITIZED else consumer[1].parent.glob("*.o"):

@@ -1,4 +1,4 @@
-"""Checks of plans with a matrix, which promise a tolerance instead of equal bytes (turboquant.h, "ROUNDING").
+"""Checks of plans with a matrix, which promise a tolerance instead of equal bytes (docs/rounding.md).
 
 A code may differ from that of exact arithmetic if its number lies within `TOLERANCE` * rms(x - centre) / step of a
 threshold. Numbers stored for each token fit the codes stored, to an ulp of binary16.

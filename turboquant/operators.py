@@ -3,7 +3,7 @@ on. They take each tensor of a `turboquant.ops.PackedKV` as an argument of its o
 
 ``print(torch.ops.turboquant.attend.__doc__)`` shows an operator's documentation. Operators run on the CPU and, in a
 build with CUDA, on CUDA, with one schema. Both write the same bytes (with a rotation matrix a few codes may differ:
-turboquant.h, "ROUNDING"). They work under `torch.compile(fullgraph=True)`, `torch.export` and `torch.inference_mode`.
+docs/rounding.md). They work under `torch.compile(fullgraph=True)`, `torch.export` and `torch.inference_mode`.
 They have no gradient. An error is a tensor that requires grad while grad mode is on, one with a tangent (`forward_ad`)
 outside inference mode, and one that `torch.func` differentiates. `torch.vmap` calls those that write to nothing once
 for each element.

@@ -1,6 +1,7 @@
 /* The arithmetic of plans that are not plain: portable, the same on every machine. turboquant.h has the formulas
  * (tq_levels, tq_sketch). */
 #include "blocks.h"
+#include "turboquant_schemes.h"
 #include <math.h>
 #include <string.h>
 

@@ -3,6 +3,7 @@
  * Everything is float64 +, -, *, /, sqrt and frexp in a fixed order, so that a seed is the same matrix on every
  * machine; libm's log would not be. */
 #include "internal.h"
+#include "turboquant_schemes.h"
 #include <math.h>
 
 #define HAAR_STREAM ((uint64_t)1 << 32)   /* apart from the streams of the Hadamard signs */

@@ -44,7 +44,7 @@ typedef struct {
 
 enum { TQ_CELL_BITS = 5 };
 
-/** Whether codes of settled rows are searched from the middle of a cell of u (turboquant.h, "z"). */
+/** Whether codes of settled rows are searched from the middle of a cell of u (docs/rounding.md, "Settled rows"). */
 static inline int tq_is_searched_by_cells(int32_t bits) { return bits <= 5; }
 
 /** How to encode the vectors of one side. */
@@ -54,7 +54,7 @@ typedef struct {
     const tq_cells *cells;    /* [TQ_CELL_BITS + 1]: of 4 and 5 */
     int32_t head_dim, scale;  /* scale: tq_scale */
     int32_t group_channels;
-    int32_t settled;    /* whether sums are those of settled rows: turboquant.h, "z" */
+    int32_t settled;    /* whether sums are those of settled rows: docs/rounding.md, "Settled rows" */
     int32_t tries;      /* factors to try; 0: none */
     float factor;       /* of the scale; 1 unless settled */
     const float *steps; /* [groups], or NULL: 1; z is divided by them already */
@@ -138,7 +138,7 @@ typedef struct {
      *  32 of word i / 32; NULL: none), butterflies at distances 1, 2, 4 .. n/2, times factor, signs of `after`.
      *  Bit-exact. */
     void (*hadamard)(float *x, int32_t n, float factor, const uint32_t *before, const uint32_t *after);
-    /** Settles n floats (a power of two, 64 or more) in place (turboquant.h, "z"); then hadamard with factor 1 and
+    /** Settles n floats (a power of two, 64 or more) in place (docs/rounding.md, "Settled rows"); then hadamard with factor 1 and
      *  these signs before. Bit-exact. */
     void (*settle)(float *x, int32_t n, const uint32_t *before);
     /** z [head_dim] rotated -> codes [groups * 32] (0 where padded or without bits) and one binary16 scale.

@@ -105,7 +105,8 @@ void tq_parallel(int64_t n, int32_t threads, void (*task)(void *context, int64_t
     pthread_mutex_unlock(&pool.mutex);
     run_tasks(&j, 0);
     pthread_mutex_lock(&pool.mutex);
-    pool.current.workers = 0; /* no task is left: a thread that has not woken yet, on a busy machine, is not waited for */
+    pool.current.workers =
+        0; /* no task is left: a thread that has not woken yet, on a busy machine, is not waited for */
     while (pool.running) pthread_cond_wait(&pool.done, &pool.mutex);
     pthread_mutex_unlock(&pool.mutex);
     pthread_mutex_unlock(&job_mutex);

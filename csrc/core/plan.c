@@ -1,6 +1,7 @@
 /* Plans: checks their integers once and derives the sizes and offsets that every other file trusts. turboquant.h has
  * their order. */
 #include "internal.h"
+#include "turboquant_schemes.h"
 #include <math.h>
 #include <string.h>
 

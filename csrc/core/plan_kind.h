@@ -12,13 +12,13 @@ static inline int tq_tile_is_16(const tq_plan *plan) { return plan->group_channe
 static inline int tq_has_one_width(const tq_side *side) { return side->one_width; }
 /** Whether keys have a wave or a metric. */
 static inline int tq_has_moments(const tq_plan *plan) { return plan->wave_pairs || plan->metric; }
-/** Whether rows are settled; turboquant.h, "settled". */
+/** Whether rows are settled; docs/rounding.md. */
 static inline int tq_is_settled(const tq_plan *plan)
 {
     return plan->is_plain && plan->rotation == TQ_ROTATION_HADAMARD && plan->head_dim >= 64 &&
            (plan->head_dim & (plan->head_dim - 1)) == 0;
 }
-/** The factors of a plan with so many tries; turboquant.h, "tries". */
+/** The factors of a plan with so many tries; docs/rounding.md. */
 static inline const float *tq_tries(int32_t tries)
 {
     static const float three[] = TQ_TRIES_3, five[] = TQ_TRIES_5, seven[] = TQ_TRIES_7;

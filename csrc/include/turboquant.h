@@ -11,18 +11,10 @@
  *            record_bytes]
  *   record   one page of one KV head:
  *            | key codes | value codes | key scales | value scales |
- *              codes         [token tiles of the page], each the tiles of the groups with bits > 0, then of the sketch:
- *                            tile_bytes
- *              scales        | numbers of block 0 | of block 1 | .. | of the sketch |, each [page_tokens] binary16 in
- *                            column order; absent for a side without codes. A plain side has one block and one number:
- *                            s.
+ *              codes         [token tiles of the page], each the tiles of the groups with bits > 0: tile_bytes
+ *              scales        [page_tokens] binary16 in column order, s of each token; absent for a side without codes
  *   group    32 (or 16: below) consecutive rotated channels with one width; a group of 0 bits takes no space. head_dim
  *            is padded to whole groups: a padding channel has code 0 and is never read.
- *   block    consecutive groups that share their per-token numbers: one scale, or a scale and then a zero point
- *            (TQ_LEVELS_AFFINE).
- *   sketch   one sign for each row of a matrix S applied to the quantisation error r = z - decoded z: tiles of 1 bit
- *            behind the groups' tiles, 32 rows each, code 1 for (S r) >= 0; and one number per token, the norm of r or
- *            its mean magnitude.
  *   tile     32 tokens x 32 channels of one group at b bits: uint32 [b][32], word w of lane l at index 32 w + l.
  *            Rows are tokens for keys and channels for values; columns are channels for keys and tokens for values.
  *            Lane l = 4 g + t holds rows g, g + 8, g + 16, g + 24 (r = 0..3, row = g + 8 r) and eight columns of each:
@@ -56,29 +48,9 @@
  *            tiles keep their shape, and two token tiles never meet in one sum.
  *   codes    [page_tokens / 64], each [groups with bits > 0] tiles.
  *
- * ROUNDING of z = R (x - mu) / step, the row whose numbers u = z / rms(z) get codes, and of the scale.
- * A plan with a matrix (a dense rotation, a Gaussian sketch) promises a TOLERANCE: a code may be that of a number up to
- * TQ_CODE_TOLERANCE rms(x - mu) / step away from the exact z (the sign of a row of S: |S row| times that), and the
- * numbers stored per token fit these codes, to an ulp of binary16. All other plans give EQUAL BYTES everywhere. In
- * these, each operation is rounded to float32:
- *   sums     of a_i b_i are of rounded products, v[i] += v[i + h] for h = n/2, n/4 .. 1, n the next power of two.
- *   settled  Rows of a plain plan with a Hadamard rotation of one pass over 64 channels or more are settled, so that
- *            tensor cores can do most of the rotation and a table can do the search. x' = 0 if |x_i| < 2^(E-11), else
- *            x_i rounded to a multiple of 2^(E-18), ties to even; E = floor(log2 max |x_i|). Sums of 32 such numbers,
- *            five stages of butterflies, are exact in any order.
- *       z      (B x' - B mu) / step, where B is the rotation without its last product. The scale has that factor
- *              instead.
- *       codes  up to 5 bits are of the middle of the cell that u lies in, [k, k + 1) / TQ_SETTLED_UNITS, by the exact
- *              product of z and fl(TQ_SETTLED_UNITS / rms(z)); those of 6 and 8 bits of u as it is.
- *       sums   of channels i, i + 32, .. by fused products and sums, one after the other, then v[i] += v[i ^ h] for h =
- *              16, 8, 2, 1, 4; z in place of u. <u, u> is the number of channels with codes, unless there are steps.
- *   tries    A plan with tries n > 0 rounds a row n times, with u t in place of u for each t of TQ_TRIES_n in turn. u t is
- *            z fl(r t), r = fl(1 / rms(z)); of settled rows up to 5 bits it is the middle of the cell by
- *            fl(fl(r t) TQ_SETTLED_UNITS). The codes kept are those with the largest fl(<c,u> fl(<c,u> / <c,c>)), which is
- *            the squared cosine times <u,u>; of equal ones those of the factor tried first. The scale is for these codes.
- *            Of plans with a tolerance, a row has codes within the tolerance at one of the factors, and its squared cosine
- *            is within 1e-5 of the best that such codes are sure to have at any factor.
- * Decoding does not depend on any of this.
+ * docs/rounding.md has the order of operations that makes codes and scales, with a worked row. Decoding does not depend on it.
+ *
+ * turboquant_schemes.h has what quantisers of other papers add: other levels, several blocks, sketches.
  *
  * Rules that hold for every function: none prints, aborts, exits or allocates, except tq_set_num_threads and the first
  * parallel call, which start worker threads; nothing is kept after a call; a failed call has written nothing to any
@@ -190,10 +162,6 @@ typedef enum {
  *  workspace  head_dim * (head_dim + 2) doubles, 8-byte aligned; contents lost. */
 TQ_API tq_status tq_haar(uint64_t seed, int32_t head_dim, float *matrix, double *workspace, tq_error *error);
 
-/** Fills matrix [rows, head_dim] float32 row-major with independent draws of N(0, 1), the same on every machine: the
- *  sketch S of a quantised Johnson-Lindenstrauss transform (QJL, arXiv 2406.03482).  rows, head_dim: 1..TQ_MAX_DIM. */
-TQ_API tq_status tq_gaussian(uint64_t seed, int32_t rows, int32_t head_dim, float *matrix, tq_error *error);
-
 /* ---- plans ---- */
 typedef enum {
     TQ_SCALE_EDEN = 0,           /* rms(z) <u,u> / <c,u>: <q, s c> unbiased over signs (EDEN, arXiv 2108.08842) */
@@ -204,51 +172,29 @@ typedef enum {
 /* u = z / rms(z) over the channels that have bits, c its decoded levels. With steps, products count in the units of x:
  * <a,b> is the sum of (step a)(step b), so that the coarse codes of quiet channels do not stretch the loud ones. */
 
-/** What the codes of a side stand for; z is the rotated vector, s and o are stored per token and block. */
-typedef enum {
-    TQ_LEVELS_CODEBOOK = 0, /* s * level of the plan's codebook law, s by tq_scale over the block's channels alone */
-    TQ_LEVELS_AFFINE =
-        1, /* o + s * code: o = min z, s = (max z - min z) / (2^bits - 1); code = round to even (z - o) / s */
-    TQ_LEVELS_ABSMAX =
-        2, /* s * (code - 2^(bits-1)): s = max |z| / (2^(bits-1) - 1); z / s rounded half away from 0 (q8_0) */
-    TQ_LEVELS_TABLE =
-        3 /* table[code], in the units of z: ascending levels that come with each call; nothing stored per token */
-} tq_levels;
-
-/** The signs that are stored of the quantisation error r, a vector of d = head_dim numbers; m = sketch_rows. */
-typedef enum {
-    TQ_SKETCH_NONE = 0,
-    TQ_SKETCH_GAUSSIAN =
-        1, /* signs of S r, S [m, d] comes with each call; r is decoded as sqrt(pi/2) / m * ||r|| * S^T sign(S r),
-                               which makes <q, z> unbiased over a Gaussian S (QJL; TurboQuant prod, arXiv 2504.19874, Algorithm 2) */
-    TQ_SKETCH_SIGN = 2 /* m = d signs of r itself, times the mean |r| of the token, or of a table's last entry */
-} tq_sketch;
-
 /* A plan as integers, the form that files and operators carry (turboquant.Plan in Python):
  *   words[0]  TQ_FORMAT_VERSION
  *   words[1]  head_dim       a multiple of 8; 8..512, or 8..4096 if no group has value bits; 8..256 with tiles of 16 channels
  *   words[2]  page_tokens    32, 64, 96 or 128; with tiles of 16 channels 64 or 128
  *   words[3]  group          channels of a group and of a tile, 32 or 16; groups = ceil(head_dim / group)
  *   words[4]  tq_codebook_law          words[5]  tq_scale          words[6]  seed, 0..2^63 - 1
- *   words[7 .. 10]           of keys: tq_rotation, tq_levels, tq_sketch, sketch_rows (1..head_dim; 0 unless Gaussian)
+ *   words[7 .. 10]           of keys: tq_rotation; then tq_levels, tq_sketch and sketch_rows of turboquant_schemes.h, 0 in a plain plan
  *   words[11 .. 14]          the same of values
  *   words[15] wave_pairs     of keys: pairs of channels whose centre turns with the position. A multiple of 8 up to
  *                            head_dim / 2, which is rounded up to one; 0 above 512 channels
  *   words[16] metric         of keys: 0 none, else 1 + its rank, 0..4
- *   words[17] tries          factors that encoding tries ("ROUNDING"): 0 none, 3, 5 or 7. 0 unless the plan is plain, with
+ *   words[17] tries          factors that encoding tries (docs/rounding.md): 0 none, 3, 5 or 7. 0 unless the plan is plain, with
  *                            the EDEN scale
  *   words[18] variance       0; kept for a term of the logit that depends on the variance of the quantisation error
  *   words[19 ..]             of each group of keys, then of values: bits, plus 16 where a block begins, as at group 0.
  *                            At least one group of keys has bits. Values without bits: all their words are 0.
  * A plan is PLAIN if both sides have codebook levels, one block, no sketch and the same rotation. The fast kernels run
  * plain plans.
- *   bits      0..6 or 8. Affine and absmax levels and tables have one width a block; absmax at least 2; a table at most
- *             6. A plan that is not plain has bits in every group, or in none of the values.
+ *   bits      0..6 or 8. A plan that is not plain has bits in every group, or in none of the values.
  *   group     16 in plain plans alone.
- *   table     one block.
  *   A wave and a metric act on keys before their rotation, and their arrays come with each call (tq_transform). */
 #define TQ_PLAN_HEADER_WORDS 19
-/* Factors of u ("ROUNDING"), 1 first: close to the best ones for Gaussian rows of 128 numbers at 4 bits. */
+/* Factors of u (docs/rounding.md), 1 first: close to the best ones for Gaussian rows of 128 numbers at 4 bits. */
 #define TQ_TRIES_3 {1.0f, 0.9f, 1.125f}
 #define TQ_TRIES_5 {1.0f, 0.84375f, 0.9375f, 1.0625f, 1.1875f}
 #define TQ_TRIES_7 {1.0f, 0.84375f, 0.90625f, 0.953125f, 1.0625f, 1.125f, 1.21875f}
@@ -291,7 +237,7 @@ TQ_API tq_status tq_plan_init(tq_plan *plan, const int64_t *words, size_t n_word
 
 /* ---- transforms: what differs from layer to layer ---- */
 /** How the vectors of one side are transformed, the same for all sequences. Zero-initialised: the plan's Hadamard, no
- *  centre, steps of 1. z = (R (x - centre)) / step, per group (for the order of operations see "z" above).
+ *  centre, steps of 1. z = (R (x - centre)) / step, per group (docs/rounding.md has the order of operations).
  *  Operators take the float32 numbers of a side as one array [kv_heads, columns], dense, `key_numbers` or
  *  `value_numbers`. Errors name it too, with the flat index of a number in it. A row is
  *      | centre | steps | moments |      head_dim, step_columns rounded up to a multiple of 4, plan->moments columns
@@ -421,7 +367,7 @@ TQ_API tq_status tq_append_workspace_bytes(const tq_plan *plan, const tq_append_
  *            a row (`sink_rows`, `tail_rows`), query_start_loc, all found before the first write. A scale that would
  *            exceed 65504 is stored as 65504.
  *  Cost:     O(batch * tokens * kv_heads * head_dim * log head_dim) for Hadamard.
- *  workspace   64-byte aligned, tq_append_workspace_bytes; contents lost. Bytes on ISAs and on CUDA: "ROUNDING". */
+ *  workspace   64-byte aligned, tq_append_workspace_bytes; contents lost. Bytes on ISAs and on CUDA: docs/rounding.md. */
 TQ_API tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *workspace, size_t workspace_bytes,
                            tq_error *error);
 

@@ -100,7 +100,7 @@ TQ_API tq_status tq_cuda_attend(const tq_cuda_attend_call *call, void *workspace
 TQ_API tq_status tq_cuda_schedule(const tq_plan *plan, const tq_attend_params *params, int32_t *schedule, int64_t rows,
                                   void *stream, tq_error *error);
 
-/** tq_append on the device; bytes of the pages as on the host, but for "ROUNDING" and keys with a wave or a metric in
+/** tq_append on the device; bytes of the pages as on the host, but for docs/rounding.md and keys with a wave or a metric in
  *  turboquant.h.
  *  flag   int64 on the device, or NULL. When a number of k or v is not finite or exceeds TQ_MAX_INPUT and *flag is 0,
  *         it becomes 1 + position + (sequence << 32) + (1 << 62 if it is in v); it is sticky: only the caller sets it

@@ -289,7 +289,7 @@ TQ_INLINE void search_numbers(const tq_encoder *e, int32_t bits, float r, const 
     }
 }
 
-/** The codes of the best factor, in place of those of the first one (turboquant.h, "tries"), and the scale that they need.
+/** The codes of the best factor, in place of those of the first one (docs/rounding.md, "Tries"), and the scale that they need.
  *  kept: as encode_in has it, but with steps it may be in their units: then z has the numbers. c: levels in the units of in_units. */
 TQ_INLINE float search_scale(const tq_encoder *e, float r, const float *kept, const float *z, const float *in_units,
                              uint8_t *codes, float *c, int32_t head_dim, int32_t channels, int32_t n)

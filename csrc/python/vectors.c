@@ -1,5 +1,6 @@
 /* Functions on vectors rather than on a cache: codebooks, random numbers, rotations and inner products. */
 #include "binding.h"
+#include "turboquant_schemes.h"
 
 static PyObject *new_array(int type, int ndim, const npy_intp *dims) { return PyArray_SimpleNew(ndim, dims, type); }
 

@@ -15,6 +15,7 @@
 
 #include "core/convert.h"
 #include "turboquant_cuda.h"
+#include "turboquant_schemes.h"
 
 inline void check(cudaError_t e, const char *what)
 {

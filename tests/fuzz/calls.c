@@ -9,7 +9,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <turboquant.h>
+#include <turboquant_schemes.h>
 
 typedef struct {
     const uint8_t *at, *end;

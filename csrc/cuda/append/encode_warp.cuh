@@ -231,7 +231,7 @@ template <bool FINE> struct SliceBooks {
     }
 };
 
-// ---- the search of a scale: turboquant.h, "tries" ----
+// ---- the search of a scale: docs/rounding.md, "Tries" ----
 
 /** The best factor until now. */
 template <int PER_LANE> struct Found {

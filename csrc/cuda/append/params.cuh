@@ -46,8 +46,8 @@ struct AppendArgs {
     int32_t head_dim, groups, rotation, scale, sides; // sides: 1 without values
     int32_t capacity;                                 // the largest length
     int32_t tile_tokens;                              // 32, or 64 with groups of 16
-    float factor;  // of a rotation of one pass; of settled rows (turboquant.h, "z") of the scale
-    int32_t tries; // turboquant.h, "tries"; 0 unless SEARCHES
+    float factor;  // of a rotation of one pass; of settled rows (docs/rounding.md, "Settled rows") of the scale
+    int32_t tries; // docs/rounding.md, "Tries"; 0 unless SEARCHES
     float factors[7];
     Divisor heads, batches, window_slots, page_tokens;
     int64_t n_pages, page_bytes, record_bytes, row_bytes;

@@ -1,4 +1,4 @@
-// Appending many tokens of settled plans (turboquant.h, "z"): a warp takes whole token tiles of one (side, sequence, KV head), and a
+// Appending many tokens of settled plans (docs/rounding.md, "Settled rows"): a warp takes whole token tiles of one (side, sequence, KV head), and a
 // lane makes the words of the tile that are its own.
 //
 // Sums of 32 settled numbers are exact in any order, so the first five stages of the rotation are products by tensor cores, of 32
@@ -472,7 +472,7 @@ __device__ __forceinline__ float codes_of_pass(const FragmentsArgs &a, const Tab
     return __fmul_rn(sum_of_own<IS_KEY>(cz, lane), inverse);
 }
 
-/** The same with the codes of the best factor: turboquant.h, "tries". */
+/** The same with the codes of the best factor: docs/rounding.md, "Tries". */
 template <class S, bool IS_KEY>
 __device__ __forceinline__ float search_pass(const FragmentsArgs &a, const Tables<S> &tables, const Numbers<S> &z,
                                              float inverse, uint32_t (&codes)[S::GROUPS][2], uint32_t memory, int lane)

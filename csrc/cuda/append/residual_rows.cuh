@@ -6,7 +6,7 @@
 //             passes share: a table of 8 positions. A pass takes those of the pass before, turned by 8 positions and by 16; every eighth
 //             one, amplitudes and phases themselves, so that roundings do not add up
 //   metric    W^T S x and what it adds, of rank 4, by tensor cores: products of numbers of 11 bits (TF32), sums of float32
-//   rotation  the same: y is rounded to 11 bits. turboquant.h, "ROUNDING", says what that may change
+//   rotation  the same: y is rounded to 11 bits. docs/rounding.md says what that may change
 //
 // Angles and amplitudes are four numbers of shared memory for each of a row's own; of pairs i and i + DIM / 2, which most models have, half
 // of them are loaded once for two.

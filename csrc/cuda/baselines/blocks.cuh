@@ -13,6 +13,7 @@
 #include "cuda/tile/codebooks.h"
 #include "cuda/tile/matrix.cuh"
 #include "cuda/tile/pack.cuh"
+#include "turboquant_schemes.h"
 
 namespace tq
 {

@@ -165,7 +165,7 @@ __device__ __forceinline__ __half scale_of(int scale, float rms, const Sums &sum
     return __float2half_rn(s < 65504.0f ? s : 65504.0f);
 }
 
-/** 2^(E - 11) and 1.5 * 2^(E - 18 + 23) for a row's largest magnitude, as its bits: turboquant.h, "z". */
+/** 2^(E - 11) and 1.5 * 2^(E - 18 + 23) for a row's largest magnitude, as its bits: docs/rounding.md, "Settled rows". */
 struct Settling {
     float least, round;
 
