@@ -9,10 +9,6 @@
 #include <math.h>
 #include <string.h>
 
-#define CHUNK_ROWS 32        /* the most query rows of a task: their operands and sums stay in a core's L2 */
-#define LEAST_WORK (1 << 18) /* the fewest key numbers times queries that are worth a thread */
-#define SPLIT_PAGES 4        /* the fewest pages of a split that are worth a thread */
-
 /* ---- which tokens a query sees ---- */
 
 /** Positions [lo, hi) that query row position p may see at all. */
@@ -546,37 +542,6 @@ static void merge_task(void *context, int64_t i, int32_t worker)
 
 /* ---- entry points ---- */
 
-static int32_t ceil_div(int64_t a, int64_t b) { return (int32_t)((a + b - 1) / b); }
-
-void tq_attend_lay_out(attend_job *job)
-{
-    const tq_attend_params *a = job->a;
-    job->group = a->layer.kv_heads ? a->query_heads / a->layer.kv_heads : 1;
-    job->chunks = ceil_div((int64_t)job->group * a->query_tokens, CHUNK_ROWS);
-    int64_t tasks = (int64_t)a->layer.batch * a->layer.kv_heads * job->chunks;
-    int64_t tokens = tq_capacity(job->plan, &a->layer); /* of a sequence, at most */
-    double work = (double)tokens * a->layer.batch * a->query_heads * a->query_tokens * job->plan->head_dim;
-    job->threads = tq_threads_for(a->threads, work < 1e15 ? (int64_t)work : (int64_t)1e15, LEAST_WORK);
-    int32_t wanted = tasks ? ceil_div(job->threads, tasks) : 1,
-            possible = a->layer.max_pages / SPLIT_PAGES > 1 ? a->layer.max_pages / SPLIT_PAGES : 1;
-    job->splits = wanted < possible ? wanted : possible;
-    tq_list_groups(&job->plan->key, &job->key_groups);
-    tq_list_groups(&job->plan->value, &job->value_groups);
-    if (!tq_is_plain(job->plan)) {
-        job->query_operand_bytes = (int64_t)sizeof(float) * TQ_TILE * job->key_groups.n;
-    } else {
-        job->query_operand_bytes = (int64_t)job->kernels->operand_bytes(TQ_TILE * job->key_groups.n);
-        job->weight_operand_bytes = (int64_t)job->kernels->operand_bytes(job->plan->page_tokens);
-        tq_key_tiles(job->plan, &job->key_groups, job->key_tiles);
-        tq_value_tiles(job->plan, &job->value_groups, job->value_tiles);
-    }
-    job->precise = a->layer.dtype == TQ_F32 || tq_tile_is_16(job->plan);
-    int64_t rows = (int64_t)job->group * a->query_tokens;
-    job->chunk_rows = rows < CHUNK_ROWS ? (int32_t)rows : CHUNK_ROWS;
-    int64_t tasks_in_flight = tasks * job->splits;
-    if (tasks_in_flight < job->threads) job->threads = tasks_in_flight > 1 ? (int32_t)tasks_in_flight : 1;
-}
-
 /** The angles of the pages that any row sees. */
 static void turn_pages(attend_job *job)
 {
@@ -622,25 +587,5 @@ tq_status tq_attend(const tq_plan *plan, const tq_attend_params *params, void *w
     int64_t tasks = (int64_t)params->layer.batch * params->layer.kv_heads * job.chunks;
     tq_parallel(tasks * job.splits, job.threads, run_task, &job);
     if (job.splits > 1) tq_parallel(tasks, job.threads, merge_task, &job);
-    return TQ_OK;
-}
-
-tq_status tq_attend_workspace_bytes(const tq_plan *plan, const tq_attend_params *params, size_t *bytes, tq_error *error)
-{
-    TQ_TRY(tq_check_attend_sizes(plan, params, error));
-    if (!bytes) return tq_fail(error, TQ_E_VALUE, "bytes", -1, 0, "a pointer, not NULL");
-    attend_job job = {.plan = plan, .a = params, .kernels = tq_get_kernels(error)};
-    if (!job.kernels) return TQ_E_UNSUPPORTED;
-    tq_attend_lay_out(&job);
-    *bytes = (size_t)tq_attend_bytes(&job);
-    return TQ_OK;
-}
-
-tq_status tq_attend_workspace_bound(const tq_plan *plan, const tq_attend_params *params, size_t *bytes, tq_error *error)
-{
-    TQ_TRY(tq_attend_workspace_bytes(plan, params, bytes, error));
-    attend_job job = {.plan = plan, .a = params, .kernels = tq_get_kernels(error)};
-    tq_attend_lay_out(&job);
-    *bytes = (size_t)tq_attend_bytes_bound(&job);
     return TQ_OK;
 }

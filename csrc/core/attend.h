@@ -1,8 +1,10 @@
-/* Shared by attend.c (the algorithm) and attend_args.c (checks and workspace). */
+/* Shared by attend.c (the algorithm) and attend_args.c (checks, tasks and workspace), which does not call the former. */
 #ifndef TQ_ATTEND_H
 #define TQ_ATTEND_H
 #include "blocks.h"
 #include "wave.h"
+
+#define CHUNK_ROWS 32 /* the most query rows of a task: their operands and sums stay in a core's L2 */
 
 typedef struct {
     const tq_plan *plan;
@@ -51,6 +53,7 @@ typedef struct {
 
 /** tq_check_attend, and what the arrays hold: lengths, starts, block table, transforms. */
 tq_status tq_attend_check(const tq_plan *plan, const tq_attend_params *params, tq_error *error);
+/** Cuts the job into tasks: everything but plan, a, kernels, books, strides, wave and workspace. */
 void tq_attend_lay_out(attend_job *job);
 int64_t tq_attend_bytes(const attend_job *job);
 /** At least tq_attend_bytes of any smaller job. */
