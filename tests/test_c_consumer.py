@@ -93,7 +93,10 @@ def test_everything_declared_is_defined(consumer: tuple[str, Path]) -> None:
     """All functions of the headers are defined, and every global function of the library begins with tq_."""
     if shutil.which("nm") is None:
         pytest.skip("there is no nm")
-    headers = "".join((CSRC / "include" / f"{name}.h").read_text() for name in ("turboquant", "turboquant_schemes", "turboquant_index"))
+    headers = "".join(
+        (CSRC / "include" / f"{name}.h").read_text()
+        for name in ("turboquant", "turboquant_schemes", "turboquant_index")
+    )
     declared = set(re.findall(r"\b(tq_\w+)\(", re.sub(r"/\*.*?\*/", "", headers, flags=re.S)))
     defined = set()
     for file in [SANITIZED] if SANITIZED else consumer[1].parent.glob("*.o"):

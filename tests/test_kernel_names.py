@@ -108,6 +108,8 @@ def test_the_command_names_the_kernels_of_a_cpu(
     plan = turboquant.Plan(96, 4, 4).words
     attend, append = _core.kernel_name("attend", plan), _core.kernel_name("append", plan)
     assert [line.split() for line in lines] == [["2,2,3,200,96", bits, attend, append, append] for bits in "432"]
+    assert main(["info", "--moments", "--kernels", "2,2,3,200,96"]) == 0
+    assert capsys.readouterr().out.splitlines()[2:] == lines
     for wrong in ("2,2,3,200", "2,2,3,200,x", "2,2,3,0,64", "2,2,3,200,4294967296"):
         with pytest.raises(SystemExit):
             main(["info", "--kernels", wrong])
@@ -133,6 +135,8 @@ def test_the_command_names_the_kernels_of_a_gpu_that_is_not_there(capsys: pytest
         assert lines[0] == "h100, bfloat16, sequences of equal length"
         assert [shape, "3", case.name, "append_one_token", "append_prefill"] in [line.split() for line in lines]
     assert shapes
+    assert main(["info", "--gpu", "h100", "--moments", "--kernels", "1,8,4,8192,128"]) == 0
+    assert "attend_fused_3bit_d128_4x128_wave" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["info", "--gpu", "k80"])
     assert "--gpu k80: gpu must be a100, l4," in capsys.readouterr().err

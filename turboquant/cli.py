@@ -515,7 +515,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="print which kernels run for batch,kv_heads,group,tokens,head_dim (default: some usual shapes)",
     )
     one.add_argument("--gpu", metavar="NAME", help="--kernels on this GPU, such as h100, which need not be there")
-    one.set_defaults(run=lambda chosen: print_kernels(chosen.kernels or [], _device(None), chosen.gpu))
+    one.add_argument("--moments", action="store_true", help="--kernels of plans with a wave and a metric of keys")
+    one.set_defaults(run=lambda chosen: print_kernels(chosen.kernels or [], _device(None), chosen.gpu, chosen.moments))
     one = commands.add_parser(
         "doctor", help="info with verdicts, and whether a model can be packed; exit status 1 if something cannot work"
     )
@@ -652,7 +653,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(parser: argparse.ArgumentParser, chosen: argparse.Namespace, rest: Sequence[str]) -> int:
-    if chosen.command == "info" and chosen.kernels is None and not chosen.gpu:
+    if chosen.command == "info" and chosen.kernels is None and not (chosen.gpu or chosen.moments):
         return info()
     try:
         check_options(chosen.command, chosen)

@@ -21,9 +21,9 @@ SHAPES = ("1,8,4,8192,128", "16,8,4,32768,128", "64,8,4,4096,128", "1,8,4,8192,6
 PROMPT_TOKENS = 128  # enough for a prompt's kernel to be chosen
 
 
-def print_kernels(shapes: Sequence[str], device_name: str, gpu: str | None = None) -> int:
+def print_kernels(shapes: Sequence[str], device_name: str, gpu: str | None = None, moments: bool = False) -> int:
     """For each shape, or usual ones, at 4, 3 and 2 bits: which kernels run for a decoding step and for a prompt. gpu:
-    one of csrc/cuda/attend/choose/gpus.h, in place of the device."""
+    one of csrc/cuda/attend/choose/gpus.h, in place of the device. moments: of plans with a wave and a metric."""
     import torch
 
     from .plan import Plan
@@ -35,6 +35,8 @@ def print_kernels(shapes: Sequence[str], device_name: str, gpu: str | None = Non
     for shape, (batch, kv_heads, group, tokens, head_dim) in zip(shapes, sizes, strict=True):
         for bits in (4, 3, 2):
             plan = Plan(head_dim, bits, bits)
+            if moments:
+                plan = Plan(head_dim, bits, bits, wave_pairs=head_dim // 16 * 8, metric=4)
             if gpu:
                 rows.append((shape, str(bits), *_kernels_on(gpu, batch, kv_heads, group, tokens, plan)))
             else:
@@ -84,9 +86,14 @@ def _kernels(
     table = torch.zeros((batch, -(-tokens // plan.page_tokens)), dtype=torch.int32, device=device)
     lengths = torch.full((batch,), tokens, dtype=torch.int32, device=device)
     equal = ops.Schedule(torch.empty((0, 4), dtype=torch.int32, device=device))
-    packed = ops.PackedKV(pages, table, lengths, plan, tokens)
+    transforms = {}
+    if plan.metric is not None:
+        numbers = 2 * plan.wave_pairs + (1 + plan.metric) * plan.head_dim + 4
+        transforms["key_turns"] = torch.zeros((plan.wave_pairs, 3), dtype=torch.int32, device=device)
+        transforms["key_numbers"] = torch.zeros((kv_heads, numbers), device=device)
+    packed = ops.PackedKV(pages, table, lengths, plan, tokens, transforms)
     attend = ops.attend_kernel(vectors(kv_heads * group, 1), packed, schedule=equal)
     new = (vectors(kv_heads, count) for count in (1, min(tokens, PROMPT_TOKENS)))
     append = torch.ops.turboquant.append_kernel
-    token, prompt = (append(plan.words, x, x, lengths, pages, table) for x in new)
+    token, prompt = (append(plan.words, x, x, lengths, pages, table, **transforms) for x in new)
     return attend, token, prompt
