@@ -20,10 +20,10 @@ from tqdm import tqdm
 from transformers import DynamicCache
 
 from turboquant import Quantizer
-from turboquant.calibration.measure import token_divergence
-from turboquant.hf.evaluation import FreeRunning, _greedy, _loss, _until_parted
-from turboquant.hf.tap import tapped
-from turboquant.moments.text import sample
+from turboquant.evaluation.decoder import FreeRunning, _greedy, _loss, _until_parted
+from turboquant.measuring.tap import tapped
+from turboquant.models.outputs import token_divergence
+from turboquant.models.texts import sample
 
 __all__ = ["BASELINES", "Baseline", "measured", "simulated"]
 

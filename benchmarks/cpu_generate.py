@@ -28,7 +28,7 @@ from transformers.modeling_utils import AttentionInterface
 import turboquant
 from turboquant import TurboQuantCache
 from turboquant.hf.attention import NAME, attention
-from turboquant.hf.names import CACHE
+from turboquant.models.names import CACHE
 
 CONTEXTS = (512, 1024, 2048, 4000)
 STEPS = 32

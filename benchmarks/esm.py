@@ -42,8 +42,8 @@ from transformers import EsmConfig, EsmForMaskedLM
 import turboquant
 from turboquant import CacheSpec, Profile, esm
 from turboquant.esm.attention import NAME
-from turboquant.esm.model import padded, tokenise
-from turboquant.hf.routing import routed
+from turboquant.models.esm import padded, tokenise
+from turboquant.models.routing import routed
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("TURBOQUANT_SHARED", ROOT.parent / "shared"))
@@ -281,11 +281,11 @@ class FullContext:
         shape = (layers, 2, batch, heads, tokens, model.config.hidden_size // heads)
         self.held, self.at, self.layer = torch.randn(shape, device=model.device, dtype=model.dtype), at, 0
 
-    def attend(self, module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float) -> torch.Tensor:
+    def attend(self, call: Any) -> torch.Tensor:
         k, v = self.held[self.layer]
         self.layer = (self.layer + 1) % len(self.held)
-        k[:, :, self.at], v[:, :, self.at] = key[:, :, 0], value[:, :, 0]
-        out = torch.nn.functional.scaled_dot_product_attention(query, k, v, scale=scaling)
+        k[:, :, self.at], v[:, :, self.at] = call.key[:, :, 0], call.value[:, :, 0]
+        out = torch.nn.functional.scaled_dot_product_attention(call.query, k, v, scale=call.scaling)
         return out.transpose(1, 2)
 
 
@@ -347,8 +347,8 @@ def timed(step: Any, model: Any, repeats: int = 12) -> float:
 class NoContext:
     """Attention that does nothing: what a step costs then is the model's."""
 
-    def attend(self, module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float) -> torch.Tensor:
-        return query.transpose(1, 2)
+    def attend(self, call: Any) -> torch.Tensor:
+        return call.query.transpose(1, 2)
 
 
 @torch.no_grad()

@@ -39,8 +39,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaF
 
 import turboquant
 from turboquant.hf.attention import attention
-from turboquant.hf.names import CACHE
 from turboquant.kvcache import attend
+from turboquant.models.names import CACHE
 
 CONFIG = LlamaConfig(
     hidden_size=4096,
@@ -67,7 +67,7 @@ def fill(model: Any, cache: Any, batch: int, tokens: int) -> None:
             continue
         keys, values = cache.update(k, k, i)
         query = k[:, :1].expand(-1, CONFIG.num_attention_heads, -1, -1)
-        with patch("turboquant.hf.layer.own_attention", lambda _, query, *rest: (query, None)):
+        with patch("turboquant.hf.layer.own_attention", lambda call: (call.query, None)):
             attention(layer.self_attn, query, keys, values, None, scaling=CONFIG.head_dim**-0.5)
 
 

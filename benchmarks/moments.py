@@ -27,8 +27,8 @@ from timing import RESULTS, Report
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import turboquant
-from turboquant.calibration.measure import token_divergence
-from turboquant.hf.tap import tapped
+from turboquant.measuring.tap import tapped
+from turboquant.models.outputs import token_divergence
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("TURBOQUANT_SHARED", ROOT.parent / "shared"))

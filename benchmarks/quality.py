@@ -39,8 +39,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import turboquant
 from turboquant import CacheSpec, Profile
-from turboquant.calibration.choice import table
-from turboquant.hf.evaluation import evaluate_all, markdown, text_windows
+from turboquant.evaluation.decoder import evaluate_all, markdown, text_windows
+from turboquant.measured.choice import table
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL_MODELS = Path(os.environ.get("TURBOQUANT_REAL_MODELS", ROOT / "build" / "real-models"))

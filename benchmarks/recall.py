@@ -34,8 +34,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import turboquant
-from turboquant.hf.evaluation import _ready
-from turboquant.hf.names import CACHE, cache_argument
+from turboquant.evaluation.decoder import _ready
+from turboquant.models.names import CACHE, cache_argument
 
 FULL, FP8 = "full cache", "fp8 e4m3"
 SPECS = ["near-lossless", "default", "compact", "tiny"]  # 5, 4, 3 and 2 bits

@@ -29,9 +29,9 @@ from transformers.modeling_utils import AttentionInterface
 
 import turboquant
 from turboquant import CacheSpec, Plan, _core
-from turboquant.calibration.measure import token_divergence
-from turboquant.hf.attention import request_mask
-from turboquant.hf.routing import routed_configs, set_name
+from turboquant.models.attention import request_mask
+from turboquant.models.outputs import token_divergence
+from turboquant.models.routing import routed_configs, set_name
 
 NAME = "variance_term_study"
 TRIES = {0: [1.0], 3: [1.0, 0.9, 1.125]}  # factors of turboquant.h

@@ -34,7 +34,7 @@ nitpick_ignore_regex = [
     ("py:obj", r".*"),
     ("py:.*", r"(torch|numpy|transformers|os|collections|typing|enum)\..*"),
     ("py:class", r".*\._Model"),  # a type variable
-    ("py:class", r"turboquant\.(kvcache\.again\.Seen|hf\.attention\.MaskRequest)"),  # of no interest outside
+    ("py:class", r"turboquant\.(kvcache\.again\.Seen|models\.attention\.(Call|MaskRequest))"),  # of no interest outside
 ]
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "signature"

@@ -8,8 +8,7 @@ import numpy as np
 
 import turboquant
 from turboquant import Profile
-from turboquant.calibration import Calibration
-from turboquant.moments import LayerMoments, Moments
+from turboquant.measured import Calibration, LayerMoments, Moments
 
 
 def calibrate(*args: Any, **options: Any) -> Calibration:

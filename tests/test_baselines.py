@@ -11,7 +11,7 @@ from models import prompts, tiny
 
 torch = pytest.importorskip("torch")
 
-from turboquant.moments.text import Sample  # noqa: E402
+from turboquant.models.texts import Sample  # noqa: E402
 
 
 @pytest.fixture

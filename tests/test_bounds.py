@@ -20,10 +20,10 @@ from profiles import made_calibration, profile_of
 
 import turboquant
 from turboquant.arguments import BOUNDS
-from turboquant.calc import read_model
-from turboquant.calibration.choice import Trial
 from turboquant.cli import main, make_parser
+from turboquant.cli.calc import read_model
 from turboquant.files import read_header
+from turboquant.measured.choice import Trial
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("transformers")
@@ -70,19 +70,19 @@ def tokenizer(text: str, **_: Any) -> dict[str, list[int]]:
 
 
 def evaluate(**given: Any) -> Any:
-    from turboquant.hf.evaluation import evaluate as run
+    from turboquant.evaluation.decoder import evaluate as run
 
     return run(model(), torch.arange(8)[None], "default", **given)
 
 
 def text_windows(windows: Any, length: Any) -> Any:
-    from turboquant.hf.evaluation import text_windows as run
+    from turboquant.evaluation.decoder import text_windows as run
 
     return run("a text", tokenizer, windows, length)
 
 
 def scanned(size: Any) -> None:
-    from turboquant.esm.model import check_batch_size
+    from turboquant.models.esm import check_batch_size
 
     check_batch_size(size)
 

@@ -14,11 +14,12 @@ from specs import WAVE, bare
 from test_moments_reference import layer as random_moments
 from transformers import LlamaConfig
 
-from turboquant import Profile, TurboQuantCache, moments, ops
-from turboquant.hf.attention import FreshKeys, attention, request_mask
-from turboquant.hf.names import CACHE
+from turboquant import Profile, TurboQuantCache, measured, ops
+from turboquant.hf.attention import FreshKeys, attention
 from turboquant.kvcache.pages import RELEASED
+from turboquant.models.attention import request_mask
 from turboquant.models.identity import describe
+from turboquant.models.names import CACHE
 from turboquant.named_specs import resolve
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 32
@@ -27,7 +28,7 @@ CONFIG = LlamaConfig(
 )
 PACKED = bare(3, 3, prefill="packed")
 RANDOM = tuple(random_moments(np.random.default_rng(i), DIM, KV_HEADS, size=4.0) for i in range(LAYERS))
-MOMENTS = moments.Moments(RANDOM, describe(CONFIG), 2048, "random numbers")
+MOMENTS = measured.Moments(RANDOM, describe(CONFIG), 2048, "random numbers")
 
 
 def new(spec):

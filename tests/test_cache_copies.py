@@ -10,7 +10,7 @@ import torch
 from test_cache import CONFIG, PACKED, Stream, close, forward
 
 from turboquant import TurboQuantCache
-from turboquant.kvcache.common import _add
+from turboquant.kvcache.shared import _add
 
 Copy = Callable[[TurboQuantCache], TurboQuantCache]
 

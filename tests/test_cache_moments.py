@@ -22,13 +22,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import turboquant
 from turboquant import CacheSpec, Profile, TurboQuantCache
+from turboquant.evaluation.decoder import text_windows
 from turboquant.hf.attention import NAME
-from turboquant.hf.evaluation import text_windows
-from turboquant.hf.tap import tapped
 from turboquant.kvcache import decoded
+from turboquant.measured import Moments
+from turboquant.measuring.moments import measure_model
+from turboquant.measuring.tap import tapped
 from turboquant.models.identity import describe, fingerprint
-from turboquant.moments import Moments
-from turboquant.moments.measure import measure_model
 
 SPEC = PACKED.with_(**WAVE, sinks=2)
 OURS = bare(4, 4, **WAVE)  # for models
@@ -211,7 +211,7 @@ def test_they_are_measured_once_for_a_model_and_tokenizer(monkeypatch):
     runs, model = [], tiny()
     plain = measure_model
     monkeypatch.setattr(
-        "turboquant.moments.measure.measure_model", lambda *args, **how: runs.append(args[1]) or plain(*args, **how)
+        "turboquant.measuring.moments.measure_model", lambda *args, **how: runs.append(args[1]) or plain(*args, **how)
     )
     turboquant.patch(model, OURS)
     with pytest.warns(UserWarning, match="measured on random token ids"):
@@ -223,8 +223,8 @@ def test_they_are_measured_once_for_a_model_and_tokenizer(monkeypatch):
     assert again._shared.moments is cache._shared.moments and runs == [None]
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     tokenizer.encode_special_tokens = False
-    monkeypatch.setattr("turboquant.moments.text._check", lambda *args: None)
-    monkeypatch.setattr("turboquant.moments.text._tokens", lambda *args: list(range(2, 96)))
+    monkeypatch.setattr("turboquant.models.texts._check", lambda *args: None)
+    monkeypatch.setattr("turboquant.models.texts._tokens", lambda *args: list(range(2, 96)))
     turboquant.patch(model, OURS, tokenizer=tokenizer)
     found = TurboQuantCache(model)._shared.moments
     assert runs == [None, tokenizer] and found.source == "the text of the package"

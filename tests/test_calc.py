@@ -16,11 +16,11 @@ from models import torch, transformers
 from profiles import calibrate, profile_of
 
 import turboquant
-from turboquant import CacheSpec, calc, calc_table
-from turboquant.calc import decode_seconds, read_model
-from turboquant.calc_table import GPUS, MODELS, TIMED, TIMED_BYTES, TIMES
-from turboquant.cli import main
-from turboquant.hf.names import CACHE
+from turboquant import CacheSpec
+from turboquant.cli import calc, calc_table, main
+from turboquant.cli.calc import decode_seconds, read_model
+from turboquant.cli.calc_table import GPUS, MODELS, TIMED, TIMED_BYTES, TIMES
+from turboquant.models.names import CACHE
 from turboquant.named_specs import presets
 from turboquant.sizes import Layer, Model, full_bytes, packed_parts, tokens_that_fit
 

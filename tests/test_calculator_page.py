@@ -1,4 +1,4 @@
-"""The calculator of the docs, in headless Chromium: its numbers are those of `turboquant.calc`, and it is drawn."""
+"""The calculator of the docs, in headless Chromium: its numbers are those of `turboquant.cli.calc`, and it is drawn."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import pytest
 from conftest import ROOT
 
 pytest.importorskip("turboquant._core")
-from turboquant import calc, sizes
-from turboquant.calc_table import GPUS, MODELS
-from turboquant.cli import main
+from turboquant import sizes
+from turboquant.cli import calc, main
+from turboquant.cli.calc_table import GPUS, MODELS
 
 BROWSER = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="chromium is not there: apt install chromium")

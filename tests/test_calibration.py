@@ -23,18 +23,19 @@ from specs import bare
 
 import turboquant
 from turboquant import CacheSpec, Profile, TurboQuantCache, preset
-from turboquant.calibration import Calibration, allocate, layer_specs, measure
-from turboquant.calibration.axes import plan_axes, variance_along
-from turboquant.calibration.data import group_mix, widths_of
-from turboquant.calibration.distortion import distortions, errors
-from turboquant.calibration.measure import token_divergence
 from turboquant.calibration.unfinished import FORMAT
 from turboquant.esm import protein_batches
+from turboquant.evaluation.decoder import evaluate_all
 from turboquant.files import read_arrays, write_arrays
-from turboquant.hf import tap
-from turboquant.hf.evaluation import evaluate_all
-from turboquant.hf.tap import tapped
+from turboquant.measured import Calibration, allocate, layer_specs
+from turboquant.measured.axes import plan_axes, variance_along
+from turboquant.measured.calibration import group_mix, widths_of
+from turboquant.measured.distortion import distortions, errors
+from turboquant.measuring import passes
+from turboquant.measuring.tap import tapped
+from turboquant.models import routing
 from turboquant.models.identity import describe, fingerprint
+from turboquant.models.outputs import token_divergence
 
 torch = pytest.importorskip("torch")
 
@@ -230,7 +231,7 @@ def test_sensitivity_predicts_the_divergence(kind, model, measured):
         return torch.take_along_dim(noise, first[:, None, :, None], 2)
 
     with tapped(model):
-        wanted = [measure._forward(model, batch) for batch in batches]
+        wanted = [passes.forward(model, batch) for batch in batches]
     ratios = []
     for layer, side, group in np.ndindex(measured.layers, 2, measured.groups()):
         at = slice(32 * group, 32 * group + 32)
@@ -250,7 +251,7 @@ def test_sensitivity_predicts_the_divergence(kind, model, measured):
                     return both
 
                 tapping.hook = hook
-                got = measure._forward(model, batch)
+                got = passes.forward(model, batch)
                 each = token_divergence(want, got) if kind is None else 1 - torch.cosine_similarity(
                     want.double(), got.double(), dim=-1)  # fmt: skip
                 found.append(float(each.double().mean()))
@@ -264,7 +265,7 @@ def test_equal_tokens_share_the_errors_of_first_values(padded, rng):
     gradient = torch.from_numpy(rng.standard_normal((2, 3, 5, 4)))
     ids = torch.tensor([[7, 2, 7, 7, 2], [1, 2, 3, 4, 7]])
     real = torch.tensor([[False, True, True, True, True], [True] * 5]) if padded else None
-    found = measure.of_tokens(gradient, ids, real)
+    found = passes.of_tokens(gradient, ids, real)
     two, seven = gradient[0][:, [1, 4]].sum(1), gradient[0][:, [2, 3] if padded else [0, 2, 3]].sum(1)
     want = torch.stack([two, seven, *gradient[1].unbind(1)], 1)[None]
     torch.testing.assert_close(found, want)
@@ -347,14 +348,14 @@ def test_seeds_may_be_any_integers(model, batches):
     (-1, ValueError), (np.int64(-1), ValueError), (2**63, ValueError),
 ])  # fmt: skip
 def test_seeds_are_checked_before_anything_runs(seed, error, model, batches, monkeypatch):
-    monkeypatch.setattr(measure, "_forward", None)
+    monkeypatch.setattr(passes, "forward", None)
     with pytest.raises(error, match=f"`seed` must be (an integer|in 0..{2**63 - 1}), got"):
         calibrate(model, batches, seed=seed)
 
 
 @pytest.mark.parametrize("name", ["batches", "held_out"])
 def test_token_ids_are_checked_before_anything_runs(name, model, batches, monkeypatch):
-    monkeypatch.setattr(measure, "_forward", None)
+    monkeypatch.setattr(passes, "forward", None)
     known = model.config.vocab_size
     for bad in (-1, known):
         ids = prompts(1, 60)["input_ids"]
@@ -399,7 +400,7 @@ class Interrupted(Exception):
 @pytest.mark.parametrize("after", [1, 2, 5, 6])
 def test_an_interrupted_run_goes_on(after, model, batches, measured, tmp_path, monkeypatch):
     file = tmp_path / "half"
-    calls, plain = [], measure._forward
+    calls, plain = [], passes.forward
 
     def counted(*args):
         calls.append(1)
@@ -407,17 +408,17 @@ def test_an_interrupted_run_goes_on(after, model, batches, measured, tmp_path, m
             raise Interrupted
         return plain(*args)
 
-    monkeypatch.setattr(measure, "_forward", counted)
+    monkeypatch.setattr(passes, "forward", counted)
     with pytest.raises(Interrupted):
         calibrate(model, batches, checkpoint=file)
-    assert file.exists() and model.config._attn_implementation != tap.NAME
+    assert file.exists() and model.config._attn_implementation != routing.TAP
     found = calibrate(model, batches, checkpoint=file)
     assert same(found, measured)
     whole = len(batches) + 1 + len(batches)  # moments, tables, sensitivities
     assert len(calls) == after + 1 + whole - after
     calls.clear()  # the file stays until the result is saved; with it, nothing is measured again
-    monkeypatch.setattr(measure, "_forward", lambda *args: calls.append(1) or plain(*args))
-    monkeypatch.setattr("turboquant.moments.measure.measure_model", None)
+    monkeypatch.setattr(passes, "forward", lambda *args: calls.append(1) or plain(*args))
+    monkeypatch.setattr("turboquant.measuring.moments.measure_model", None)
     assert same(calibrate(model, batches, checkpoint=file), measured) and not calls
 
 
@@ -435,7 +436,7 @@ def test_gradients_are_those_of_a_plain_backward_pass(window, model, monkeypatch
             return tensor
 
         with tapped(model) as tapping, torch.autograd.graph.saved_tensors_hooks(kept, lambda tensor: tensor):
-            return [gradient for *_, gradient in measure.gradients(model, tapping, batch, 5, window)], sum(sizes)
+            return [gradient for *_, gradient in passes.gradients(model, tapping, batch, 5, window)], sum(sizes)
 
     class Plain:
         @staticmethod
@@ -445,8 +446,8 @@ def test_gradients_are_those_of_a_plain_backward_pass(window, model, monkeypatch
             return log_p.gather(-1, drawn)[..., 0]
 
     ours, kept = found()
-    monkeypatch.setattr(measure, "_DrawnTokens", Plain)
-    monkeypatch.setattr(measure, "_kept", lambda model: contextlib.nullcontext())
+    monkeypatch.setattr("turboquant.models.families.DrawnTokens", Plain)
+    monkeypatch.setattr(passes, "_kept", lambda model: contextlib.nullcontext())
     plain, all_kept = found()
     assert len(ours) == 6 and kept < all_kept / 3
     for one, other in zip(ours, plain, strict=True):
@@ -536,7 +537,7 @@ def test_what_cannot_be_calibrated(model):
     with pytest.raises(NotImplementedError, match="LlamaModel cannot be calibrated: it has no head"):
         calibrate(model.model, 3 * [ids])
     bloom = BloomForCausalLM(BloomConfig(n_layer=1, n_head=2, hidden_size=16, vocab_size=96))
-    with pytest.raises(NotImplementedError, match="its attention does not go through AttentionInterface"):
+    with pytest.raises(NotImplementedError, match="its attention bypasses AttentionInterface"):
         calibrate(bloom, [ids])
     with pytest.raises(TypeError, match="`model` must be a transformers model, got str"):
         calibrate("model", [ids])

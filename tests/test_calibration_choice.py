@@ -14,13 +14,14 @@ from profiles import load as load_calibration
 
 import turboquant
 from turboquant import CacheSpec, TurboQuantCache, preset
-from turboquant.calibration import layer_specs, trial
-from turboquant.calibration.choice import POWER, SECOND_BIT, Trial, chosen, side_widths, table, uniform_widths
-from turboquant.calibration.distortion import distortions
+from turboquant.calibration import trial
 from turboquant.calibration.unfinished import Unfinished
 from turboquant.esm import protein_batches
-from turboquant.hf.evaluation import evaluate_all
-from turboquant.moments import text
+from turboquant.evaluation.decoder import evaluate_all
+from turboquant.measured import layer_specs
+from turboquant.measured.choice import POWER, SECOND_BIT, Trial, chosen, side_widths, table, uniform_widths
+from turboquant.measured.distortion import distortions
+from turboquant.models import texts as text
 
 torch = pytest.importorskip("torch")
 
@@ -112,7 +113,7 @@ def test_costs_of_sides_are_what_they_do(model, texts, found, window, tries):
         return TurboQuantCache(model, spec, profile=profile or profile_of(found.moments["text"]))
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("turboquant.hf.evaluation.TurboQuantCache", cache)
+        patched.setattr("turboquant.evaluation.decoder.TurboQuantCache", cache)
         results = evaluate_all(model, torch.cat(texts), specs, batch=5, generate=0)
     kl = {name: one.kl_divergence for name, one in results.items()}
     added = np.array([[kl[layer, side] - kl["quiet"] for side in range(2)] for layer in range(3)])
@@ -212,7 +213,7 @@ def test_what_was_tried_is_what_evaluate_measures(model, texts, found):
 
 def test_none_is_the_preset_of_the_same_bits(model, texts, found):
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("turboquant.hf.evaluation.TurboQuantCache", lambda model, spec, profile: TurboQuantCache(
+        patched.setattr("turboquant.evaluation.decoder.TurboQuantCache", lambda model, spec, profile: TurboQuantCache(
             model, spec, profile=profile or profile_of(found.moments["model"])))  # fmt: skip
         specs = {"plain": CacheSpec(3, 3), "none": CacheSpec(budget=3, method="none")}
         results = evaluate_all(model, texts[4], specs, profile=profile_of(found), everything_packed=True, generate=0)
@@ -416,7 +417,7 @@ def test_the_tokenizer_is_looked_for_once(model, tmp_path, monkeypatch):
     (tiny_esm, dict(), ValueError, "`batches` must be given for an ESM-2 model .*protein_batches.*, got None"),
 ])  # fmt: skip
 def test_where_the_text_of_the_package_does_not_serve(make, fields, error, message, monkeypatch):
-    monkeypatch.setattr("turboquant.calibration.measure._forward", None)  # before anything runs
+    monkeypatch.setattr("turboquant.measuring.passes.forward", None)  # before anything runs
     with pytest.raises(error, match=message):
         calibrate(make(), **fields)
 
@@ -440,7 +441,7 @@ def test_without_held_out_text_a_budget_names_its_method(model, texts):
     (dict(held_out=[prompts(1, 60)], averages=()), r"`averages` must be in 2..6 bits, at least one, got \[\]"),
 ])  # fmt: skip
 def test_what_it_refuses_to_try(model, texts, fields, message, monkeypatch):
-    monkeypatch.setattr("turboquant.calibration.measure._forward", None)  # before anything runs
+    monkeypatch.setattr("turboquant.measuring.passes.forward", None)  # before anything runs
     with pytest.raises(ValueError, match=message):
         calibrate(model, texts, **fields)
 

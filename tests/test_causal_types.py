@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TYPES
 
 import turboquant
-from turboquant.hf.patching import check
+from turboquant.patching import check
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
@@ -186,7 +186,7 @@ EXACT: dict[str, dict[str, Any]] = {
 # A phrase of the refusal, and the types that are refused with it.
 NO_INTERFACE = "its attention does not go through transformers' AttentionInterface"
 NOT_CAUSAL = "not all of its attention is causal"
-SPARSE = "layers must be full, sliding, chunked or linear attention, got .*"
+SPARSE = "layers must be full, sliding, chunked or linear attention, not .*"
 REFUSED: dict[str, str] = {
     NO_INTERFACE: """
         big_bird cpmant doge falcon git gpt_neo gpt_neox_japanese mega megatron-bert mvp open-llama openai-gpt
@@ -306,7 +306,7 @@ def phrase_of_refusal(name: str) -> str | None:
             f"transformers {transformers.__version__} has the causal type {name!r}, which is not in the table of "
             f"{__name__}. Build it tiny and patch it: put it into EXACT if it agrees with the model without a patch, "
             "else into REFUSED with the phrase of the refusal; if it patches and fails later, let "
-            "turboquant/hf/patching/llama.py refuse it first."
+            "turboquant/hf/refusals.py refuse it first."
         )
     return phrases[0] if phrases else None
 

@@ -12,7 +12,7 @@ from test_weights import Adapted, adapted
 
 import turboquant
 from turboquant import TurboQuantCache
-from turboquant.hf import moments as module
+from turboquant.measuring import used as module
 from turboquant.models.identity import Identity
 
 pytestmark = pytest.mark.filterwarnings("ignore:the model is measured on random token ids")
@@ -132,7 +132,7 @@ def test_moments_that_were_given_are_warned_of_once():
 def test_esm_2_in_the_next_forward(caplog):
     from esm_models import protein, tiny_esm
 
-    from turboquant.esm.model import tokenise
+    from turboquant.models.esm import tokenise
 
     model = tiny_esm(head_dim=32)
     ids = torch.tensor([tokenise(protein(60), model.config)])

@@ -52,7 +52,7 @@ def test_turns_on_one_cache(monkeypatch, capsys):
 
 def test_a_chat_template(monkeypatch, capsys):
     """One that writes earlier turns anew gets a new cache."""
-    from turboquant import cli
+    from turboquant.cli import commands as cli
     from turboquant.hf.cache import TurboQuantCache
 
     made, init = [], TurboQuantCache.__init__

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 import turboquant
 from turboquant import TurboQuantCache
-from turboquant.hf import names
+from turboquant.models import names
 
 pytestmark = pytest.mark.skipif(VERSION < (5, 20), reason="older transformers has no cache layers with chunks")
 

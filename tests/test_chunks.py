@@ -16,8 +16,9 @@ from test_ops import DEVICES
 from transformers import LlamaConfig
 
 from turboquant import TurboQuantCache, ops
-from turboquant.hf.attention import attention, request_mask
+from turboquant.hf.attention import attention
 from turboquant.kvcache import attend, chunk, decoded, sliding
+from turboquant.models.attention import Call, request_mask
 
 DTYPES = {torch.float32: 3e-5, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}
 WINDOWED = dict(sinks=4, window=32)
@@ -53,11 +54,11 @@ class Layer:
         module = SimpleNamespace(num_key_value_groups=self.group, is_causal=True)
         options = {"softcap": self.how["softcap"]} if "softcap" in self.how else {}
         fresh, value = self.cache.update(k, v, 0)
-        with patch("turboquant.hf.layer.own_attention", lambda _, query, *rest: (query.transpose(1, 2), None)):
+        with patch("turboquant.hf.layer.own_attention", lambda call: (call.query.transpose(1, 2), None)):
             if lse:
                 layer = self.cache.layers[0]
                 out, found, _ = layer.attend(
-                    module, q, k, value, request, self.dim**-0.5, 0.0, options, return_lse=True
+                    Call(module, q, k, value, request, self.dim**-0.5, 0.0, options), return_lse=True
                 )
                 return out.transpose(1, 2), found
             return attention(module, q, fresh, value, request, scaling=self.dim**-0.5, **options)[0].transpose(1, 2)

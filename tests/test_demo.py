@@ -65,7 +65,7 @@ def test_ctrl_c_ends_a_command_in_one_line(monkeypatch, capsys):
     def interrupted(chosen):
         raise KeyboardInterrupt  # not the signal, which a shell has programs in the background ignore
 
-    monkeypatch.setattr("turboquant.calc.calc", interrupted)
+    monkeypatch.setattr("turboquant.cli.calc.calc", interrupted)
     assert main(["calc"]) == 130
     assert capsys.readouterr().err == "\nturboquant: calc: interrupted\n"
 
@@ -75,7 +75,7 @@ def test_ctrl_c_tells_how_a_calibration_goes_on(tmp_path, monkeypatch, capsys):
         (tmp_path / "it's.part").write_bytes(b"")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("turboquant.cli.calibrate", interrupted)
+    monkeypatch.setattr("turboquant.cli.commands.calibrate", interrupted)
     command = ["calibrate", "model", "--bits", "3,2", "--out", str(tmp_path / "it's")]
     assert main(command) == 130
     last = capsys.readouterr().err.splitlines()[-1]
@@ -83,7 +83,7 @@ def test_ctrl_c_tells_how_a_calibration_goes_on(tmp_path, monkeypatch, capsys):
 
 
 def test_without_its_model_the_demo_says_what_to_install(tmp_path, monkeypatch, capsys):
-    from turboquant import demo
+    from turboquant.cli import demo
 
     monkeypatch.setattr(demo, "__file__", str(tmp_path / "turboquant" / "demo.py"))
     monkeypatch.setattr(sys, "path", [])

@@ -89,7 +89,7 @@ def test_commands_stand_in_blocks_that_run() -> None:
 
 def test_flags_exist() -> None:
     """The scripts, flags and make targets that pages name, in blocks or in lines of text, exist."""
-    cli = "".join((ROOT / "turboquant" / f"{name}.py").read_text() for name in ("cli", "demo", "index_commands"))
+    cli = "".join(path.read_text() for path in (ROOT / "turboquant/cli").glob("*.py"))
     makefile = (ROOT / "Makefile").read_text()
     for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
         text = page.read_text()
@@ -133,7 +133,8 @@ def test_every_public_name_is_described() -> None:
 
 
 def test_each_command_has_an_example_that_parses() -> None:
-    from turboquant.cli import _EXAMPLES, make_parser
+    from turboquant.cli import make_parser
+    from turboquant.cli.commands import _EXAMPLES
 
     parser = make_parser()
     (commands,) = (action for action in parser._actions if action.dest == "command")

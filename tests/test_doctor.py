@@ -19,11 +19,10 @@ import models
 from models import torch, transformers
 
 import turboquant
-from turboquant import findings
-from turboquant.cli import main
-from turboquant.findings import cuda_findings
-from turboquant.hf.names import CACHE
-from turboquant.hf.patching import check
+from turboquant.cli import findings, main
+from turboquant.cli.findings import cuda_findings
+from turboquant.models.names import CACHE
+from turboquant.patching import check
 
 DEMO = ROOT / "demo" / "turboquant_demo"
 WHEEL = os.environ.get("TURBOQUANT_WHEEL", "")

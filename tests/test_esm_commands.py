@@ -24,10 +24,11 @@ from specs import WAVE, bare
 
 import turboquant
 from turboquant import esm
+from turboquant.cli import esm_commands as commands
 from turboquant.cli import main
-from turboquant.esm import commands, masked_marginals, protein_batches, read_fasta, wild_type_marginals
-from turboquant.esm.fasta import read_entries
-from turboquant.esm.model import MASK, padded, tokenise
+from turboquant.esm import masked_marginals, protein_batches, read_fasta, wild_type_marginals
+from turboquant.models.esm import MASK, padded, tokenise
+from turboquant.models.fasta import read_entries
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +234,7 @@ def test_groups_of_equal_bits_are_mixed_as_one():
 def test_keys_of_esm_get_a_bit_in_every_group():
     import numpy as np
 
-    from turboquant.calibration import allocate
+    from turboquant.measured import allocate
 
     energy = np.array([[[8.0, 1e-9], [4.0, 1e-9]], [[2.0, 1e-9], [1.0, 1e-9]]])
     plain, whole = allocate(energy, 12), allocate(energy, 12, whole_keys=True)

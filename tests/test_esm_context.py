@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import turboquant
 from turboquant import esm
 from turboquant.esm import EXACT, ContextCache
 from turboquant.esm.attention import plain_attention
-from turboquant.esm.model import attentions, tokenise
+from turboquant.models.esm import attentions, tokenise
 
 PROTEINS = [protein(40, 0), protein(7, 1), protein(131, 2), protein(126, 3)]
 
@@ -77,22 +78,22 @@ def replaced(model, sequence, letters, positions):
     kept = []
 
     class Record:
-        def attend(self, module, query, key, value, mask, scaling):
-            kept.append((key, value))
-            return plain_attention(module, query, key, value, mask, scaling)
+        def attend(self, call):
+            kept.append((call.key, call.value))
+            return plain_attention(call)
 
     class Replay:
         layer = 0
 
-        def attend(self, module, query, key, value, mask, scaling):
+        def attend(self, call):
             k, v = kept[self.layer]
             self.layer += 1
             k, v = (torch.cat([x, x[:, :, -1:].expand(-1, -1, len(new) - len(old), -1)], 2).clone() for x in (k, v))
-            k[:, :, fresh], v[:, :, fresh] = key[:, :, fresh], value[:, :, fresh]
-            return plain_attention(module, query, k, v, mask, scaling)
+            k[:, :, fresh], v[:, :, fresh] = call.key[:, :, fresh], call.value[:, :, fresh]
+            return plain_attention(replace(call, key=k, value=v))
 
-    from turboquant.esm.model import dropout_factor, embed
-    from turboquant.hf.routing import routed
+    from turboquant.models.esm import dropout_factor, embed
+    from turboquant.models.routing import routed
 
     with torch.no_grad(), routed(model.esm, "turboquant_esm"):
         ids = torch.tensor([old])

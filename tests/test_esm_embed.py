@@ -18,8 +18,8 @@ import turboquant
 from turboquant import Codes, Quantizer, esm
 from turboquant.cli import main
 from turboquant.esm import embedding
-from turboquant.esm.model import tokenise
 from turboquant.esm.windows import sizes, windows
+from turboquant.models.esm import tokenise
 
 LENGTHS = (5, 62, 30, 1, 17, 61, 30)
 LONG = (200, 63, 140)

@@ -14,8 +14,10 @@ from specs import WAVE, bare
 
 import turboquant
 from turboquant import esm
-from turboquant.moments import Moments
-from turboquant.moments.measure import SINKS, measure_model
+from turboquant.measured import Moments
+from turboquant.measuring.moments import measure_model
+from turboquant.models.esm import tokenise
+from turboquant.models.families import SINKS
 
 PROTEINS = ROOT / "turboquant" / "data" / "moments" / "proteins.fasta"
 SPEC = bare(3, 3, **WAVE, sinks=2)
@@ -59,7 +61,7 @@ def projected(model: Any, name: str) -> list[list[torch.Tensor]]:
     ]
     with torch.no_grad():
         for one in esm.read_fasta(PROTEINS):
-            model(input_ids=torch.tensor([esm.model.tokenise(one.sequence, model.config)]))
+            model(input_ids=torch.tensor([tokenise(one.sequence, model.config)]))
     for handle in handles:
         handle.remove()
     return found
@@ -87,7 +89,7 @@ def test_the_wave_is_the_mean_key_before_rope(kind: str, head_dim: int) -> None:
 def test_a_patched_model_is_measured_alike_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, runs, plain = tiny_esm(), [], measure_model
     monkeypatch.setattr(
-        "turboquant.moments.measure.measure_model", lambda *args, **how: runs.append(args) or plain(*args, **how)
+        "turboquant.measuring.moments.measure_model", lambda *args, **how: runs.append(args) or plain(*args, **how)
     )
     turboquant.patch(model)
     turboquant.patch(model, SPEC)

@@ -10,9 +10,9 @@ from esm_models import protein, tiny_esm, torch
 
 from turboquant.cli import main
 from turboquant.esm import AMINO_ACIDS, ContextCache, joint_marginals, masked_marginals, wild_type_marginals
-from turboquant.esm.model import ALPHABET, MASK, tokenise
 from turboquant.esm.mutants import read_mutants
 from turboquant.esm.windows import sizes, windows
+from turboquant.models.esm import ALPHABET, MASK, tokenise
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 from conftest import shared_file
@@ -14,7 +15,7 @@ import turboquant
 from turboquant import esm
 from turboquant.esm import attention as attention_module
 from turboquant.esm.attention import NAME
-from turboquant.esm.model import ALPHABET, attentions, padded, tokenise
+from turboquant.models.esm import ALPHABET, attentions, padded, tokenise
 
 EXACT = bare(sinks=2**20)  # every token stays exact, so outputs must be the model's own
 LENGTHS = (40, 7, 131, 128)
@@ -83,14 +84,15 @@ def oracle(model, inputs, spec):
     from turboquant.esm.attention import plain_attention
 
     class Decoded:
-        def attend(self, module, query, key, value, mask, scaling):
+        def attend(self, call):
+            key, value = call.key, call.value
             plan, tokens = spec.plan(key.shape[-1]).words, key.shape[2]
             pages = torch.ops.turboquant.quantize(plan, key, value)
             count = pages.shape[0] // key.shape[0]
             table = torch.arange(pages.shape[0], dtype=torch.int32).view(-1, count)
             lengths = torch.full((key.shape[0],), tokens, dtype=torch.int32)
             k, v = torch.ops.turboquant.dequantize(plan, pages, table, lengths, tokens)
-            return plain_attention(module, query, k, v, mask, scaling)
+            return plain_attention(replace(call, key=k, value=v))
 
     return model(**inputs, turboquant_context=Decoded()).logits
 
@@ -243,6 +245,15 @@ def test_padding_is_sorted_out_once_for_all_layers(monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_patched_model_is_calibrated_as_without_a_patch():
+    model = tiny_esm(head_dim=16)
+    batches = [batch(model, (60, 40))]
+    plain = calibrate(model, batches, sensitivity_batches=1)
+    patched = calibrate(turboquant.patch(model, bare(2, 2)), batches, sensitivity_batches=1)
+    assert (patched.covariance == plain.covariance).all() and (patched.sensitivity == plain.sensitivity).all()
+    assert model.config._attn_implementation == NAME
+
+
 def test_compile():
     model = turboquant.patch(tiny_esm(), bare(3, 3, **WAVE))
     inputs = batch(model)

@@ -21,7 +21,7 @@ from turboquant.esm import (
     read_fasta,
     wild_type_marginals,
 )
-from turboquant.esm.model import ALPHABET, MASK, tokenise
+from turboquant.models.esm import ALPHABET, MASK, tokenise
 
 SEQUENCE = protein(33)
 

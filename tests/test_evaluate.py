@@ -20,12 +20,7 @@ from specs import WAVE, bare
 import turboquant
 from turboquant import TurboQuantCache
 from turboquant.cli import main, make_parser
-from turboquant.hf.evaluation import (
-    FreeRunning,
-    evaluate_all,
-    markdown,
-    text_windows,
-)
+from turboquant.evaluation.decoder import FreeRunning, evaluate_all, markdown, text_windows
 
 torch = pytest.importorskip("torch")
 
@@ -296,7 +291,7 @@ def calibrated(book, tmp_path_factory):
         raise OSError(28, "No space left on device")
 
     with pytest.MonkeyPatch.context() as texts:
-        texts.setattr("turboquant.moments.text.OF_A_KIND", 256)
+        texts.setattr("turboquant.models.texts.OF_A_KIND", 256)
         with pytest.MonkeyPatch.context() as patched, redirect_stderr(said), pytest.raises(SystemExit):
             patched.setattr(turboquant.Profile, "save", full)
             main(command)
@@ -308,7 +303,7 @@ def calibrated(book, tmp_path_factory):
 
 
 def test_calibrate_without_a_text(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("turboquant.moments.text.OF_A_KIND", 150)
+    monkeypatch.setattr("turboquant.models.texts.OF_A_KIND", 150)
     out = tmp_path / "demo.safetensors"
     assert main(["calibrate", str(DEMO), "--out", str(out), "--bits", "3"]) == 0
     shown = capsys.readouterr().out
@@ -429,8 +424,8 @@ BAD = {
 @pytest.mark.parametrize("arguments, message", BAD.values(), ids=BAD)
 def test_bad_command_lines_end_before_any_work(arguments, message, book, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("turboquant.hf.evaluation.evaluate_all", None)
-    monkeypatch.setattr("turboquant.calibration.measure.calibrate", None)
+    monkeypatch.setattr("turboquant.evaluation.decoder.evaluate_all", None)
+    monkeypatch.setattr("turboquant.calibration.calibrate.calibrate", None)
     named = {"DEMO": str(DEMO), "TEXT": str(book), "SHORT": str(DEMO / "config.json")}
     with pytest.raises(SystemExit) as left:
         main([named.get(a, a) for a in arguments])
@@ -470,7 +465,7 @@ OUTPUTS = {
 @pytest.mark.parametrize("arguments, message", OUTPUTS.values(), ids=OUTPUTS)
 def test_outputs_are_checked_before_any_work(arguments, message, book, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("turboquant.cli._model", None)
+    monkeypatch.setattr("turboquant.cli.commands._model", None)
     for folder in ("folder", "half.part"):
         (tmp_path / folder).mkdir()
     for name, text in (("text", "words"), ("t.part", "words"), ("one.fa", ">a\nMKV\n")):

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizer
 
 import turboquant
 from turboquant import TurboQuantCache
-from turboquant.hf.names import CACHE
 from turboquant.hf.patching import continuation
+from turboquant.models.names import CACHE
 
 WIDE = bare(2, 2, sinks=3, window=512, **WAVE)  # nothing ever leaves the window: exact
 PACKED = bare(3, 3, prefill="packed")

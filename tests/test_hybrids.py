@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 import turboquant
 from turboquant import TurboQuantCache
-from turboquant.hf import names
+from turboquant.models import names
 
 NAMES = """
     bamba falcon_h1 granitemoehybrid jamba lara_mini lfm2 lfm2_moe lfm3 nemotron_h olmo_hybrid qwen3_5_moe_text

@@ -14,8 +14,7 @@ from conftest import ROOT
 from slow_index import rows
 
 import turboquant
-from turboquant import index_commands
-from turboquant.cli import main
+from turboquant.cli import index_commands, main
 from turboquant.index import training
 from turboquant.index.documents import Document, Documents
 

@@ -13,8 +13,8 @@ pytest.importorskip("turboquant.ops")
 from kernel_cases import CASES, Case  # noqa: E402
 
 import turboquant  # noqa: E402
-from turboquant import _core, findings, ops  # noqa: E402
-from turboquant.cli import main  # noqa: E402
+from turboquant import _core, ops  # noqa: E402
+from turboquant.cli import findings, main  # noqa: E402
 
 
 def cuda(test: Callable[..., None]) -> Callable[..., None]:
@@ -113,7 +113,7 @@ def test_the_command_names_the_kernels_of_a_cpu(
     for wrong in ("2,2,3,200", "2,2,3,200,x", "2,2,3,0,64", "2,2,3,200,4294967296"):
         with pytest.raises(SystemExit):
             main(["info", "--kernels", wrong])
-        assert f"--kernels must be batch,kv_heads,group,tokens,head_dim, whole and positive, got '{wrong}'" in (
+        assert f"--kernels must be batch,kv_heads,heads_per_kv,tokens,head_dim, whole and positive, got '{wrong}'" in (
             capsys.readouterr().err
         )
 

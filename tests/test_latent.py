@@ -13,8 +13,8 @@ from transformers import DynamicCache
 
 import turboquant
 from turboquant import TurboQuantCache
-from turboquant.hf import names
 from turboquant.hf.latent import LatentLayer
+from turboquant.models import names
 
 NAMES = """
     axk1 bailing_hybrid deepseek_v2 deepseek_v3 glm4_moe_lite kimi_linear longcat_flash minicpm3 sarvam_mla youtu

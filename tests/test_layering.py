@@ -10,9 +10,10 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -50,42 +51,37 @@ RINGS = {
     "torch": Ring(["include/*"], [*LIBC, "cstdio", *CXX_STD, *TORCH, "dlfcn.h"]),
 }
 # Folders of csrc/cuda/attend, and which of the others each may include; all may include the files beside them.
-FLOORS = {"choose": [], "rows": [], "loop": ["rows"], "split": ["rows", "loop", "choose/cut.h"],
+ATTEND = {"choose": [], "rows": [], "loop": ["rows"], "split": ["rows", "loop", "choose/cut.h"],
           "fused": ["rows", "loop", "choose/cut.h"]}  # fmt: skip
 CODE = {".c", ".h", ".cpp", ".cu", ".cuh", ".inc"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*(?:<([^>]+)>|"([^"]+)")', re.MULTILINE)
 
-# Modules that may import torch and transformers when they are imported. All others may do so inside a function only.
+# The floors of the package, the lowest first: a folder may import those before it, also in functions. "ground" are the
+# modules outside any folder, "front" is `turboquant/__init__.py`, whose names users import.
+FLOORS = (
+    "ground index measured models kvcache measuring esm hf evaluation calibration patching vllm front cli __main__"
+).split()
+# Folders that stand beside others, and use fewer of them than their floor would allow.
+MAY_NOT_IMPORT = {
+    "kvcache": ["models", "index", "transformers"],
+    "index": ["torch"],
+    "measured": ["torch", "index"],
+    "vllm": ["esm", "hf", "evaluation", "calibration", "patching", "measuring", "index"],
+    **{floor: ["index"] for floor in "models measuring esm hf evaluation calibration patching".split()},
+}
+BUILT = ["turboquant._core"]  # below all floors
+MOST_IN_A_CIRCLE = 3  # files that import one another, TYPE_CHECKING and functions included
+
+# What may import torch and transformers when it is imported. All other modules may do so inside a function only.
+TORCH_FLOORS = "models kvcache measuring esm hf evaluation calibration patching".split()
 TORCH_MODULES = [
     f"turboquant.{name}"
     for name in (
-        "operators operator_docs ops kvcache.* hf hf.* models models.* calibration calibration.* moments moments.* "
-        "measured measured.* chat demo diagnosis esm esm.* "
+        "operators operator_docs ops cli.chat cli.demo cli.diagnosis cli.esm_commands "
         "vllm.batch vllm.ragged vllm.layers vllm.backend vllm.by_spec vllm.choose"
     ).split()
-]
+] + [f"turboquant.{floor}{rest}" for floor in TORCH_FLOORS for rest in ("", ".*")]
 NEEDS_TORCH = {"torch", "transformers", "safetensors", "tokenizers"}
-
-# What each part of the package may not import, not even in a function: packed caches do not depend on transformers, and
-# modules that quantise do not depend on models.
-_COMMANDS = [f"turboquant.{name}" for name in "calc chat cli demo diagnosis doctor index_commands kernels".split()]
-_MODELS = [
-    *_COMMANDS,
-    *("transformers turboquant.hf turboquant.models turboquant.esm turboquant.calibration.measure".split()),
-    *(f"turboquant.moments.{name}" for name in "measure rotary text".split()),
-]
-MAY_NOT_IMPORT = {
-    "turboquant.kvcache": _MODELS,
-    "turboquant.index": [
-        *_MODELS,
-        *"torch turboquant.kvcache turboquant.calibration turboquant.moments turboquant.operators".split(),
-    ],
-    **{
-        f"turboquant.{name}": [*_MODELS, "turboquant.kvcache", "turboquant.moments"]
-        for name in "files modes named_specs operators operator_docs ops plan quantizer spec".split()
-    },
-    "turboquant.hf": _COMMANDS,
-}
 
 ADAPTERS = {"langchain": "langchain_core", "haystack": "haystack", "llama_index": "llama_index"}
 
@@ -152,14 +148,14 @@ def include_faults(root: Path) -> Iterator[str]:
                 yield f"csrc/{name}:{line}: {folder}/ may not include {wanted}"
 
 
-def floor_faults(root: Path) -> Iterator[str]:
+def attend_faults(root: Path) -> Iterator[str]:
     """What all strategies of attention on CUDA share lies below them, and none includes another."""
     folder = root / "csrc/cuda/attend"
     for path in (path for path in c_files(root) if path.is_relative_to(folder) and path.parent != folder):
         floor = path.parent.relative_to(folder).as_posix()
-        allowed = (floor, *FLOORS.get(floor, []))
+        allowed = (floor, *ATTEND.get(floor, []))
         for name in re.findall(r'#include "cuda/attend/(\w+/.+)"', path.read_text()):
-            if floor not in FLOORS or not name.startswith(allowed):
+            if floor not in ATTEND or not name.startswith(allowed):
                 yield f"{path.relative_to(root).as_posix()}: {floor}/ may not include {name}"
 
 
@@ -218,8 +214,13 @@ def import_faults(root: Path) -> Iterator[str]:
                 yield f"{path.relative_to(root)}:{line}: imports {name} on import, and is to work without torch"
 
 
-def all_imports(path: Path, module: str) -> Iterator[tuple[int, str]]:
+@cache
+def all_imports(path: Path, module: str) -> list[tuple[int, str]]:
     """(line, absolute name) of everything imported anywhere in a module."""
+    return list(_all_imports(path, module))
+
+
+def _all_imports(path: Path, module: str) -> Iterator[tuple[int, str]]:
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -230,13 +231,81 @@ def all_imports(path: Path, module: str) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
 
 
-def layer_faults(root: Path) -> Iterator[str]:
-    for path in sorted((root / "turboquant").rglob("*.py")):
-        module = module_name(path, root)
-        for part in (part for part in MAY_NOT_IMPORT if f"{module}.".startswith(f"{part}.")):
-            for line, name in all_imports(path, module):
-                if any(f"{name}.".startswith(f"{below}.") for below in MAY_NOT_IMPORT[part]):
-                    yield f"{path.relative_to(root)}:{line}: {part} may not import {name}"
+def modules_of(root: Path) -> dict[str, Path]:
+    return {module_name(path, root): path for path in sorted((root / "turboquant").rglob("*.py"))}
+
+
+def floor_of(name: str, modules: Mapping[str, Path]) -> str:
+    """The floor of a module, or of what is imported from it."""
+    part = name.split(".")[1] if "." in name else ""
+    if part in FLOORS or part in ADAPTERS or any(module.startswith(f"turboquant.{part}.") for module in modules):
+        return part
+    return "ground" if f"turboquant.{part}" in modules else "front"
+
+
+def of_package(path: Path, module: str) -> Iterator[tuple[int, str]]:
+    """(line, name) of all that a module imports of the package; for `from a import b` a.b, be it a module or not."""
+    every = all_imports(path, module)
+    for line, name in every:
+        inner = any(at == line and other.startswith(f"{name}.") for at, other in every)
+        if name.partition(".")[0] == "turboquant" and not inner and name not in BUILT:
+            yield line, name
+
+
+def floor_faults(root: Path) -> Iterator[str]:
+    modules = modules_of(root)
+    for module, path in modules.items():
+        floor, where = floor_of(module, modules), path.relative_to(root)
+        if floor in ADAPTERS:  # above all: `adapter_faults`
+            continue
+        if floor not in FLOORS:
+            yield f"{where}: {floor}/ has no floor"
+            continue
+        for line, name in of_package(path, module):
+            theirs = floor_of(name, modules)
+            if theirs in FLOORS and FLOORS.index(theirs) > FLOORS.index(floor):
+                yield f"{where}:{line}: {floor} may not import {name}, which stands above it"
+        for line, name in all_imports(path, module):
+            if any(f"{name}.".startswith((f"{x}.", f"turboquant.{x}.")) for x in MAY_NOT_IMPORT.get(floor, ())):
+                yield f"{where}:{line}: {floor} may not import {name}"
+
+
+def circles(arrows: dict[str, set[str]]) -> Iterator[list[str]]:
+    """Modules that import one another, directly or through others (strongly connected components, after Tarjan)."""
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    path: list[str] = []
+
+    def visit(module: str) -> Iterator[list[str]]:
+        number[module] = lowest[module] = len(number)
+        path.append(module)
+        for other in sorted(arrows[module]):
+            if other not in number:
+                yield from visit(other)
+            if other in path:
+                lowest[module] = min(lowest[module], lowest[other])
+        if lowest[module] == number[module]:
+            circle = path[path.index(module) :]
+            del path[path.index(module) :]
+            if len(circle) > 1:
+                yield sorted(circle)
+
+    for module in arrows:
+        if module not in number:
+            yield from visit(module)
+
+
+def circle_faults(root: Path) -> Iterator[str]:
+    modules = modules_of(root)
+    arrows = {}
+    for module, path in modules.items():
+        names = (name for _, name in of_package(path, module))
+        arrows[module] = {name if name in modules else name.rpartition(".")[0] for name in names} & {*modules} - {
+            module
+        }
+    for circle in circles(arrows):
+        if len(circle) > MOST_IN_A_CIRCLE:
+            yield f"{modules[circle[0]].relative_to(root)}: {len(circle)} files import one another: {', '.join(circle)}"
 
 
 def adapter_faults(root: Path) -> Iterator[str]:
@@ -294,10 +363,11 @@ def path_faults(root: Path) -> Iterator[str]:
 
 CHECKS = [
     include_faults,
-    floor_faults,
+    attend_faults,
     library_faults,
     import_faults,
-    layer_faults,
+    floor_faults,
+    circle_faults,
     adapter_faults,
     top_level_faults,
     length_faults,
@@ -350,6 +420,10 @@ SOUND = {
     "turboquant/hf/patching/llama.py": "import transformers\n",
     "turboquant/langchain.py": "from langchain_core.documents import x\nfrom .index import y\n",
     "turboquant/kvcache/pages.py": "import torch\nfrom ..plan import x\n",
+    "turboquant/kvcache/b.py": "from . import c\n",
+    "turboquant/kvcache/c.py": "from ..kvcache.d import x\n",
+    "turboquant/kvcache/d.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .a import x\n",
+    "turboquant/kvcache/a.py": "",
     ".ci/run": "echo https://example.org/home/page ./work/x {dir}/opt/y\n",
 }
 
@@ -371,8 +445,8 @@ PLANTED = {  # file, its content, the check that must find it
     "torch with the python binding": ("csrc/torch/bad.cpp", '#include "../python/module.c"\n', include_faults),
     "outside csrc": ("csrc/core/bad.c", '#include "../../turboquant/plan.py"\n', include_faults),
     "no ring": ("csrc/extra/bad.c", "int x;\n", include_faults),
-    "rows with a loop": ("csrc/cuda/attend/rows/bad.cuh", '#include "cuda/attend/loop/warp.cuh"\n', floor_faults),
-    "a strategy with another": ("csrc/cuda/attend/split/x.cu", '#include "cuda/attend/fused/cut.cuh"\n', floor_faults),
+    "rows with a loop": ("csrc/cuda/attend/rows/bad.cuh", '#include "cuda/attend/loop/warp.cuh"\n', attend_faults),
+    "a strategy with another": ("csrc/cuda/attend/split/x.cu", '#include "cuda/attend/fused/cut.cuh"\n', attend_faults),
     "core that prints": ("csrc/core/bad.c", 'void f(void)\n{\n    printf("x");\n}\n', library_faults),
     "core that ends": ("csrc/core/bad.c", "void f(void) { abort (); }\n", library_faults),
     "package with torch": ("turboquant/bad.py", "import torch.nn\n", import_faults),
@@ -391,15 +465,32 @@ PLANTED = {  # file, its content, the check that must find it
     "package with ops": ("turboquant/bad.py", "from . import ops\n", import_faults),
     "package with ops, absolute": ("turboquant/bad.py", "from turboquant.ops import y\n", import_faults),
     "package with ops, from below": ("turboquant/sub/bad.py", "from ..hf.patching.llama import y\n", import_faults),
-    "packed cache with transformers": ("turboquant/kvcache/bad.py", "import transformers\n", layer_faults),
-    "packed cache with a model's cache": ("turboquant/kvcache/bad.py", "from ..hf.cache import x\n", layer_faults),
+    "packed cache with transformers": ("turboquant/kvcache/bad.py", "import transformers\n", floor_faults),
+    "packed cache with a model's cache": ("turboquant/kvcache/bad.py", "from ..hf.cache import x\n", floor_faults),
     "packed cache with it, in a function": (
         "turboquant/kvcache/bad.py",
         "def f():\n    from ..hf import cache\n",
-        layer_faults,
+        floor_faults,
     ),
-    "quantiser with the cache": ("turboquant/plan.py", "def f():\n    from .kvcache import pages\n", layer_faults),
-    "index with torch": ("turboquant/index/bad.py", "def f():\n    import torch\n", layer_faults),
+    "quantiser with the cache": ("turboquant/plan.py", "def f():\n    from .kvcache import pages\n", floor_faults),
+    "lower folder with a higher one": (
+        "turboquant/kvcache/bad.py",
+        "from ..hf.patching.llama import x\n",
+        floor_faults,
+    ),
+    "lower folder with a higher one, for its types": (
+        "turboquant/models/bad.py",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..kvcache import pages\n",
+        floor_faults,
+    ),
+    "folder with the names of users": ("turboquant/hf/bad.py", "from .. import __version__\n", floor_faults),
+    "folder without a floor": ("turboquant/extra/bad.py", "x = 0\n", floor_faults),
+    "circle of four, in a function": (
+        "turboquant/kvcache/a.py",
+        "def f():\n    from .b import x\n",
+        circle_faults,
+    ),
+    "index with torch": ("turboquant/index/bad.py", "def f():\n    import torch\n", floor_faults),
     "index with an adapter": ("turboquant/index/bad.py", "def f():\n    from ..langchain import x\n", adapter_faults),
     "package with another's package": ("turboquant/bad.py", "import llama_index.core\n", adapter_faults),
     "stray file": ("notes.txt", "x\n", top_level_faults),

@@ -13,9 +13,9 @@ from specs import bare
 
 import turboquant
 from turboquant import TurboQuantCache
-from turboquant.calibration.axes import singular_axes
-from turboquant.calibration.tables import kmeans_table
-from turboquant.modes import side_matrix, split_rotation
+from turboquant.matrices import side_matrix, split_rotation
+from turboquant.measured.axes import singular_axes
+from turboquant.measured.kmeans import kmeans_table
 
 torch = pytest.importorskip("torch")
 

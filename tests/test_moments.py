@@ -19,10 +19,10 @@ from test_moments_reference import layer
 
 import turboquant
 from turboquant import Profile
+from turboquant.measuring.metric import POSITIONS
+from turboquant.measuring.rotary import Rotary, _from_turns
+from turboquant.models import texts
 from turboquant.models.identity import fingerprint
-from turboquant.moments import text as texts
-from turboquant.moments.metric import POSITIONS
-from turboquant.moments.rotary import Rotary, _from_turns
 
 torch = pytest.importorskip("torch", minversion="2.10")
 
@@ -596,7 +596,7 @@ def test_moments_that_are_wrong(rng, change):
 
 
 def test_the_cache_folder(tmp_path, monkeypatch):
-    from turboquant.moments import measure as module
+    from turboquant.measuring import moments as module
 
     monkeypatch.setenv("TURBOQUANT_CACHE", str(tmp_path / "kept"))
     runs = []
@@ -623,7 +623,7 @@ def test_the_cache_folder(tmp_path, monkeypatch):
 
 
 def test_the_cache_folder_of_the_user(monkeypatch, tmp_path):
-    from turboquant.moments.measure import cache_folder
+    from turboquant.files import cache_folder
 
     assert cache_folder() is None
     monkeypatch.delenv("TURBOQUANT_CACHE")

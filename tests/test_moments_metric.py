@@ -8,8 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch", minversion="2.10")
 
-from turboquant.moments.metric import POSITIONS, averaged_over_positions, chosen_pairs, metric_of, turn_back  # noqa: E402
-from turboquant.moments.rotary import Rotary  # noqa: E402
+from turboquant.measuring.metric import POSITIONS, averaged_over_positions, chosen_pairs, metric_of, turn_back  # noqa: E402
+from turboquant.measuring.rotary import Rotary  # noqa: E402
 
 DIM = 24
 

@@ -10,7 +10,7 @@ import pytest
 import reference
 import reference_moments as ref
 
-from turboquant.moments import LayerMoments
+from turboquant.measured import LayerMoments
 
 FAR = np.array([0, 1, 31, 128, 4095, 2**15 + 7, 2**20 - 1, 2**20])
 

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 import turboquant
 from turboquant import TurboQuantCache
-from turboquant.hf import names
+from turboquant.models import names
 from turboquant.models.identity import weight_sums
 
 pytestmark = pytest.mark.skipif("qwen3_vl" not in TYPES or "voxtral" not in TYPES, reason="transformers is older")

@@ -19,8 +19,8 @@ from transformers import CONFIG_MAPPING
 
 import turboquant
 from turboquant import TurboQuantCache
-from turboquant.hf import names
-from turboquant.hf.patching import check
+from turboquant.models import names
+from turboquant.patching import check
 
 pytestmark = pytest.mark.skipif(VERSION < (5, 23), reason="the table is that of transformers 5.23 and newer")
 

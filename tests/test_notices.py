@@ -15,7 +15,8 @@ from transformers import DynamicCache
 
 import turboquant
 from turboquant import CacheSpec, TurboQuantCache
-from turboquant.hf import attention, notices, routing
+from turboquant.hf import attention, notices
+from turboquant.models import routing
 
 PLAIN = bare(4, 4)
 MEASURE = 'turboquant.patch(model, spec, prefill="packed")'
@@ -130,7 +131,7 @@ def test_logits_of_a_cache_that_is_dropped_unread():
     assert text.startswith("LlamaForCausalLM: the logits of a forward show no quantisation, ") and MEASURE in text
     turboquant.patch(model, PLAIN)
     assert len(said(lambda: model(inputs_embeds=model.get_input_embeddings()(ids)))) == 1
-    name = turboquant.hf.names.CACHE
+    name = turboquant.models.names.CACHE
 
     def failed():
         with pytest.raises(NotImplementedError, match="custom masks"):
@@ -155,7 +156,7 @@ def test_logits_of_a_cache_that_is_dropped_unread():
 
 def test_a_saved_cache_was_read(tmp_path):
     model, ids = turboquant.patch(tiny(), PLAIN), prompts(2, 9)["input_ids"]
-    assert not said(lambda: model(ids)[turboquant.hf.names.CACHE].save(tmp_path / "x.tqc"))
+    assert not said(lambda: model(ids)[turboquant.models.names.CACHE].save(tmp_path / "x.tqc"))
 
 
 WAVE = CacheSpec(4, 4, prefill="packed")

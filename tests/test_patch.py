@@ -18,7 +18,7 @@ from transformers import DynamicCache
 
 import turboquant
 from turboquant import CacheSpec, TurboQuantCache
-from turboquant.hf import names
+from turboquant.models import names
 
 EXACT = bare(4, 4, sinks=2, window=256)
 
@@ -263,7 +263,10 @@ def test_threads_side_by_side():
 
 def test_names_of_the_package_are_functions_whatever_was_imported():
     names = ["calibrate", "evaluate", "measure", "patch", "preset", "presets", "unpatch"]
-    modules = [f"turboquant.{name}" for name in ("hf.evaluation", "hf.patching", "named_specs", "moments.measure")]
+    modules = [
+        f"turboquant.{name}"
+        for name in ("evaluation.decoder", "patching", "named_specs", "evaluation.forecast", "calibration.calibrate")
+    ]
     code = f"import turboquant, {', '.join(modules)}\nprint([type(getattr(turboquant, n)).__name__ for n in {names}])"
     done = forks.python(code)
     assert done.stdout.strip() == str(["function"] * len(names)), done.stderr

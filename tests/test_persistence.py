@@ -23,7 +23,7 @@ import turboquant
 from turboquant import Codes, Quantizer, TurboQuantCache
 from turboquant.hf.persistence import FORMAT
 from turboquant.kvcache.attend import IN_PARTS_FROM
-from turboquant.moments import Moments
+from turboquant.measured import Moments
 
 SPECS = {
     "all packed": PACKED,
@@ -172,7 +172,7 @@ def test_a_file_has_the_moments_it_was_made_with(tmp_path):
     new(SPECS["wave and metric"]).save(tmp_path / "empty")
     cache.save(tmp_path / "c")
     for name in ("empty", "c"):
-        found = TurboQuantCache.load(tmp_path / name, CONFIG, profile=profile_of(MOMENTS))._shared.moments
+        found = TurboQuantCache.load(tmp_path / name, CONFIG, profile=profile_of(MOMENTS)).moments
         assert found.described() == MOMENTS.described()
         for key, array in MOMENTS.arrays().items():
             assert np.array_equal(found.arrays()[key], array) and found.arrays()[key].dtype == array.dtype

@@ -81,10 +81,10 @@ def test_folders_and_repositories_of_the_hub(model, tmp_path, monkeypatch):
 def test_a_profile_serves_every_spec(model, calibrated):
     """A calibrated one has the moments of `default`; one that is not calibrated does not serve a budget."""
     turboquant.patch(model, "default", profile=calibrated)
-    assert TurboQuantCache(model)._shared.moments is calibrated.moments
-    assert TurboQuantCache(model)._shared.calibration is None
+    assert TurboQuantCache(model).moments is calibrated.moments
+    assert TurboQuantCache(model).calibration is None
     turboquant.patch(model, CacheSpec(budget=3, method="axes"), profile=calibrated)
-    assert TurboQuantCache(model)._shared.calibration is calibrated.calibration
+    assert TurboQuantCache(model).calibration is calibrated.calibration
     with pytest.raises(ValueError, match="`profile` must be calibrated for this spec, got one of turboquant.measure"):
         turboquant.patch(model, CacheSpec(budget=3, method="axes"), profile=Profile(calibrated.moments))
     with pytest.raises(ValueError, match="`profile` must be None for a spec"):

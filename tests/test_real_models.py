@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from turboquant import CacheSpec, calibrate, evaluate, patch
 from turboquant.calibration import trial
-from turboquant.hf.evaluation import evaluate_all, text_windows
-from turboquant.moments import text as text_of_package
-from turboquant.moments.measure import measure_model
+from turboquant.evaluation.decoder import evaluate_all, text_windows
+from turboquant.measuring.moments import measure_model
+from turboquant.models import texts as text_of_package
 
 TEXT = """The quality of a compressed cache shows in what a model says next. A window of a few hundred tokens is enough
 to tell one width from another: each bit less multiplies the divergence by four or five. The text may be about anything,

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import turboquant
-from turboquant.kvcache import common
+from turboquant.kvcache import shared as common
 from turboquant.spec import CacheSpec
 
 PLAN = CacheSpec().plan(128)

@@ -14,9 +14,10 @@ from transformers import DynamicCache
 
 import turboquant
 from turboquant import TurboQuantCache
-from turboquant.hf import names
-from turboquant.hf.attention import NAME, MaskRequest
-from turboquant.hf.kinds import sources_of
+from turboquant.hf.attention import NAME
+from turboquant.models import names
+from turboquant.models.attention import MaskRequest
+from turboquant.models.kinds import sources_of
 
 pytestmark = pytest.mark.skipif(VERSION < (5, 20), reason="older transformers does not say which layers share keys")
 

@@ -61,10 +61,10 @@ def test_what_notebooks_show():
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from turboquant import CacheSpec
-    from turboquant.calibration.choice import Trial
-    from turboquant.calibration.choice import table as trials
+    from turboquant.evaluation.decoder import Evaluation
     from turboquant.hf.cache import CacheReport, LayerReport
-    from turboquant.hf.evaluation import Evaluation
+    from turboquant.measured.choice import Trial
+    from turboquant.measured.choice import table as trials
 
     report = CacheReport((LayerReport(0, 10, 20, {"pages": 1064}),), {"lengths": 4}, ("a note",))
     assert cells(report._repr_html_())[1] == ["left:0", "right:10", "right:1,064", "right:1,064"]

@@ -7,7 +7,7 @@ from models import prompts, tiny
 
 torch = pytest.importorskip("torch")
 
-from turboquant.hf.tap import tapped  # noqa: E402
+from turboquant.measuring.tap import tapped  # noqa: E402
 
 SINKS, WINDOW, TOKENS = 2, 5, 24
 

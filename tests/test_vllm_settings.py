@@ -11,8 +11,8 @@ import models
 import pytest
 
 import turboquant
-from turboquant import CacheSpec, findings
-from turboquant.cli import main
+from turboquant import CacheSpec
+from turboquant.cli import findings, main
 from turboquant.models.checkpoint import checkpoint_digest, profile_file
 from turboquant.vllm.refusals import check_engine, check_layer
 from turboquant.vllm.settings import FIND, Settings

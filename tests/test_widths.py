@@ -12,13 +12,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import turboquant
 from turboquant import CacheSpec, Profile, TurboQuantCache, preset
-from turboquant.calibration.choice import side_widths
-from turboquant.hf.evaluation import divergence_from, evaluate_all
-from turboquant.hf.moments import own_moments
+from turboquant.evaluation import evaluate_all
+from turboquant.evaluation.decoder import divergence_from
 from turboquant.measured import shared_widths
 from turboquant.measured.budget import _Choice, forecast, solve
-from turboquant.moments.costs import side_costs, with_costs
-from turboquant.moments.text import OF_COSTS, kinds, sample
+from turboquant.measured.choice import side_widths
+from turboquant.measuring.costs import side_costs, with_costs
+from turboquant.measuring.used import own_moments
+from turboquant.models.texts import OF_COSTS, kinds, sample
 from turboquant.sizes import model_of, packed_parts
 
 DEMO = "demo/turboquant_demo"
@@ -101,7 +102,7 @@ def test_a_model_without_a_backward_pass_gets_uniform_widths(model, tokenizer, p
     def failing(*_, **__):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. More.")
 
-    monkeypatch.setattr("turboquant.moments.costs.gradients", failing)
+    monkeypatch.setattr("turboquant.measuring.costs.gradients", failing)
     monkeypatch.setenv("TURBOQUANT_CACHE", "")
     found = turboquant.measure(model, tokenizer)
     why = "its backward pass failed (OutOfMemoryError: CUDA out of memory)"
@@ -312,7 +313,7 @@ def test_patch_measures_the_divergence_that_a_profile_lacks(model, profile, toke
 def test_a_model_keeps_its_divergence(model, profile, tokenizer, monkeypatch, caplog):
     """It is measured for the first budget of a model without a profile, and for no other."""
     bare = dataclasses.replace(profile.moments, divergence=None)
-    monkeypatch.setattr("turboquant.moments.measure.measure_model", lambda *_, **__: bare)
+    monkeypatch.setattr("turboquant.measuring.moments.measure_model", lambda *_, **__: bare)
     for quality in (0.01, 0.001):
         turboquant.patch(model, tokens=5000, quality=quality, tokenizer=tokenizer)
         turboquant.unpatch(model)
@@ -356,7 +357,7 @@ def test_calc_chooses_bits(profile, tmp_path, capsys):
 
 def test_costs_are_tried_again(model, tokenizer, tmp_path, monkeypatch):
     """What was in the way once, such as too little memory, does not make a model's widths uniform for good."""
-    from turboquant.moments import costs
+    from turboquant.measuring import costs
 
     monkeypatch.setenv("TURBOQUANT_CACHE", str(tmp_path))
     with monkeypatch.context() as patch:
@@ -372,17 +373,15 @@ def test_costs_are_tried_again(model, tokenizer, tmp_path, monkeypatch):
 
 def test_costs_are_measured_when_a_spec_needs_them(tokenizer, monkeypatch):
     """Specs of one width need the moments alone, which take half the time. Moments are not measured again for costs."""
-    from turboquant.hf import moments as of_models
-
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
     turboquant.patch(model, CacheSpec(uniform=True), tokenizer=tokenizer)
     first = TurboQuantCache(model)._shared.moments
     assert first.costs is None and not first.no_costs
-    monkeypatch.setattr("turboquant.moments.measure._measured", None)  # the forward
+    monkeypatch.setattr("turboquant.measuring.moments._measured", None)  # the forward
     turboquant.patch(model, CacheSpec(), tokenizer=tokenizer)
     cache = TurboQuantCache(model)
     np.testing.assert_array_equal(widths(cache), widths(TurboQuantCache(model)))
     assert cache._shared.moments.costs is not None and cache._shared.moments.layers is first.layers
     turboquant.patch(model, CacheSpec(uniform=True), tokenizer=tokenizer)
     assert len(np.unique(widths(TurboQuantCache(model)))) == 1
-    assert of_models.own_moments(model, tokenizer) is cache._shared.moments
+    assert own_moments(model, tokenizer) is cache._shared.moments

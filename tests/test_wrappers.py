@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 import turboquant
 from turboquant import TurboQuantCache
-from turboquant.hf import names
+from turboquant.models import names
 
 EXACT = bare(4, 4, sinks=2, window=256)
 

@@ -33,54 +33,35 @@ _HOMES = {
     "presets": "named_specs",
     "Plan": "plan",
     "Profile": "measured",
-    "calibrate": "calibration.measure",
-    "measure": "moments.measure",
-    "evaluate": "hf.evaluation",
+    "calibrate": "calibration.calibrate",
+    "measure": "evaluation.forecast",
+    "evaluate": "evaluation.decoder",
     "TurboQuantCache": "hf.cache",
-    "patch": "hf.patching",
-    "unpatch": "hf.patching",
-    "is_patched": "hf.patching",
+    "patch": "patching",
+    "unpatch": "patching",
+    "is_patched": "patching",
 }
-__all__ = [
-    "CacheSpec",
-    "Codes",
-    "Index",
-    "Plan",
-    "Profile",
-    "Quantizer",
-    "TurboQuantCache",
-    "calibrate",
-    "esm",
-    "evaluate",
-    "is_patched",
-    "measure",
-    "ops",
-    "patch",
-    "preset",
-    "presets",
-    "search_shards",
-    "unpatch",
-    "verify_shards",
-    "write_manifest",
-]
+__all__ = ["CacheSpec", "Codes", "Index", "Plan", "Profile", "Quantizer", "TurboQuantCache", "calibrate", "esm",
+           "evaluate", "is_patched", "measure", "ops", "patch", "preset", "presets", "search_shards", "unpatch",
+           "verify_shards", "write_manifest"]  # fmt: skip
 
 if TYPE_CHECKING:
     from . import esm as esm
     from . import ops as ops
-    from .calibration.measure import calibrate as calibrate
+    from .calibration.calibrate import calibrate as calibrate
+    from .evaluation.decoder import evaluate as evaluate
+    from .evaluation.forecast import measure as measure
     from .hf.cache import TurboQuantCache as TurboQuantCache
-    from .hf.evaluation import evaluate as evaluate
-    from .hf.patching import is_patched as is_patched
-    from .hf.patching import patch as patch
-    from .hf.patching import unpatch as unpatch
     from .index import Index as Index
     from .index import search_shards as search_shards
     from .index import verify_shards as verify_shards
     from .index import write_manifest as write_manifest
     from .measured import Profile as Profile
-    from .moments.measure import measure as measure
     from .named_specs import preset as preset
     from .named_specs import presets as presets
+    from .patching import is_patched as is_patched
+    from .patching import patch as patch
+    from .patching import unpatch as unpatch
     from .plan import Plan as Plan
     from .quantizer import Codes as Codes
     from .quantizer import Quantizer as Quantizer

@@ -20,13 +20,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Tensor", "array_bytes", "crc32", "existing_file", "file_name", "header_of", "layout", "numpy_dtype",
-           "read_arrays", "read_header", "tensor", "write_arrays", "write_tensors", "write_whole"]  # fmt: skip
+__all__ = ["Tensor", "array_bytes", "cache_folder", "crc32", "existing_file", "file_name", "header_of", "layout",
+           "numpy_dtype", "read_arrays", "read_header", "tensor", "write_arrays", "write_tensors",
+           "write_whole"]  # fmt: skip
 
 _ALIGNMENT = 64
 _MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors
@@ -272,3 +274,10 @@ def read_arrays(path: str | os.PathLike[str], form: str, what: str) -> tuple[dic
                 raise ValueError(f"`{name}` is damaged")
             arrays[name] = np.frombuffer(data, numpy_dtype(held)).reshape(held.shape)
     return meta, arrays
+
+
+def cache_folder() -> Path | None:
+    """Where profiles of models are kept; None: nowhere."""
+    if (folder := os.environ.get("TURBOQUANT_CACHE")) is not None:
+        return Path(folder).expanduser() if folder else None
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "turboquant"

@@ -51,9 +51,8 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 
-from turboquant import _core
-
-from .findings import OLDEST
+from . import _core
+from .oldest import OLDEST
 
 
 def _load() -> None:

@@ -44,21 +44,8 @@ from .plan import Plan
 from .transforms import Transforms
 from .transforms import transforms as joined
 
-__all__ = [
-    "PackedKV",
-    "Schedule",
-    "append",
-    "append_attend",
-    "attend",
-    "attend_kernel",
-    "dequantize",
-    "merge",
-    "pack",
-    "quantize",
-    "rotate",
-    "schedule",
-    "transforms",
-]
+__all__ = ["PackedKV", "Schedule", "append", "append_attend", "attend", "attend_kernel", "dequantize", "merge",
+           "pack", "quantize", "rotate", "schedule", "transforms"]  # fmt: skip
 
 _append = torch.ops.turboquant.append.default
 _attend = torch.ops.turboquant.attend.default
@@ -654,13 +641,7 @@ def dequantize(packed: PackedKV, dtype: torch.dtype = torch.float32) -> tuple[Te
     return k, ordered(packed.sink_v, packed.window_v, v) if any(packed.plan.value_bits) else v
 
 
-def quantize(
-    plan: Plan,
-    k: Tensor,
-    v: Tensor | None,
-    *,
-    transforms: dict[str, Tensor] | None = None,
-) -> Tensor:
+def quantize(plan: Plan, k: Tensor, v: Tensor | None, *, transforms: dict[str, Tensor] | None = None) -> Tensor:
     """Whole sequences into pages alone, every token quantised; `pack` also says where they are.
 
     k, v: [batch, kv_heads, tokens, head_dim]; v is None for a plan without values.

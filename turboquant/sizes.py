@@ -14,7 +14,7 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
-from .modes import is_split
+from .matrices import is_split
 from .plan import MAX_HEAD_DIM, MAX_RANK, PAGE_TOKENS, PAIR_MULTIPLE, Plan
 from .spec import CacheSpec
 

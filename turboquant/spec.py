@@ -16,16 +16,7 @@ from operator import index
 from typing import Any, Literal
 
 from .arguments import integer_in
-from .plan import (
-    FINE_GROUP,
-    GROUP,
-    MAX_BITS,
-    PAGE_TOKENS,
-    WIDE_BITS,
-    WIDTHS,
-    Plan,
-    Side,
-)
+from .plan import FINE_GROUP, GROUP, MAX_BITS, PAGE_TOKENS, WIDE_BITS, WIDTHS, Plan, Side
 
 __all__ = ["CacheSpec"]
 
@@ -512,7 +503,7 @@ class CacheSpec:
 
         wave_pairs, rank: sizes of the layer's wave and metric in the model's moments, for a spec that has these. The
         size of a record does not depend on them.
-        ValueError for a spec with a budget: `turboquant.calibration.layer_specs` has the spec of each layer.
+        ValueError for a spec with a budget: `turboquant.measured.layer_specs` has the spec of each layer.
         """
         if self.budget is not None:
             raise ValueError(

@@ -1,4 +1,4 @@
-// What docs/calculator/make.py wrote, times what the reader chose. Bytes and times follow turboquant/calc.py, line by line;
+// What docs/calculator/make.py wrote, times what the reader chose. Bytes and times follow turboquant/cli/calc.py, line by line;
 // tests/test_calculator_page.py compares the two.
 "use strict";
 

@@ -1,7 +1,7 @@
 """Writes the calculator, a page of the docs: python docs/calculator/make.py FOLDER
 
 FOLDER gets calculator.html, the part that docs/calculator.md includes, and index.html, the same as a page of its own.
-Both hold all they need and ask no server. The numbers are those of `turboquant.calc`, which the command prints too:
+Both hold all they need and ask no server. The numbers are those of `turboquant.cli.calc`, which the command prints too:
 bytes of a page and of an exact token for each model and spec. calculator.js multiplies them by what a reader chooses.
 """
 
@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from turboquant import calc, sizes
-from turboquant.calc_table import GPUS, ITEM_BYTES, MODELS, TIMED, TIMED_BYTES, TIMES
+from turboquant import sizes
+from turboquant.cli import calc
+from turboquant.cli.calc_table import GPUS, ITEM_BYTES, MODELS, TIMED, TIMED_BYTES, TIMES
 from turboquant.named_specs import OTHERS, OURS
 from turboquant.plan import PAGE_TOKENS
 from turboquant.spec import CacheSpec

@@ -18,14 +18,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..measured.calibration import Calibration
+from ..measured.choice import NOISE, WINDOWS, Trial, chosen
 from ..measured.profile import Profile
-from ..moments.costs import side_costs
-from ..moments.text import kinds
+from ..measuring.costs import side_costs
+from ..models.families import SINKS, family_of
 from ..progress import Progress, steps
 from ..spec import BUDGET_BITS, CacheSpec
-from .choice import NOISE, WINDOWS, Trial, chosen
-from .data import Calibration
-from .measure import SINKS
 from .unfinished import Unfinished
 
 __all__ = ["tried", "with_moments"]
@@ -40,7 +39,7 @@ F64 = NDArray[np.float64]
 
 
 def with_moments(
-    found: Calibration,
+    calibration: Calibration,
     model: Any,
     tokenizer: Any,
     batches: Sequence[Batch],
@@ -56,21 +55,21 @@ def with_moments(
     looks back far depends on the language, and widths from English text alone made Gemma diverge 1.35 times as much on
     German. Without a window other texts gain less than this text loses.
     """
-    from ..moments.measure import measure_model, measure_with_text
+    from ..measuring.moments import measure_model, measure_with_text
 
     moments = {"model": run.measured("model", lambda: measure_model(model, tokenizer))}
     moments["text"] = moments["model"]
     if batches:
         rows = _rows(batches)
-        moments["text"] = run.measured("text", lambda: measure_with_text(model, rows, tokenizer, found.source))
-    own, others = _rows(probes), kinds(model, tokenizer)
+        moments["text"] = run.measured("text", lambda: measure_with_text(model, rows, tokenizer, calibration.source))
+    own, others = _rows(probes), family_of(model).kinds(model, tokenizer)
 
     def shares(texts: Sequence[torch.Tensor], window: int) -> F64:
         """A text with a token that costs as much as thousands counts no more than another one."""
         each = []
         for i, ids in ((i, ids) for i, ids in enumerate(texts) if _packs(ids, window)):
             name = f"costs of {'own' if texts is own else 'kind'} {i}, window {window}"
-            measure = partial(side_costs, model, ids, moments["model"], found.seed + i, window)
+            measure = partial(side_costs, model, ids, moments["model"], calibration.seed + i, window)
             (shown.skip if name in run.arrays else shown.add)(ids.numel())
             each.append(run.array(name, measure))
         mean: F64 = np.mean([costs / (costs.sum() or 1) for costs in each], 0)
@@ -83,12 +82,12 @@ def with_moments(
                  if _packs(ids, window))  # fmt: skip
     with Progress("calibrate, what sides cost", tokens, "tokens", progress) as shown:
         costs = [np.mean([shares(texts, window) for texts in groups], 0) for window, groups in used.items()]
-    return replace(found, moments=moments, windows=windows, side_costs=np.stack(costs).astype(np.float32))
+    return replace(calibration, moments=moments, windows=windows, side_costs=np.stack(costs).astype(np.float32))
 
 
 def _windows(model: Any, needed: Sequence[Sequence[torch.Tensor]]) -> tuple[int, ...]:
     """Those of `WINDOWS` that leave something packed in a text of each group. A residue sees those on both sides."""
-    if model.config.model_type == "esm":
+    if family_of(model).proteins:
         return (0,)
     return tuple(window for window in WINDOWS
                  if all(any(_packs(ids, window) for ids in group) for group in needed))  # fmt: skip
@@ -101,16 +100,16 @@ def _packs(ids: torch.Tensor, window: int) -> bool:
 
 def _rows(batches: Sequence[Batch]) -> list[torch.Tensor]:
     """The sequences of batches, without padding, each [1, tokens]."""
-    found = []
+    rows = []
     for batch in batches:
         ids, mask = batch["input_ids"].cpu(), batch.get("attention_mask")
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool().cpu()
-        found += [row[kept][None] for row, kept in zip(ids, real)]
-    return found
+        rows += [row[which][None] for row, which in zip(ids, real)]
+    return rows
 
 
 def tried(
-    found: Calibration,
+    calibration: Calibration,
     model: Any,
     tokenizer: Any,
     held_out: Sequence[Batch],
@@ -123,34 +122,35 @@ def tried(
     held_out  batches without padding; none: the text of the package, with two methods.  averages  falling.
     run       has earlier results; new ones are added, and it is saved after each text.
     """
-    methods = [m for m in (_METHODS if held_out else _ON_THE_PACKAGE) if found.moments or m[0] in ("none", "axes")]
+    possible = _METHODS if held_out else _ON_THE_PACKAGE
+    methods = [m for m in possible if calibration.moments or m[0] in ("none", "axes")]
     first = min(averages, key=lambda average: abs(average - FIRST))
-    others: list[Batch] = [{"input_ids": ids} for ids in kinds(model, tokenizer)]
-    measure = _Measure(found, model, list(held_out), others, run, progress)
+    others: list[Batch] = [{"input_ids": ids} for ids in family_of(model).kinds(model, tokenizer)]
+    measure = _Trials(calibration, model, list(held_out), others, run, progress)
     trials: list[Trial] = []
-    for window in found.windows:
+    for window in calibration.windows:
         here = measure(window, [(first, *method) for method in methods])
         limit = NEAR * min(trial.kl_divergence for trial in here)
-        kept = [(t.method, t.group) for t in here if t.method == "none" or t.kl_divergence <= limit]
-        rest = [(average, *method) for average in averages if average != first for method in kept]
+        near = [(t.method, t.group) for t in here if t.method == "none" or t.kl_divergence <= limit]
+        rest = [(average, *method) for average in averages if average != first for method in near]
         trials += [*here, *measure(window, rest)]
-    return replace(found, trials=chosen(measure.elsewhere(trials)))
+    return replace(calibration, trials=chosen(measure.elsewhere(trials)))
 
 
-class _Measure:
+class _Trials:
     """Runs methods at averages, text by text. kinds: of text of the package, which are judged too where there are no
     other texts."""
 
     def __init__(
         self,
-        found: Calibration,
+        calibration: Calibration,
         model: Any,
         texts: list[Batch],
         kinds: list[Batch],
         run: Unfinished,
         progress: bool,
     ) -> None:
-        self.found, self.model, self.places = found, model, [*texts, *kinds]
+        self.found, self.model, self.places = calibration, model, [*texts, *kinds]
         self.judged = range(len(texts) or len(kinds))
         self.kinds = range(len(texts), len(self.places))
         self.run, self.done, self.progress = run, run.trials, progress
@@ -195,11 +195,11 @@ class _Measure:
 
     def _losses(self, batch: Batch, specs: dict[str, CacheSpec]) -> dict[str, float]:
         profile = Profile(self.found.moments["model"], self.found)
-        if self.model.config.model_type == "esm":
+        if family_of(self.model).proteins:
             from ..esm.quality import cosine_losses
 
             return cosine_losses(self.model, batch, specs, profile)
-        from ..hf.evaluation import evaluate_all
+        from ..evaluation.decoder import evaluate_all
 
         results = evaluate_all(self.model, batch["input_ids"], specs, profile=profile, generate=0)
         return {name: one.kl_divergence for name, one in results.items()}

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..files import file_name, read_arrays, write_arrays
-from ..moments.data import Moments
+from ..measured.moments import Moments
 
 __all__ = ["SecondMoments", "Unfinished"]
 
@@ -38,8 +38,8 @@ class SecondMoments:
         rows = rows.to(torch.float64)
         first, second = rows.sum(1), rows.mT @ rows
         if (layer, side) in self.sums:
-            held = self.sums[layer, side]
-            first, second = held[0].to(first.device) + first, held[1].to(first.device) + second
+            sums = self.sums[layer, side]
+            first, second = sums[0].to(first.device) + first, sums[1].to(first.device) + second
         self.sums[layer, side] = first, second
 
     def means(self, layers: int) -> tuple[F64, F64]:

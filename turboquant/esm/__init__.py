@@ -25,45 +25,30 @@ _HOMES = {
     "Residues": "context",
     "ProteinEvaluation": "quality",
     "evaluate": "quality",
-    "Protein": "fasta",
+    "Protein": ".models.fasta",
     "protein_batches": "quality",
-    "read_fasta": "fasta",
+    "read_fasta": ".models.fasta",
     "heat_map": "heatmap",
-    "AMINO_ACIDS": "model",
+    "AMINO_ACIDS": ".models.esm",
     "Scan": "scan",
     "joint_marginals": "scan",
     "masked_marginals": "scan",
     "wild_type_marginals": "scan",
 }
-__all__ = [
-    "AMINO_ACIDS",
-    "EXACT",
-    "ContextCache",
-    "Embeddings",
-    "Protein",
-    "ProteinEvaluation",
-    "Residues",
-    "Scan",
-    "embed",
-    "evaluate",
-    "heat_map",
-    "joint_marginals",
-    "masked_marginals",
-    "protein_batches",
-    "read_fasta",
-    "wild_type_marginals",
-]
+__all__ = ["AMINO_ACIDS", "EXACT", "ContextCache", "Embeddings", "Protein", "ProteinEvaluation", "Residues", "Scan",
+           "embed", "evaluate", "heat_map", "joint_marginals", "masked_marginals", "protein_batches", "read_fasta",
+           "wild_type_marginals"]  # fmt: skip
 
 if TYPE_CHECKING:
+    from ..models.esm import AMINO_ACIDS as AMINO_ACIDS
+    from ..models.fasta import Protein as Protein
+    from ..models.fasta import read_fasta as read_fasta
     from .context import EXACT as EXACT
     from .context import ContextCache as ContextCache
     from .context import Residues as Residues
     from .embedding import embed as embed
     from .embeddings import Embeddings as Embeddings
-    from .fasta import Protein as Protein
-    from .fasta import read_fasta as read_fasta
     from .heatmap import heat_map as heat_map
-    from .model import AMINO_ACIDS as AMINO_ACIDS
     from .quality import ProteinEvaluation as ProteinEvaluation
     from .quality import evaluate as evaluate
     from .quality import protein_batches as protein_batches

@@ -8,16 +8,16 @@ here.) Without any of them, attention is the model's own.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from ..calibration import Calibration
-from ..hf.attention import own_attention, refuse_transforms, without_gradient
 from ..kvcache.transforms import layer_transforms, random_rotation
-from ..moments import Moments
+from ..measured import Calibration, Moments
+from ..models.attention import Call, own_attention, refuse_transforms, without_gradient
 from ..ops import PackedKV
 from ..plan import PAGE_TOKENS
 from ..spec import CacheSpec
@@ -47,16 +47,8 @@ def attend(
 class Context(Protocol):
     """The interface of a forward's argument `turboquant_context`."""
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        scaling: float | None,
-    ) -> torch.Tensor:
-        """query, key, value [batch, heads, tokens, head_dim], after RoPE -> [batch, tokens, heads, head_dim]."""
+    def attend(self, call: Call) -> torch.Tensor:
+        """Of query, key, value [batch, heads, tokens, head_dim], after RoPE: [batch, tokens, heads, head_dim]."""
 
 
 class PackedAttention:
@@ -115,26 +107,18 @@ class PackedAttention:
         packed = torch.zeros((pages, heads, self.record_bytes), dtype=torch.uint8, device=device)
         return PackedKV(packed, table, lengths, self.plan, tokens, self.on(device).transforms, *sinks)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        scaling: float | None,
-        shared: Pass,
-    ) -> torch.Tensor:
+    def attend(self, call: Call, shared: Pass) -> torch.Tensor:
         """Packs all real keys and values and attends to them from every query; the pages are freed after this call.
 
         shared   the state that all layers of a forward share
         """
-        batch, heads, tokens, head_dim = key.shape
-        key, value, lengths = shared.real_last(key, value, mask)
+        batch, heads, tokens, head_dim = call.key.shape
+        key, value, lengths = shared.real_last(call.key, call.value, call.mask)
         count = -(-max(tokens - self.spec.sinks, 0) // PAGE_TOKENS)
         table = shared.table(batch, count, key.device)
         kv = self.empty(table, lengths, batch * count, heads, tokens, key.dtype)
         store(kv, key, value)
-        out, _ = attend(query, kv, head_dim**-0.5 if scaling is None else scaling)
+        out, _ = attend(call.query, kv, head_dim**-0.5 if call.scaling is None else call.scaling)
         dense: torch.Tensor = out.transpose(1, 2).contiguous()
         return dense
 
@@ -214,9 +198,10 @@ def attention(
     query, key, value   [batch, heads, tokens, head_dim], after RoPE; ESM-2 scales queries before it, and has scaling 1
     returns             [batch, tokens, heads, head_dim], dense, in the dtype of query, and no weights
     """
+    call = Call(module, query, key, value, attention_mask, scaling)
     packed: PackedAttention | Context | None = turboquant_context or getattr(module, "_turboquant", None)
     if packed is None:
-        return plain_attention(module, query, key, value, attention_mask, scaling), None
+        return plain_attention(call), None
     for name in ("output_attentions", "head_mask"):
         if options.get(name) is not None and options[name] is not False:
             raise NotImplementedError(f"`{name}` is not supported over packed keys and values: no weights are formed")
@@ -225,26 +210,18 @@ def attention(
     refuse_transforms(why, *given)
     with torch.no_grad():
         if isinstance(packed, PackedAttention):
-            out = packed.attend(query, key, value, attention_mask, scaling, turboquant_pass or Pass())
+            out = packed.attend(call, turboquant_pass or Pass())
         else:
-            out = packed.attend(module, query, key, value, attention_mask, scaling)
+            out = packed.attend(call)
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         return without_gradient(out, why, *given), None
     return out, None
 
 
-def plain_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-) -> torch.Tensor:
+def plain_attention(call: Call) -> torch.Tensor:
     """The model's own attention, by SDPA: [batch, tokens, heads, head_dim]."""
-    if mask is not None and mask.dim() == 2:
-        mask = mask[:, None, None, :]
-    return own_attention(module, query, key, value, mask, scaling, 0.0, {})[0]
+    mask = call.mask
+    return own_attention(call if mask is None or mask.dim() != 2 else replace(call, mask=mask[:, None, None, :]))[0]
 
 
 def padding_mask(**arguments: Any) -> torch.Tensor | None:

@@ -23,14 +23,15 @@ from typing import Any
 
 import torch
 
-from ..hf.routing import routed
 from ..measured import Profile
+from ..models.attention import Call
+from ..models.esm import attentions, check_batch_size, checked_model, embed, integers, padded, positioned, tokenise
+from ..models.routing import routed
 from ..named_specs import resolve
 from ..spec import CacheSpec
 from .attention import NAME, Pass, plain_attention, store
 from .graph import StepGraphs
 from .layers import packed_layers
-from .model import attentions, check_batch_size, checked_model, embed, integers, padded, positioned, tokenise
 from .reading import Copy, Reading, Shape, described
 from .store import Store, empty
 
@@ -287,18 +288,10 @@ class _Storing:
     def __init__(self, cache: ContextCache, store: Store, rows: slice) -> None:
         self.cache, self.store, self.rows, self.shared = cache, store, rows, Pass()
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        scaling: float | None,
-    ) -> torch.Tensor:
-        index = self.cache._layer_of[id(module)]
+    def attend(self, call: Call) -> torch.Tensor:
+        index = self.cache._layer_of[id(call.module)]
         layer, rows = self.store.layers[index], self.rows
-        k, v, lengths = self.shared.real_last(key, value, mask)
+        k, v, lengths = self.shared.real_last(call.key, call.value, call.mask)
         sinks: dict[str, Any] = {name: held[rows] for name, held in layer.exact().items()}
         store(replace(layer, block_table=layer.block_table[rows], lengths=lengths, **sinks), k, v)
-        return plain_attention(module, query, key, value, mask, scaling)
+        return plain_attention(call)

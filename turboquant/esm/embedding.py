@@ -18,16 +18,16 @@ from numpy.typing import NDArray
 
 from ..arguments import bounded, integer
 from ..files import file_name, write_whole
-from ..hf.routing import evaluating, routed
+from ..models.esm import CLS, EOS, checked_model, dropout_factor, letter_tokens, padded
+from ..models.esm import embed as embedded
 from ..models.identity import fingerprint
 from ..models.placement import device_of
+from ..models.routing import evaluating, routed
 from ..progress import Progress
 from ..quantizer import Quantizer
 from .attention import NAME
 from .context import Letters
 from .embeddings import Arrays, Embeddings, described, placed
-from .model import CLS, EOS, checked_model, dropout_factor, letter_tokens, padded
-from .model import embed as embedded
 from .scan import Plain
 from .windows import Window, sizes, windows
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..files import file_name
+from ..models.esm import AMINO_ACIDS
 from ..plot import figure_class
-from .model import AMINO_ACIDS
 from .scan import Scan
 
 __all__ = ["heat_map"]

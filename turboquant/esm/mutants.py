@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .model import AMINO_ACIDS
+from ..models.esm import AMINO_ACIDS
 
 __all__ = ["SCORE", "Mutant", "read_mutants", "summed"]
 

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ..arguments import bounded
-from ..calibration.measure import token_divergence
-from ..hf.routing import evaluating, routed
 from ..measured import Profile
+from ..models.attention import Call
+from ..models.esm import MASK, attentions, check_batch_size, checked_model, dropout_factor, embed, padded, tokenise
+from ..models.outputs import token_divergence
 from ..models.placement import device_of
+from ..models.routing import evaluating, routed
 from ..named_specs import resolve
 from ..plan import PAGE_TOKENS
 from ..progress import Progress
@@ -27,7 +29,6 @@ from ..spec import CacheSpec
 from ..tables import html, measures
 from .attention import NAME, PackedAttention, Pass, plain_attention
 from .layers import packed_layers
-from .model import MASK, attentions, check_batch_size, checked_model, dropout_factor, embed, padded, tokenise
 
 __all__ = ["ProteinEvaluation", "cosine_losses", "evaluate", "protein_batches"]
 
@@ -217,10 +218,10 @@ class _Packed:
         self.at = None if layers is None else {id(m): layer for m, layer in zip(attentions(base), layers)}
         self.shared = Pass()
 
-    def attend(self, module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float | None) -> torch.Tensor:
+    def attend(self, call: Call) -> torch.Tensor:
         if self.at is None:
-            return plain_attention(module, query, key, value, mask, scaling)
-        return self.at[id(module)].attend(query, key, value, mask, scaling, self.shared)
+            return plain_attention(call)
+        return self.at[id(call.module)].attend(call, self.shared)
 
 
 def _outputs(

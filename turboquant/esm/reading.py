@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..models.attention import Call
+from ..models.esm import EOS, PAD
 from ..ops import PackedKV
 from .attention import PackedAttention, attend
-from .model import EOS, PAD
 from .store import Store
 
 __all__ = ["Copy", "Reading", "Shape", "described"]
@@ -110,11 +111,7 @@ class Reading:
     """
 
     def __init__(
-        self,
-        store: Store,
-        layers: Mapping[int, tuple[PackedAttention, PackedKV]],
-        shape: Shape,
-        numbers: torch.Tensor,
+        self, store: Store, layers: Mapping[int, tuple[PackedAttention, PackedKV]], shape: Shape, numbers: torch.Tensor
     ) -> None:
         copies, m, parts, common = shape
         self.layers, self.shape = layers, shape
@@ -128,20 +125,12 @@ class Reading:
         self.common = _Common(store, self.rows, shared) if common else None
         self.room: dict[int, _Room] = {}  # by how many sinks are stored: layers may differ in that
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        scaling: float | None,
-    ) -> torch.Tensor:
-        packed, layer = self.layers[id(module)]
-        scale = packed.head_dim**-0.5 if scaling is None else scaling
-        out, lse = self._own(packed, layer, query, key, value, scale)
+    def attend(self, call: Call) -> torch.Tensor:
+        packed, layer = self.layers[id(call.module)]
+        scale = packed.head_dim**-0.5 if call.scaling is None else call.scaling
+        out, lse = self._own(packed, layer, call.query, call.key, call.value, scale)
         if self.common is not None:
-            common = self.common.attend(layer, query, scale)
+            common = self.common.attend(layer, call.query, scale)
             out, lse = torch.cat([out, common[0]]), torch.cat([lse, common[1]])
         dense: torch.Tensor = _merge(out, lse)[0].transpose(1, 2).contiguous()
         return dense

@@ -19,14 +19,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..hf.routing import routed
 from ..measured import Profile
+from ..models.attention import Call
+from ..models.esm import ALPHABET, AMINO_ACIDS, MASK, check_batch_size, checked_model, integers, tokenise
 from ..models.placement import device_of
+from ..models.routing import routed
 from ..progress import steps
 from ..spec import CacheSpec
 from .attention import NAME, plain_attention
 from .context import ContextCache, Letters
-from .model import ALPHABET, AMINO_ACIDS, MASK, check_batch_size, checked_model, integers, tokenise
 
 __all__ = ["Plain", "Scan", "joined", "joint_marginals", "masked_marginals", "wild_type_marginals"]
 
@@ -229,8 +230,8 @@ def _masked_in(cache: ContextCache, protein: int, batch: Sequence[Sequence[int]]
 class Plain:
     """The context of an exact scan: the model's own attention, patched or not."""
 
-    def attend(self, module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float | None) -> torch.Tensor:
-        return plain_attention(module, query, key, value, mask, scaling)
+    def attend(self, call: Call) -> torch.Tensor:
+        return plain_attention(call)
 
 
 def _jointly(model: Any, tokens: list[int], batch: Sequence[Sequence[int]]) -> list[torch.Tensor]:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from ..models.esm import dropout_factor, padded
 from ..ops import PackedKV
 from ..plan import PAGE_TOKENS
 from .attention import PackedAttention
-from .model import dropout_factor, padded
 
 __all__ = ["Store", "Weights", "empty"]
 

@@ -12,67 +12,25 @@ import torch
 from transformers.cache_utils import Cache
 
 from ..arguments import bounded
-from ..calibration import Calibration
-from ..kvcache.common import Common
 from ..kvcache.latent import latent_spec
 from ..kvcache.report import CacheReport, LayerReport, bytes_by_part, layer_report, layer_tensors
 from ..kvcache.rows import join
+from ..kvcache.shared import Common
 from ..kvcache.storage import LayerStorage
-from ..measured import Profile, shared_widths, used_by
+from ..measured import Calibration, Moments, Profile, shared_widths, used_by
+from ..measuring.used import moments_for, moments_notes, warn_of_changes
 from ..models.identity import describe
+from ..models.kinds import has_keys, kinds_of, packed_indices
 from ..models.wrappers import base_model
-from ..moments import Moments
 from ..named_specs import resolve
 from ..spec import CacheSpec
-from .kinds import has_keys, kinds_of, latent_size, packed_indices, unknown_kinds
 from .latent import LatentLayer
 from .layer import PackedLayer, indices_of
-from .moments import moments_for, moments_notes, warn_of_changes
 from .notices import Unread
+from .refusals import checked_config
 from .states import StateLayer, made_layer
 
-__all__ = ["CacheReport", "LayerReport", "PackedLayer", "TurboQuantCache", "checked_config"]
-
-
-def checked_config(config: Any) -> Any:
-    """The configuration of the decoder, if its layers are of a kind that can be packed."""
-    if not hasattr(config, "get_text_config"):
-        raise TypeError(f"`model` must be a model or its configuration (model.config), got {type(config).__name__}")
-    if getattr(config, "is_encoder_decoder", False):
-        raise NotImplementedError(f"encoder-decoder models are not supported, got {type(config).__name__}")
-    if getattr(config, "model_type", None) == "esm":
-        raise NotImplementedError("ESM-2 is an encoder, which continues no text: use turboquant.esm.ContextCache")
-    text = config.get_text_config(decoder=True)
-    if "kv_lora_rank" in (getattr(text, "per_layer_attributes", None) or ()):  # reading it from `text` itself raises
-        raise NotImplementedError(f"its latents differ in size (`kv_lora_rank`), got {type(config).__name__}")
-    if getattr(text, "index_topk", None):
-        raise NotImplementedError(f"sparse attention with an indexer is not supported, got {type(config).__name__}")
-    if (rank := getattr(text, "kv_lora_rank", None)) and not latent_size(text):
-        raise NotImplementedError(
-            f"latents of {rank} channels beside {text.qk_rope_head_dim} rotary ones: both must be multiples of 8"
-        )
-    if getattr(text, "cross_attention_layers", None):
-        raise NotImplementedError(f"cross-attention layers are not supported, got {type(config).__name__}")
-    if getattr(text, "n_recurrent_loops", 1) > 1:
-        raise NotImplementedError(
-            f"layers that run several times in a forward (`n_recurrent_loops`) are not supported, "
-            f"got {type(config).__name__}"
-        )
-    if getattr(text, "num_hidden_layers", None) is None:
-        raise NotImplementedError(f"its configuration has no `num_hidden_layers`, got {type(config).__name__}")
-    kinds = unknown_kinds(text)
-    if kinds:
-        raise NotImplementedError(
-            f"layers must be full, sliding, chunked or linear attention, got {', '.join(sorted(kinds))} in "
-            f"{type(config).__name__}"
-        )
-    if getattr(text, "num_kv_shared_layers", 0) and not hasattr(text, "kv_sharing_modes"):  # older transformers
-        raise NotImplementedError(
-            f"keys and values shared between layers are not supported, got {type(config).__name__}"
-        )
-    if not packed_indices(text):
-        raise NotImplementedError(f"no layer has keys and values, got {type(config).__name__}")
-    return text
+__all__ = ["CacheReport", "LayerReport", "PackedLayer", "TurboQuantCache"]
 
 
 def _patched_with(model: Any, profile: Any) -> tuple[CacheSpec, Profile | None]:
@@ -106,8 +64,8 @@ def _check_joined(caches: list[Any]) -> None:
         for layer, other in zip(cache.packed_layers, first.packed_layers):
             stored, like = layer.storage, other.storage
             if isinstance(layer, LatentLayer) or stored.split:
-                kept = "latents, padding included" if isinstance(layer, LatentLayer) else 'outliers="prompt"'
-                raise NotImplementedError(f"join: caches with {kept} cannot be put together")
+                what_is_kept = "latents, padding included" if isinstance(layer, LatentLayer) else 'outliers="prompt"'
+                raise NotImplementedError(f"join: caches with {what_is_kept} cannot be put together")
             if stored.damaged:
                 raise ValueError(f"join: `caches[{i}]` must be whole, got one that an earlier failure left unusable")
             if layer.spec != other.spec:
@@ -116,7 +74,7 @@ def _check_joined(caches: list[Any]) -> None:
             if stored.shape is None or like.shape is None or stored.shape[1:] != like.shape[1:]:
                 raise ValueError(f"join: `caches[{i}]` must be like the first in layer {layer.index}, which holds "
                                  f"{like}, got {stored}")  # fmt: skip
-            if not all(torch.equal(held, like.transforms[name]) for name, held in stored.transforms.items()):
+            if not all(torch.equal(tensor, like.transforms[name]) for name, tensor in stored.transforms.items()):
                 raise ValueError(f"join: `caches[{i}]` must have the moments of the first, got others")
 
 
@@ -153,11 +111,11 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         if spec is None:
             spec, profile = _patched_with(model, profile)
         self.spec = resolve(spec)
-        given = None if profile is None else Profile.of(profile)
-        if given is not None and given.calibration is not None:
-            given.check(describe(text))
+        own_profile = None if profile is None else Profile.of(profile)
+        if own_profile is not None and own_profile.calibration is not None:
+            own_profile.check(describe(text))
         kinds = kinds_of(text)
-        specs, calibration, moments = used_by(self.spec, given, len(kinds), packed_indices(text))
+        specs, calibration, moments = used_by(self.spec, own_profile, len(kinds), packed_indices(text))
         if getattr(text, "kv_lora_rank", None):
             specs = [latent_spec(one) for one in specs]
         moments = moments_for(model, specs, moments)
@@ -198,6 +156,20 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
             self.unread.read = True
             self.unread = None
 
+    @property
+    def calibration(self) -> Calibration | None:
+        """The calibration of all layers."""
+        return self._shared.calibration
+
+    @property
+    def moments(self) -> Moments | None:
+        """The moments of all layers."""
+        return self._shared.moments
+
+    @moments.setter
+    def moments(self, moments: Moments | None) -> None:
+        self._shared.moments = moments
+
     #: The moments as they were measured, where `follow` has others in use. None: the same.
     measured_moments: Moments | None = None
     #: Positions that the last token of the last prompt lies later than the cache counts, where `follow` knows.
@@ -212,24 +184,24 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
 
         mask   [batch, tokens], False for padding; or None. Reads the device.
         """
-        tokens, held = positions.shape[2], self.get_seq_length()
+        tokens, stored = positions.shape[2], self.get_seq_length()
         if not self.waves or (tokens == 1 and positions.device.type != "cpu"):
             return 0
-        if held:
+        if stored:
             padding = torch.tensor(self.packed_layers[0].storage.padding).view(-1, 1)
-            counted = torch.arange(held, held + tokens) - padding
+            counted = torch.arange(stored, stored + tokens) - padding
             return int((positions.cpu() - counted - self.shift).abs().max())
         real = torch.ones(positions.shape[1:], dtype=torch.bool)
         if mask is not None and mask.shape == real.shape:
             real = mask.cpu().bool()
         shifts = positions.cpu() - (real.long().cumsum(1) - 1)
-        found, counts = torch.unique(shifts[:, real], return_counts=True)
+        distances, counts = torch.unique(shifts[:, real], return_counts=True)
         last = shifts[0, :, -1]
-        weights = counts / (2 * counts.sum()) + (found[:, None] == last).sum(1) / (2 * len(last))
-        measured = self.measured_moments or self._shared.moments
-        turned = measured is not None and bool(found.any())
+        weights = counts / (2 * counts.sum()) + (distances[:, None] == last).sum(1) / (2 * len(last))
+        measured = self.measured_moments or self.moments
+        turned = measured is not None and bool(distances.any())
         self.measured_moments = measured if turned else None
-        self._shared.moments = measured.averaged(found.numpy(), weights.numpy()) if turned and measured else measured
+        self.moments = measured.averaged(distances.numpy(), weights.numpy()) if turned and measured else measured
         self.shift = int(last.float().mean())
         return 0
 
@@ -414,9 +386,9 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         flagged = [(layer.index, flag) for layer in layers if (flag := layer.storage.flag) is not None]
         for device in {flag.device for _, flag in flagged}:
             here = [(index, flag) for index, flag in flagged if flag.device == device]
-            for (index, _), found in zip(here, torch.cat([flag for _, flag in here]).tolist()):
-                if found:
-                    raise ValueError(f"layer {index}: {_describe_flag(found)}")
+            for (index, _), value in zip(here, torch.cat([flag for _, flag in here]).tolist()):
+                if value:
+                    raise ValueError(f"layer {index}: {_describe_flag(value)}")
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """See `PackedLayer.reorder_cache`."""
@@ -468,7 +440,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         """The bytes of each layer by part, compared with bfloat16; ``print`` it for a table."""
         self.was_read()
         layers = tuple(layer_report(layer.storage) for layer in self.packed_layers)
-        notes = moments_notes(self.spec, self._shared.moments, [layer.spec for layer in self.packed_layers])
+        notes = moments_notes(self.spec, self.moments, [layer.spec for layer in self.packed_layers])
         return CacheReport(layers, bytes_by_part(self._common_tensors()), notes)
 
 

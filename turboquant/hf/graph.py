@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from ..kvcache.storage import LayerStorage
+from ..models.names import CACHE, NAMES, cache_argument, given_cache, outputs_with
 from .cache import TurboQuantCache
-from .names import CACHE, NAMES, cache_argument, given_cache, outputs_with
 
 __all__ = ["DecodeGraph", "ForwardWithGraphs"]
 

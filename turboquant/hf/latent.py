@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from ..kvcache.common import Common
 from ..kvcache.latent import LatentStorage
 from ..kvcache.pages import outside_autograd
+from ..kvcache.shared import Common
+from ..models.attention import refuse_transforms, without_gradient
 from ..spec import CacheSpec
-from .attention import refuse_transforms, without_gradient
 from .layer import NO_GRADIENT, PackedLayer, autocast
 
 __all__ = ["LatentLayer"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,14 +14,15 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..arguments import bounded
 from ..kvcache.again import Seen, attend_again
-from ..kvcache.common import Common
 from ..kvcache.pages import outside_autograd
 from ..kvcache.rows import store_rows
+from ..kvcache.shared import Common
 from ..kvcache.sliding import attention_behind_window, attention_under_mask, chunk_starts, visible_past
 from ..kvcache.storage import LayerStorage
+from ..models.attention import Call, MaskRequest, own_attention, refuse_transforms, without_gradient
+from ..models.names import CACHE
 from ..spec import CacheSpec
-from .attention import FreshKeys, MaskRequest, own_attention, refuse_transforms, without_gradient
-from .names import CACHE
+from .attention import FreshKeys
 
 __all__ = ["NO_GRADIENT", "PackedLayer", "autocast", "indices_of"]
 
@@ -43,14 +45,14 @@ def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def indices_of(argument: str, given: Any, masks: bool = False) -> torch.Tensor:
     """A list or tensor of integers, and of bools if `masks`, as a tensor. TypeError for anything else."""
     try:
-        found = torch.as_tensor(given)
+        indices = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError):
-        found = None
-    if found is not None and found.dim() == 1:
-        if not len(found):
-            return found.long()
-        if found.dtype in (torch.int64, torch.int32) or (masks and found.dtype == torch.bool):
-            return found
+        indices = None
+    if indices is not None and indices.dim() == 1:
+        if not len(indices):
+            return indices.long()
+        if indices.dtype in (torch.int64, torch.int32) or (masks and indices.dtype == torch.bool):
+            return indices
     raise TypeError(f"`{argument}` must be integers{' or bools' * masks} [sequences], got {given!r}")
 
 
@@ -215,15 +217,15 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
         """Keeps the sequences `indices` (integers, or a bool for each sequence)."""
-        given = indices_of("indices", indices, masks=True)
-        if given.dtype == torch.bool:
-            if self.is_initialized and len(given) != self.max_batch_size:
+        rows = indices_of("indices", indices, masks=True)
+        if rows.dtype == torch.bool:
+            if self.is_initialized and len(rows) != self.max_batch_size:
                 raise ValueError(
                     f"layer {self.index}: `indices` must be a bool for each of {self.max_batch_size} sequences, got "
-                    f"{len(given)}"
+                    f"{len(rows)}"
                 )
-            given = given.nonzero().view(-1)
-        self._select(given.tolist())
+            rows = rows.nonzero().view(-1)
+        self._select(rows.tolist())
 
     def _select(self, sequences: Sequence[int]) -> None:
         if not self.is_initialized:
@@ -249,22 +251,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     # ---- attention ----
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: MaskRequest | torch.Tensor | None,
-        scaling: float | None,
-        dropout: float,
-        options: dict[str, Any],
-        return_lse: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, Seen | None]:
+    def attend(self, call: Call, return_lse: bool = False) -> tuple[torch.Tensor, torch.Tensor | None, Seen | None]:
         """Stores the new tokens and attends from their queries to all that is stored.
 
-        query [batch, query_heads, tokens, head_dim];  key, value [batch, kv_heads, tokens, head_dim], checked by
-                                                       `update`
+        call   key, value [batch, kv_heads, tokens, head_dim], checked by `update`; mask: a MaskRequest or None
         Returns out [batch, tokens, query_heads, head_dim], dense; lse, None without return_lse: the natural logarithms
         of the softmax's denominators, float32 [batch, query_heads, tokens]; and what `attend_again` takes, None unless
         the layer `is_shared`.
@@ -274,50 +264,43 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.storage.begin()
         with self._undone_on_failure(before):
             if self.storage.rank == 0:
-                self._check_model(module)
-            refuse_transforms(NO_GRADIENT, query)
-            if query.dtype != key.dtype:  # `update` has seen to the keys
-                (query,) = autocast(query)
-            if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+                self._check_model(call.module)
+            refuse_transforms(NO_GRADIENT, call.query)
+            if call.query.dtype != call.key.dtype:  # `update` has seen to the keys
+                (call.query,) = autocast(call.query)
+            followed = call.query, call.key, call.value
+            if torch.is_grad_enabled() and any(x.requires_grad for x in followed):
                 with torch.no_grad():
-                    q, k, v = query.detach(), key.detach(), value.detach()
-                    out, lse, seen = self._attend(module, q, k, v, mask, scaling, dropout, options, return_lse)
-                return without_gradient(out, NO_GRADIENT, query, key, value), lse, seen
-            return self._attend(module, query, key, value, mask, scaling, dropout, options, return_lse)
+                    call.query, call.key, call.value = (x.detach() for x in followed)
+                    out, lse, seen = self._attend(call, return_lse)
+                return without_gradient(out, NO_GRADIENT, *followed), lse, seen
+            return self._attend(call, return_lse)
 
     def attend_again(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        seen: Seen,
-        mask: MaskRequest | torch.Tensor | None,
-        scaling: float | None,
-        dropout: float,
-        options: dict[str, Any],
-        return_lse: bool = False,
+        self, call: Call, seen: Seen, return_lse: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attends from the queries of a later layer of the same forward, which has no keys and values of its own, as
         `attend` did. They may be on another device, and fewer than the new tokens: then they are those of the last.
-        Arguments and result are those of `attend`."""
-        where, seen_by_autograd = query.device, query
+        Result as of `attend`, but for the last."""
+        query = call.query
         with self._undone_on_failure(seen.before.tokens), torch.no_grad():
             refuse_transforms(NO_GRADIENT, query)
-            query = query.detach().to(self.storage.device)
-            if query.dtype != seen.key.dtype:
-                (query,) = autocast(query)
-            how, lse = {**seen.how, "softmax_scale": self._scale(scaling)}, None
+            here = query.detach().to(self.storage.device)
+            if here.dtype != seen.key.dtype:
+                (here,) = autocast(here)
+            how, lse = {**seen.how, "softmax_scale": self._scale(call.scaling)}, None
             if seen.before.tokens == 0 and self.spec.prefill == "exact" and not return_lse:
-                out, _ = own_attention(module, query, seen.key, seen.value, mask, scaling, dropout, options)
-            elif type(mask) is MaskRequest and not mask.causal:
+                out, _ = own_attention(replace(call, query=here, key=seen.key, value=seen.value))
+            elif type(call.mask) is MaskRequest and not call.mask.causal:
                 out = self._attend_under(
-                    seen.before, mask, query, seen.key, seen.value, seen.lengths, seen.padding, how
+                    seen.before, call.mask, here, seen.key, seen.value, seen.lengths, seen.padding, how
                 )
             else:
-                out, lse = attend_again(self.storage, seen, query, how, return_lse)
+                out, lse = attend_again(self.storage, seen, here, how, return_lse)
                 out = out.transpose(1, 2).contiguous()
-        out, lse = out.to(where), None if lse is None else lse.to(where)
-        if torch.is_grad_enabled() and seen_by_autograd.requires_grad:
-            out = without_gradient(out, NO_GRADIENT, seen_by_autograd)
+        out, lse = out.to(query.device), None if lse is None else lse.to(query.device)
+        if torch.is_grad_enabled() and query.requires_grad:
+            out = without_gradient(out, NO_GRADIENT, query)
         return out, lse
 
     @contextmanager
@@ -338,28 +321,18 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _check_model(self, module: torch.nn.Module) -> None:
         """Checks that the cache is of this model, before the first layer of a forward stores anything."""
-        layers, held = getattr(getattr(module, "config", None), "num_hidden_layers", 0), self._shared.model_layers
-        if layers and layers != held:
-            raise ValueError(f"`{CACHE}` must be a cache of this model's {layers} layers, got one of {held}")
+        layers, own = getattr(getattr(module, "config", None), "num_hidden_layers", 0), self._shared.model_layers
+        if layers and layers != own:
+            raise ValueError(f"`{CACHE}` must be a cache of this model's {layers} layers, got one of {own}")
 
-    def _attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: MaskRequest | torch.Tensor | None,
-        scaling: float | None,
-        dropout: float,
-        options: dict[str, Any],
-        return_lse: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, Seen | None]:
+    def _attend(self, call: Call, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None, Seen | None]:
+        query, key, value, mask, options = call.query, call.key, call.value, call.mask, call.options
         stored, new = self.storage, key.shape[2]
         padding, sliding = self._visible(mask, options, stored.tokens, new)
         after = stored.tokens + new
         how: dict[str, Any] | None
         how = {
-            "softmax_scale": self._scale(scaling),
+            "softmax_scale": self._scale(call.scaling),
             "sliding_window": sliding,
             "softcap": options.get("softcap") or 0.0,
         }
@@ -372,7 +345,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             return out.transpose(1, 2).contiguous(), lse, None
         seen = Seen.of(stored, key, value, lengths, padding, how) if self.is_shared else None
         if stored.tokens == 0 and self.spec.prefill == "exact" and not return_lse:
-            out, _ = own_attention(module, query, key, value, mask, scaling, dropout, options)
+            out, _ = own_attention(call)
             how = None
         if how is not None and type(mask) is MaskRequest and not mask.causal:
             out, how = self._attend_under(stored, mask, query, key, value, lengths, padding, how), None
@@ -465,11 +438,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
                 "an attention pattern other than causal, such as images whose tokens all see each other, needs "
                 'prefill="exact", got "packed": call turboquant.patch(model, prefill="exact")'
             )
-        made = mask.made("sdpa")
-        assert made is not None  # transformers leaves only causal masks out
+        pattern = mask.made("sdpa")
+        assert pattern is not None  # transformers leaves only causal masks out
         window = how["sliding_window"] or stored.tokens + key.shape[2]
         past = visible_past(stored, lengths, key, value, padding, window)
-        return attention_under_mask(query, past, key, value, made, how["softmax_scale"], how["softcap"])
+        return attention_under_mask(query, past, key, value, pattern, how["softmax_scale"], how["softcap"])
 
     def _visible(
         self, mask: MaskRequest | torch.Tensor | None, options: dict[str, Any], before: int, new: int

@@ -12,14 +12,12 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from .routing import adopt, patched_with
-
-if TYPE_CHECKING:
-    from .cache import TurboQuantCache
+from ..kvcache.storage import LayerStorage
+from ..models.routing import adopt, patched_with
 
 __all__ = ["Unread", "check_positions", "foreign_cache", "foreign_keys", "later_positions", "named_cache", "quiet"]
 
@@ -84,9 +82,9 @@ class Unread:
     """Kept by a cache that a forward of several tokens made for itself. Warns when the cache is dropped and nothing
     else has read it: whoever wanted the logits alone may take them for those of a packed cache."""
 
-    def __init__(self, model: Any, state: Any, cache: TurboQuantCache) -> None:
-        self.read, self._said, self._name = False, state.said, type(model).__name__
-        self._last = cache.packed_layers[-1].storage
+    def __init__(self, model: Any, state: Any, last: LayerStorage) -> None:
+        """last: of the cache's layers."""
+        self.read, self._said, self._name, self._last = False, state.said, type(model).__name__, last
 
     def __del__(self) -> None:
         if self.read or not self._last.tokens or sys.is_finalizing():  # no tokens: the forward failed
@@ -107,7 +105,8 @@ def later_positions(model: Any, state: Any, off: int) -> None:
 def check_positions(
     model: Any,
     state: Any,
-    cache: TurboQuantCache,
+    stored: int,
+    padding: tuple[int, ...],
     new: int,
     positions: torch.Tensor | None,
     mask: torch.Tensor | None,
@@ -115,24 +114,24 @@ def check_positions(
     """Warns if the `new` tokens of a forward lie far from where the cache counts them. Reads the device, but not in a
     step of one token on a GPU.
 
+    stored, padding   positions in the cache, and how many of them are padding, of each sequence
     positions   [batch or 1, new], or None: counted from the first position of the cache, padding included
     mask        [batch, positions], or None: no padding
     """
-    held, padding = cache.get_seq_length(), cache.packed_layers[0].storage.padding
     if positions is None:
-        if held or mask is None:  # a later forward lies as far off as the first one
+        if stored or mask is None:  # a later forward lies as far off as the first one
             return
         positions = torch.arange(new, device=mask.device)[None]
     if positions.dim() != 2 or positions.shape[1] != new or (new == 1 and positions.device.type != "cpu"):
         return
     if new == 1:
-        off = abs(int(positions[-1, 0]) - held + padding[-1]) if padding else 0
+        off = abs(int(positions[-1, 0]) - stored + padding[-1]) if padding else 0
     else:
-        at, real = torch.arange(held, held + new)[None], torch.ones(1, new, dtype=torch.bool)
+        at, real = torch.arange(stored, stored + new)[None], torch.ones(1, new, dtype=torch.bool)
         if mask is not None and mask.dim() == 2:
             shown = mask.cpu() != 0
             at, real = at - (~shown).sum(1, keepdim=True), shown[:, -new:]
-        elif held:
+        elif stored:
             at = at - torch.tensor(padding)[:, None]
         off = int(((positions.cpu() - at).abs() * real).max())
     if off >= FAR:

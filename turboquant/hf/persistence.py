@@ -23,21 +23,19 @@ import torch
 from numpy.typing import NDArray
 
 from ..arguments import bounded
-from ..calibration import Calibration, layer_specs
 from ..files import Tensor, array_bytes, crc32, existing_file, layout, numpy_dtype, read_header, tensor, write_tensors
 from ..fingerprints import differences
 from ..kvcache.exact import exact_rows, laid_out
 from ..kvcache.pages import RELEASED, PagePool, PageTable, outside_autograd
-from ..measured import Profile
+from ..matrices import is_split
+from ..measured import Calibration, Moments, Profile, layer_specs
+from ..measured.moments import array_shapes
 from ..models.identity import changed_weights, describe, weight_sums
+from ..models.kinds import has_keys, is_known
 from ..models.placement import device_of
-from ..modes import is_split
-from ..moments import Moments
-from ..moments.data import array_shapes
+from ..models.routing import decoder_of
 from ..plan import FORMAT_VERSION, PAGE_TOKENS
 from ..spec import CacheSpec
-from .kinds import has_keys, is_known
-from .routing import decoder_of
 from .states import StateLayer
 
 if TYPE_CHECKING:
@@ -58,27 +56,27 @@ def _tensors(
 ) -> dict[str, Tensor]:
     """The tensors in the file of a cache of these sizes, in order. sizes: KV heads and head_dim of each layer; pages:
     how many it has."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for i, (spec, (kv_heads, head_dim), n_pages) in enumerate(zip(specs, sizes, pages)):
         record_bytes = PAGE_TOKENS * spec.bytes_per_token(head_dim)
-        found[f"layers.{i}.pages"] = Tensor("U8", (n_pages, kv_heads, record_bytes))
+        tensors[f"layers.{i}.pages"] = Tensor("U8", (n_pages, kv_heads, record_bytes))
         for name in _EXACT:
             if rows := exact_rows(spec, positions)[name.startswith("window")]:
-                found[f"layers.{i}.{name}"] = Tensor(dtype, (batch, kv_heads, rows, head_dim))
+                tensors[f"layers.{i}.{name}"] = Tensor(dtype, (batch, kv_heads, rows, head_dim))
         for side in ("key", "value") if spec.outliers == "prompt" else ():
             if is_split(spec, side):
                 rows = head_dim + (spec.sketch_rows(head_dim) if side == "key" else 0)
-                found[f"layers.{i}.{side}_rotation"] = Tensor("F32", (kv_heads, rows, head_dim))
-    return found
+                tensors[f"layers.{i}.{side}_rotation"] = Tensor("F32", (kv_heads, rows, head_dim))
+    return tensors
 
 
 def _moments_tensors(shapes: list[list[int]]) -> dict[str, Tensor]:
     """The tensors of moments in a file, in order. shapes: [kv_heads, head_dim, pairs, rank] of each layer."""
-    found = {}
+    tensors = {}
     for i, sizes in enumerate(shapes):
         for name, (shape, dtype) in array_shapes(*sizes).items():
-            found[f"moments.{i}.{name}"] = tensor(np.broadcast_to(np.zeros((), dtype), shape))
-    return found
+            tensors[f"moments.{i}.{name}"] = tensor(np.broadcast_to(np.zeros((), dtype), shape))
+    return tensors
 
 
 def _states(layers: list[Any]) -> dict[str, torch.Tensor]:
@@ -138,9 +136,9 @@ def _mark(model: Any) -> dict[str, Any]:
 def _differences(was: dict[str, Any], mark: dict[str, Any]) -> list[str]:
     """How a model's mark differs from an earlier one; empty if it is the same model."""
     described = ({name: x for name, x in one.items() if name != "weights"} for one in (was, mark))
-    found = differences(*described)
-    if found or "weights" not in was or "weights" not in mark:
-        return found
+    differing = differences(*described)
+    if differing or "weights" not in was or "weights" not in mark:
+        return differing
     _want(isinstance(was["weights"], dict), "`weights` is no mapping")
     changed = changed_weights(was["weights"], mark["weights"])
     more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
@@ -154,8 +152,8 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
         raise NotImplementedError("save: a cache of latents cannot be written to a file")
     if cache.at_work or any(layer.damaged or layer.tokens != layers[0].tokens for layer in layers):
         raise RuntimeError("save: an earlier call failed after it had changed the cache: call cache.reset()")
-    found = cache._shared.moments
-    moments = None if found is None else found.without_costs()
+    measured = cache.moments
+    moments = None if measured is None else measured.without_costs()
     mark = cache.fingerprint
     if model is not None:
         mark = _mark(model)
@@ -166,7 +164,7 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
         "spec": cache.spec.settled().to_dict(),  # "auto" may mean something else to the version that reads it
         "fingerprint": mark,
         "widths": None if cache.spec.shared_bits is None else _widths(cache),
-        "calibration": calibration_mark(cache._shared.calibration),
+        "calibration": calibration_mark(cache.calibration),
         "moments": None if moments is None else moments.described(),
         "kinds": [[kind, options] for kind, options in cache.kinds],
         "positions": layers[0].tokens,
@@ -211,9 +209,9 @@ def _exact_tensors(layer: LayerStorage) -> Iterator[torch.Tensor]:
     """Sinks and window with as many rows as the file has."""
     sinks, window = exact_rows(layer.spec, layer.tokens)
     if layer.sink_k is not None and layer.sink_v is not None:
-        yield from (held[:, :, :sinks] for held in (layer.sink_k, layer.sink_v))
+        yield from (rows[:, :, :sinks] for rows in (layer.sink_k, layer.sink_v))
     if window and layer.window_k is not None and layer.window_v is not None:
-        yield from (laid_out(held, window, layer.spec.sinks) for held in (layer.window_k, layer.window_v))
+        yield from (laid_out(rows, window, layer.spec.sinks) for rows in (layer.window_k, layer.window_v))
 
 
 # ---- reading ----
@@ -236,22 +234,22 @@ def load(
 ) -> TurboQuantCache:
     """See `TurboQuantCache.load`."""
     name = existing_file(path, "a cache file")
-    given = None if profile is None else Profile.of(profile)
+    own_profile = None if profile is None else Profile.of(profile)
     mark = None if model is None else _mark(model)
     where = None if device is None else torch.device(device)
     try:
         with open(name, "rb") as file:
             reader = _Reader(file)
-            found = None
+            calibration = None
             if reader.header["calibration"]:
                 state = getattr(model, "_turboquant", None)
-                found = getattr(state, "calibration", None) if given is None else given.calibration
-            cache = reader.cache(model, mark, found, where)
-            if given is not None:
-                own = cache._shared.moments
-                if own is None and found is None:
+                calibration = getattr(state, "calibration", None) if own_profile is None else own_profile.calibration
+            cache = reader.cache(model, mark, calibration, where)
+            if own_profile is not None:
+                own = cache.moments
+                if own is None and calibration is None:
                     raise _Refused("it was made without a `profile`")
-                known = [given.moments, *({} if found is None else found.moments).values()]
+                known = [own_profile.moments, *({} if calibration is None else calibration.moments).values()]
                 if own is not None and moments_mark(own) not in map(moments_mark, known):
                     raise _Refused("it was made with another `profile`")
             return cache
@@ -269,19 +267,15 @@ class _Reader:
         _want(self.header["byte_format"] == FORMAT_VERSION, f"its byte format must be {FORMAT_VERSION}")
 
     def integers(self, name: str, length: int | None = None) -> list[int]:
-        given = self.header[name]
-        _want(isinstance(given, list) and length in (None, len(given)), f"`{name}` is no list of this cache")
-        return [bounded(f"cache file: `{name}`", x) for x in given]
+        numbers = self.header[name]
+        _want(isinstance(numbers, list) and length in (None, len(numbers)), f"`{name}` is no list of this cache")
+        return [bounded(f"cache file: `{name}`", x) for x in numbers]
 
     def integer(self, name: str) -> int:
         return bounded(f"cache file: `{name}`", self.header[name])
 
     def cache(
-        self,
-        model: Any,
-        mark: dict[str, Any] | None,
-        calibration: Calibration | None,
-        device: torch.device | None,
+        self, model: Any, mark: dict[str, Any] | None, calibration: Calibration | None, device: torch.device | None
     ) -> TurboQuantCache:
         from .cache import TurboQuantCache
 
@@ -320,14 +314,14 @@ class _Reader:
 
     def kinds(self) -> list[tuple[str, dict[str, Any]]]:
         """The kind of each layer, and arguments of its class."""
-        given = self.header["kinds"]
-        _want(isinstance(given, list) and 0 < len(given) <= 2**16, "`kinds` is out of range")
-        for one in given:
+        kinds = self.header["kinds"]
+        _want(isinstance(kinds, list) and 0 < len(kinds) <= 2**16, "`kinds` is out of range")
+        for one in kinds:
             right = isinstance(one, list) and len(one) == 2 and isinstance(one[0], str) and isinstance(one[1], dict)
             _want(right and is_known(one[0]), "`kinds` has one that this version or transformers does not know")
             known = all(type(x) is int and 0 < x < 2**31 for x in one[1].values())
             _want(known and one[1].get("number_of_states", 1) <= 2**8, "`kinds` is out of range")
-        return [(kind, options) for kind, options in given]
+        return [(kind, options) for kind, options in kinds]
 
     def fill(self, cache: TurboQuantCache, devices: list[torch.device]) -> None:
         """Reads the tensors into layers, after checking that the header agrees with itself and with them."""
@@ -345,7 +339,7 @@ class _Reader:
         tensors = {name: self.bytes_of(name, held, sums[name]) for name, held in wanted.items()}
         _want(not any(self.file.read()), "something is written behind its tensors")
         if header["moments"] is not None:
-            cache._shared.moments = self.moments(cache, wanted, tensors)
+            cache.moments = self.moments(cache, wanted, tensors)
         if header["positions"]:
             views = {
                 name: held.view(_DTYPES[wanted[name].dtype]).view(wanted[name].shape) for name, held in tensors.items()
@@ -355,13 +349,13 @@ class _Reader:
 
     def moments_tensors(self, specs: list[CacheSpec]) -> dict[str, Tensor]:
         """Tensors of the moments that the header describes."""
-        given = self.header["moments"]
+        described = self.header["moments"]
         needed = any(spec.measured for spec in specs)
-        _want(needed == (given is not None), f"its spec needs {'' if needed else 'no '}`moments`")
-        if given is None:
+        _want(needed == (described is not None), f"its spec needs {'' if needed else 'no '}`moments`")
+        if described is None:
             return {}
-        _want(isinstance(given, dict) and isinstance(given["shapes"], list), "`moments` is no mapping")
-        shapes = given["shapes"]
+        _want(isinstance(described, dict) and isinstance(described["shapes"], list), "`moments` is no mapping")
+        shapes = described["shapes"]
         _want(len(shapes) == len(specs), "`moments` are not of its layers")
         for sizes in shapes:
             _want(isinstance(sizes, list) and len(sizes) == 4, "`moments` are of another shape")
@@ -369,15 +363,15 @@ class _Reader:
                 bounded("cache file: `moments`", x)
         return _moments_tensors(shapes)
 
-    def moments(self, cache: TurboQuantCache, places: dict[str, Tensor], held: dict[str, torch.Tensor]) -> Moments:
+    def moments(self, cache: TurboQuantCache, places: dict[str, Tensor], tensors: dict[str, torch.Tensor]) -> Moments:
         """The moments among the tensors, which are removed from `held`."""
         arrays: dict[str, NDArray[Any]] = {}
-        for name in [name for name in held if name.startswith("moments.")]:
-            array = held.pop(name).numpy().view(numpy_dtype(places[name]))
+        for name in [name for name in tensors if name.startswith("moments.")]:
+            array = tensors.pop(name).numpy().view(numpy_dtype(places[name]))
             arrays[name.removeprefix("moments.")] = array.reshape(places[name].shape)
-        found = Moments.of_arrays(self.header["moments"], arrays)
-        found.check(cache.fingerprint)
-        return found
+        moments = Moments.of_arrays(self.header["moments"], arrays)
+        moments.check(cache.fingerprint)
+        return moments
 
     def layers_tensors(self, layers: list[PackedLayer]) -> dict[str, Tensor]:
         """Tensors of the layers, for a cache that holds tokens."""
@@ -402,8 +396,8 @@ class _Reader:
 
     def states_tensors(self, layers: list[Any]) -> dict[str, Tensor]:
         """Tensors of the states that the header describes: at most those that the layers may have, of this batch."""
-        given = self.header["states"]
-        _want(isinstance(given, dict), "`states` is no mapping")
+        described = self.header["states"]
+        _want(isinstance(described, dict), "`states` is no mapping")
         places = [
             f"states.{i}.{part}.{j}"
             for i, layer in enumerate(layers)
@@ -411,17 +405,17 @@ class _Reader:
             for part in ("conv", "recurrent")
             for j in range(layer.number_of_states)
         ]
-        _want(list(given) == [name for name in places if name in given], "`states` are not of its layers")
-        found = {}
-        for name, held in given.items():
+        _want(list(described) == [name for name in places if name in described], "`states` are not of its layers")
+        tensors = {}
+        for name, held in described.items():
             right = isinstance(held, list) and len(held) == 2 and held[0] in list(_DTYPES)[:3]
             right = right and isinstance(held[1], list) and all(type(n) is int and 0 < n < 2**31 for n in held[1])
             _want(
                 right and 2 <= len(held[1]) <= 6 and held[1][0] == len(self.header["padding"]),
                 f"`{name}` is out of range",
             )
-            found[name] = Tensor(held[0], tuple(held[1]))
-        return found
+            tensors[name] = Tensor(held[0], tuple(held[1]))
+        return tensors
 
     def fill_states(self, layers: list[Any], tensors: dict[str, torch.Tensor], devices: list[torch.device]) -> None:
         """Puts the tensors of `states_tensors` into layers."""
@@ -440,8 +434,8 @@ class _Reader:
             layer.lazy_initialization(like, like)
             stored = layer.storage
             stored.table = PageTable(PagePool(tensors.pop(f"layers.{i}.pages").to(device)), header["rows"][i])
-            held = {name: tensors.pop(f"layers.{i}.{name}", None) for name in _EXACT}
-            stored.hold_exact({name: found.to(device) for name, found in held.items() if found is not None})
+            rows = {name: tensors.pop(f"layers.{i}.{name}", None) for name in _EXACT}
+            stored.hold_exact({name: found.to(device) for name, found in rows.items() if found is not None})
             rotations = {side: tensors.pop(f"layers.{i}.{side}_rotation", None) for side in ("key", "value")}
             if split := {side: x.to(device) for side, x in rotations.items() if x is not None}:
                 stored.hold_split(split)

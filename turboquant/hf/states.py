@@ -14,9 +14,9 @@ import torch
 from transformers import cache_utils
 
 from ..arguments import bounded
-from ..kvcache.common import Common
+from ..kvcache.shared import Common
+from ..models.kinds import has_state
 from ..spec import CacheSpec
-from .kinds import has_state
 from .latent import LatentLayer
 from .layer import PackedLayer, indices_of
 

@@ -9,7 +9,7 @@ import torch
 
 from ..plan import Plan
 from ..spec import CacheSpec
-from .common import Common
+from .shared import Common
 from .storage import LayerStorage
 
 __all__ = ["LatentStorage", "latent_spec"]

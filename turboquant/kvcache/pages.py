@@ -126,8 +126,8 @@ def _tensor(rows: Sequence[Sequence[int]], device: torch.device, other: PageTabl
     width = max(map(len, rows), default=0)
     table = [[max(page, 0) for page in row] + [0] * (width - len(row)) for row in rows]
     pinned = device.type == "cuda"
-    made = torch.tensor(table, dtype=torch.int32, device="cpu", pin_memory=pinned).view(len(rows), width)
-    return made.to(device, non_blocking=True)  # pinned: the host does not wait for the device
+    tensor = torch.tensor(table, dtype=torch.int32, device="cpu", pin_memory=pinned).view(len(rows), width)
+    return tensor.to(device, non_blocking=True)  # pinned: the host does not wait for the device
 
 
 class PageTable:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from .. import _core
-from ..modes import is_split, side_matrix, split_rotation
+from ..matrices import is_split, side_matrix, split_rotation
 from ..spec import CacheSpec
 from .pages import outside_autograd
 
@@ -28,12 +28,12 @@ def prompt_rotations(
 
     key, value   [batch, kv_heads, tokens, head_dim], padding in front of each sequence not counted
     """
-    made = {}
+    rotations = {}
     for side, x in (("key", key), ("value", value)):
         if not is_split(spec, side):
             continue
         squares = [_numbers(x[b, :, pad : pad + spec.outlier_tokens]).square().sum(1) for b, pad in enumerate(padding)]
         rotation = split_rotation(spec, side, torch.stack(squares).sum(0).cpu().numpy())
         matrix = side_matrix(spec, side, key.shape[-1], rotation)
-        made[side] = torch.from_numpy(np.ascontiguousarray(matrix)).to(key.device)
-    return made
+        rotations[side] = torch.from_numpy(np.ascontiguousarray(matrix)).to(key.device)
+    return rotations

@@ -56,15 +56,15 @@ class PastWindows:
 
     def ring(self, keep: int, positions: int, now: _Pair, padding: tuple[int, ...], sinks: int) -> _Pair:
         """The ring of `keep` positions, with as many rows as now, if `reaches` is true."""
-        made, window = (now[0].clone(), now[1].clone()), now[0].shape[2]
+        window_then, window = (now[0].clone(), now[1].clone()), now[0].shape[2]
         stop = min(keep, positions - window)  # the first position that is in `now`
         for then, (keys, values) in reversed(self.snapshots):
             start = max(keep, then) - window
             if start < stop:
                 past = laid_out(keys, window, sinks), laid_out(values, window, sinks)
-                _copy(past, made, start, min(stop, then), padding)
+                _copy(past, window_then, start, min(stop, then), padding)
                 stop = start
-        return made
+        return window_then
 
     def cropped(self, keep: int) -> None:
         """Drops snapshots that are newer than `keep`, and all but the last of the older ones."""

@@ -40,13 +40,13 @@ def store_rows(
     with table.pool.lock:
         undo, begun = stored.reserve_pages(after, padding), False
         exact = stored.exact()
-        others = {name: held for name, held in stored.arguments().items() if name not in exact}
+        others = {name: tensor for name, tensor in stored.arguments().items() if name not in exact}
         try:
             for b, first in enumerate(masked - known for masked, known in zip(padding, stored.padding)):
                 if first >= new:
                     continue
                 row, some = slice(b, b + 1), slice(first, new)
-                step = {**how, **others, **{name: held[row] for name, held in exact.items()}}
+                step = {**how, **others, **{name: tensor[row] for name, tensor in exact.items()}}
                 if stored.flag is not None:
                     step["flag"] = flag = torch.zeros_like(stored.flag)
                 if lse is not None:
@@ -82,7 +82,7 @@ def join(joined: LayerStorage, parts: Sequence[LayerStorage]) -> None:
         part.make_exact_room(part.spec.sinks + part.spec.window)  # as many rows in each
     tables = [part.table for part in parts]
     exact = [part.exact() for part in parts]
-    state: dict[str, Any] = {name: torch.cat([held[name] for held in exact]) for name in exact[0]}
+    state: dict[str, Any] = {name: torch.cat([tensors[name] for tensors in exact]) for name in exact[0]}
     state["table"] = PageTable.joined([table for table in tables if table is not None])
     if first.flag is not None:
         state["flag"] = torch.zeros_like(first.flag)

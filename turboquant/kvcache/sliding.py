@@ -108,7 +108,7 @@ def attention_behind_window(
     chunked   each text is cut into parts of `sliding_window` tokens, from its first one on, and a query sees its part
     """
     batch, heads, tokens, channels = query.shape
-    group, device = heads // key.shape[1], query.device
+    heads_per_kv, device = heads // key.shape[1], query.device
     pad = before + tokens - lengths.view(-1, 1)
     own = torch.arange(before, before + tokens, device=device).expand(batch, -1)
     own = torch.where(own >= pad, own, _NOWHERE)
@@ -125,7 +125,7 @@ def attention_behind_window(
             part_of_query = (here - pad[:, :, None]).div(sliding_window, rounding_mode="floor")
             part_of_key = (at - pad)[:, None].div(sliding_window, rounding_mode="floor")
             seen = seen & (part_of_key == part_of_query)[:, None]
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        k, v = k.repeat_interleave(heads_per_kv, 1), v.repeat_interleave(heads_per_kv, 1)
         attended = _attention(
             query[:, :, start:stop], k, v, seen, scale, softcap, lse if lse is None else lse[:, :, start:stop]
         )
@@ -146,10 +146,10 @@ def attention_under_mask(
     says: its last positions are the chunk. Returns [batch, tokens, query_heads, head_dim]; 0 for a query that sees
     nothing."""
     batch, heads, tokens, channels = query.shape
-    group, after = heads // key.shape[1], mask.shape[3]
+    heads_per_kv, after = heads // key.shape[1], mask.shape[3]
     own = torch.arange(after - key.shape[2], after, device=query.device).expand(batch, -1)
     k, v, at = (torch.cat(pair, 2 if pair[0].dim() == 4 else 1) for pair in zip(past, (key, value, own), strict=True))
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    k, v = k.repeat_interleave(heads_per_kv, 1), v.repeat_interleave(heads_per_kv, 1)
     column, mask = at.clamp(min=0)[:, None, None], mask.to(query.device)
     out = query.new_empty((batch, tokens, heads, channels))
     for start in range(0, tokens, _QUERIES):

@@ -13,10 +13,10 @@ import torch
 
 from ..spec import CacheSpec
 from .attend import attend_in_parts, reads_in_parts
-from .common import Common
 from .pages import outside_autograd
 from .prompt import prompt_rotations
 from .rewind import PastWindows
+from .shared import Common
 from .tensors import LayerTensors
 
 __all__ = ["LayerStorage"]

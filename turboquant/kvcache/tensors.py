@@ -32,9 +32,9 @@ import torch
 from ..ops import PackedKV
 from ..plan import MAX_CUDA_HEAD_DIM, PAGE_TOKENS, Plan
 from ..spec import CacheSpec
-from .common import Common
 from .exact import exact_rows, laid_out, with_room
 from .pages import PageTable, outside_autograd
+from .shared import Common
 from .transforms import layer_transforms
 
 __all__ = ["LayerTensors"]
@@ -83,10 +83,10 @@ class LayerTensors(PackedKV):
             raise NotImplementedError(f"layer {self.index}: a GPU packs heads of at most {MAX_CUDA_HEAD_DIM} channels, "
                                       f"CPUs of more, got {head_dim}: call turboquant.unpatch(model)")  # fmt: skip
         plan = self._plan(kv_heads, head_dim)
-        found = self.shared.calibration
-        if found is not None and (found.kv_heads, found.head_dim) != (kv_heads, head_dim):
-            raise ValueError(f"layer {self.index}: keys must have the {found.kv_heads} KV heads of {found.head_dim} "
-                             f"channels of the calibration, got {kv_heads} of {head_dim}")  # fmt: skip
+        calibration = self.shared.calibration
+        if calibration is not None and (calibration.kv_heads, calibration.head_dim) != (kv_heads, head_dim):
+            wants = f"{calibration.kv_heads} KV heads of {calibration.head_dim} channels of the calibration"
+            raise ValueError(f"layer {self.index}: keys must have the {wants}, got {kv_heads} of {head_dim}")
         self.reset()
         self.plan, self.dtype, self.device = plan, dtype, device
         self.kv_heads, self.head_dim = kv_heads, head_dim
@@ -150,8 +150,8 @@ class LayerTensors(PackedKV):
         yield from (("pages", self.pages), ("block_table", self.block_table))
         if self.flag is not None:
             yield "flag", self.flag
-        yield from (("window" if name[0] == "w" else "sinks", held) for name, held in self.exact().items())
-        yield from (("transforms", held) for held in self.own_transforms.values())
+        yield from (("window" if name[0] == "w" else "sinks", tensor) for name, tensor in self.exact().items())
+        yield from (("transforms", tensor) for tensor in self.own_transforms.values())
 
     # ---- device ----
 
@@ -160,7 +160,7 @@ class LayerTensors(PackedKV):
         """Pages, table, sinks and window; forks that share the pages bring those back when they are used."""
         if self.table is None or self.pages.device == self.block_table.device == device:
             return
-        moved = self._own(lambda held: held.to(device))
+        moved = self._own(lambda tensor: tensor.to(device))
         self.table.move(device)
         self.__dict__.update(moved)
 
@@ -172,7 +172,7 @@ class LayerTensors(PackedKV):
     def _own(self, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
         """Sinks, window and flag, changed, by name."""
         flag = {} if self.flag is None else {"flag": self.flag}
-        return {name: change(held) for name, held in {**self.exact(), **flag}.items()}
+        return {name: change(tensor) for name, tensor in {**self.exact(), **flag}.items()}
 
     # ---- room ----
 
@@ -203,7 +203,7 @@ class LayerTensors(PackedKV):
         sides = "kv" if self.has_values else "k"
         for side, need, most in (("sink", sinks, self.spec.sinks), ("window", window, self.spec.window)):
             for name in (f"{side}_{part}" for part in sides):
-                held = nothing if (found := getattr(self, name)) is None else found
+                held = nothing if (present := getattr(self, name)) is None else present
                 if (rows := with_room(held.shape[2], need, most)) > held.shape[2]:
                     if side == "sink":  # zeros behind the rows there are
                         grown[name] = torch.nn.functional.pad(held, (0, 0, 0, rows - held.shape[2]))
@@ -252,7 +252,7 @@ class LayerTensors(PackedKV):
         table = self.table
         assert table is not None and self.shape is not None
         where = torch.tensor(list(sequences), device=self.device)
-        state = {name: held.index_select(0, where) for name, held in self.exact().items()}
+        state = {name: tensor.index_select(0, where) for name, tensor in self.exact().items()}
         table.select(sequences, self._table_before())
         self.__dict__.update(state)
         self.padding = tuple(self.padding[b] for b in sequences)

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from ..calibration import Calibration
-from ..calibration.tables import LEVELS
-from ..modes import is_split, side_matrix, split_rotation
-from ..moments import Moments
+from ..matrices import is_split, side_matrix, split_rotation
+from ..measured import Calibration, Moments
+from ..measured.kmeans import LEVELS
 from ..spec import CacheSpec, group_widths
 from ..transforms import transforms
 from .pages import outside_autograd
@@ -57,11 +56,11 @@ def layer_transforms(
     if prompt:
         return _tensors(_parts(spec, layer, head_dim, calibration, moments, later, prompt), device)
     of_moments = _made.setdefault(_ABSENT if moments is None else moments, weakref.WeakKeyDictionary())
-    held = of_moments.setdefault(_ABSENT if calibration is None else calibration, {})
+    tensors = of_moments.setdefault(_ABSENT if calibration is None else calibration, {})
     where = (layer, head_dim, device, later, *(getattr(spec, name) for name in _FIELDS))
-    if where not in held:
-        held[where] = _tensors(_parts(spec, layer, head_dim, calibration, moments, later, {}), device)
-    return held[where]
+    if where not in tensors:
+        tensors[where] = _tensors(_parts(spec, layer, head_dim, calibration, moments, later, {}), device)
+    return tensors[where]
 
 
 @outside_autograd
@@ -71,8 +70,8 @@ def random_rotation(spec: CacheSpec, head_dim: int, device: torch.device) -> tor
     if any(_is_of_data(spec, side) for side in _SIDES):
         return None
     matrices = {f"{side}_rotation": side_matrix(spec, side, head_dim) for side in _SIDES}
-    made = transforms(**matrices)
-    return torch.from_numpy(made["rotation"]).to(device) if "rotation" in made else None
+    rotation = transforms(**matrices)
+    return torch.from_numpy(rotation["rotation"]).to(device) if "rotation" in rotation else None
 
 
 def _is_of_data(spec: CacheSpec, side: str) -> bool:
@@ -115,12 +114,12 @@ def _of_calibration(
 ) -> dict[str, NDArray[Any]]:
     """Rotation and steps of rotation="calibrated"; rotations by singular vectors or outliers, with the rows of a
     sketch; the centre; a table of levels."""
-    made: dict[str, NDArray[Any]] = {}
+    arrays: dict[str, NDArray[Any]] = {}
     if spec.rotation == "calibrated":
         widths = group_widths(getattr(spec, f"{side}_bits"), calibration.head_dim, spec.group)
-        made[f"{side}_rotation"], made[f"{side}_steps"] = calibration.merged(layer, i, widths, spec.group)
+        arrays[f"{side}_rotation"], arrays[f"{side}_steps"] = calibration.merged(layer, i, widths, spec.group)
     if spec.centre == "calibrated":
-        made[f"{side}_centre"] = calibration.centre[layer, i]
+        arrays[f"{side}_centre"] = calibration.centre[layer, i]
     rotation = None
     if spec.rotation_of(side) == "svd":
         rotation = calibration.singular_axes(layer)[i]
@@ -129,12 +128,12 @@ def _of_calibration(
     if rotation is not None:
         matrix = side_matrix(spec, side, calibration.head_dim, rotation)
         assert matrix is not None
-        made[f"{side}_rotation"] = matrix
+        arrays[f"{side}_rotation"] = matrix
     if getattr(spec, f"{side}_levels") == "table":
         if calibration.tables is None:
             raise ValueError(
                 "`profile` must have tables of levels for this spec, got one made without: calibrate again"
             )
         columns = LEVELS + (side == "key" and spec.sketch == "sign")
-        made[f"{side}_steps"] = calibration.tables[layer, i, :, :columns]
-    return made
+        arrays[f"{side}_steps"] = calibration.tables[layer, i, :, :columns]
+    return arrays

@@ -13,16 +13,16 @@ from numbers import Real
 import numpy as np
 from numpy.typing import NDArray
 
-from ..calibration.choice import POWER, side_widths, uniform_widths
-from ..calibration.distortion import distortions
-from ..moments.data import Moments
 from ..sizes import MOST_TOKENS, Model, packed_parts, tokens_that_fit
 from ..spec import MOST_SIDE_BITS, CacheSpec
+from .choice import POWER, side_widths, uniform_widths
+from .distortion import distortions
+from .moments import Moments
 
 __all__ = ["Budget", "forecast", "solve"]
 
 LEAST = 2  # average bits
-KNOWN = 3  # average bits of the preset whose divergence is measured (`moments.costs.DIVERGED`)
+KNOWN = 3  # average bits of the preset whose divergence is measured (`evaluation.forecast.DIVERGED`)
 # Large errors cost more than in proportion: the divergence of a cache goes with the sum of costs times
 # noise (1 + BEND noise). BEND is between what SmolLM2-135M and Gemma 3 270M have from 4 to 2 bits.
 BEND = 4.5

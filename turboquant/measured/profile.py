@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..calibration.choice import side_widths
-from ..calibration.data import Calibration, layer_specs
 from ..files import file_name, path_called, read_arrays, write_arrays
 from ..fingerprints import differences
-from ..moments.data import LayerMoments, Moments
 from ..spec import CacheSpec
+from .calibration import Calibration, layer_specs
+from .choice import side_widths
+from .moments import LayerMoments, Moments
 
 __all__ = ["FORMAT", "Profile", "shared_widths", "used_by"]
 
@@ -90,14 +90,14 @@ class Profile:
         self.moments.check(fingerprint)
 
     @classmethod
-    def of(cls, given: Profile | str | os.PathLike[str]) -> Profile:
+    def of(cls, source: Profile | str | os.PathLike[str]) -> Profile:
         """A profile as it is, or the one in that file."""
-        if isinstance(given, cls):
-            return given
-        if isinstance(given, (str, os.PathLike)):
+        if isinstance(source, cls):
+            return source
+        if isinstance(source, (str, os.PathLike)):
             with path_called("`profile`"):
-                return cls.load(given)
-        raise TypeError(f"`profile` must be a Profile or the path of a file, got {given!r}")
+                return cls.load(source)
+        raise TypeError(f"`profile` must be a Profile or the path of a file, got {source!r}")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a safetensors file, whole or not at all."""
@@ -206,11 +206,11 @@ def shared_widths(
         return list(specs)
     shapes = [(kind, *layer.centre.shape) for kind, layer in zip(kinds, moments.layers, strict=True)]
     least, most = max(average - 1, 1 if average == 2 else 2), average + 1
-    found = list(specs)
+    shared = list(specs)
     for shape in dict.fromkeys(shapes):
         alike = [i for i, one in enumerate(shapes) if one == shape]
         tries = int(specs[alike[0]].with_widths(spec, most, most).tries)
         widths = side_widths(moments.costs[alike], average, tries, shape[2], least, most)
         for i, (key, value) in zip(alike, widths.tolist()):
-            found[i] = specs[i].with_widths(spec, key, value)
-    return found
+            shared[i] = specs[i].with_widths(spec, key, value)
+    return shared

@@ -56,7 +56,7 @@ def checkpoint_digest(folder: str | os.PathLike[str]) -> str:
 def profile_file(digest: str) -> Path | None:
     """Where `turboquant measure` keeps the profile of the checkpoint with this digest; None if TURBOQUANT_CACHE says
     that nothing is kept."""
-    from ..moments.measure import cache_folder
+    from ..files import cache_folder
 
     folder = cache_folder()
     return None if folder is None else folder / f"checkpoint-{digest}.safetensors"

@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..hf.kinds import latent_size, packed_indices
-from ..hf.routing import decoder_of, text_config
+from .kinds import latent_size, packed_indices
 from .placement import held, loaded
+from .routing import decoder_of, text_config
 from .wrappers import base_model
 
 __all__ = ["Identity", "active_adapters", "changed_weights", "describe", "fingerprint", "layer_sizes",

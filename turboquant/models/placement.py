@@ -34,12 +34,12 @@ def is_offloaded(model: torch.nn.Module) -> bool:
 def loaded(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The weight `tensor` of this name, wherever it is: this rank's part of a sharded one, and the dequantised numbers
     of a quantised one of torchao. ValueError if it is on the meta device and not offloaded."""
-    found = held(model, name, tensor)
-    local: Callable[[], torch.Tensor] | None = getattr(found, "to_local", None)
+    whole = held(model, name, tensor)
+    local: Callable[[], torch.Tensor] | None = getattr(whole, "to_local", None)
     if local is not None:
         return local()
-    quantised = type(found).dequantize is not torch.Tensor.dequantize
-    return found.dequantize() if quantised else found
+    quantised = type(whole).dequantize is not torch.Tensor.dequantize
+    return whole.dequantize() if quantised else whole
 
 
 def held(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -49,8 +49,8 @@ def held(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> torch.Tenso
         return tensor
     path, _, leaf = name.rpartition(".")
     for hook in _hooks(model.get_submodule(path)):
-        if (kept := getattr(hook, "weights_map", None)) is not None and leaf in kept:
-            weight: torch.Tensor = kept[leaf]
+        if (weights := getattr(hook, "weights_map", None)) is not None and leaf in weights:
+            weight: torch.Tensor = weights[leaf]
             return weight
     raise ValueError(f"`model` must have its weights loaded, got {name} on the meta device")
 

@@ -24,8 +24,8 @@ def checked_base_model(model: Any) -> transformers.PreTrainedModel:
     base, name = base_model(model), type(model).__name__
     if not isinstance(base, transformers.PreTrainedModel):
         inner = model.modules() if isinstance(model, torch.nn.Module) else ()
-        held = next((type(m).__name__ for m in inner if isinstance(m, transformers.PreTrainedModel)), None)
-        hint = "" if held is None else f", which holds a {held}: patch that one"
+        inside = next((type(m).__name__ for m in inner if isinstance(m, transformers.PreTrainedModel)), None)
+        hint = "" if inside is None else f", which holds a {inside}: patch that one"
         raise TypeError(f"`model` must be a transformers model, got {name}{hint}")
     if base is not model:
         _refuse(model)

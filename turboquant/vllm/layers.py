@@ -111,7 +111,7 @@ class Engine:
         check_engine(config)
         parallel = config.parallel_config
         text = config.model_config.hf_text_config
-        from ..hf.kinds import packed_indices
+        from ..models.kinds import packed_indices
 
         numbers = {layer: i for i, layer in enumerate(packed_indices(text))}
         engine = cls(settings, config, ROWS_PER_REQUEST * config.scheduler_config.max_num_seqs,

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ...models.names import CACHE, given_cache, renamed
 from ..cache import TurboQuantCache
-from ..names import CACHE, given_cache, renamed
 
 __all__ = ["METHOD", "generate", "remember_first"]
 

@@ -14,15 +14,14 @@ import torch
 
 from ...esm.attention import NAME, Pass
 from ...esm.layers import packed_layers
-from ...esm.model import attentions, checked_model
-from ...measured import Profile
+from ...measured import Moments, Profile
+from ...measuring.used import warn_of_changes
+from ...models.esm import attentions, checked_model
 from ...models.identity import Identity
-from ...moments import Moments
+from ...models.routing import Previous, check_route, restore, route
 from ...spec import CacheSpec
-from ..moments import warn_of_changes
-from ..routing import Previous, check_route, restore, route
 
-__all__ = ["check", "patch", "unpatch"]
+__all__ = ["check", "patch", "state_holder", "unpatch"]
 
 
 @dataclass
@@ -47,8 +46,18 @@ def check(model: Any, spec: CacheSpec, profile: Profile | None) -> None:
     packed_layers(model, spec, profile, measured=False)
 
 
-def patch(model: Any, spec: CacheSpec, profile: Profile | None = None) -> None:
+def state_holder(model: Any) -> Any:
+    """The part of a model that has the state of a patch."""
+    return model.base_model
+
+
+def patch(model: Any, spec: CacheSpec, profile: Profile | None, cuda_graphs: bool, tokenizer: Any) -> None:
     """See `turboquant.patch`. model: a transformers.PreTrainedModel."""
+    name = type(model).__name__
+    if cuda_graphs:
+        raise NotImplementedError(f"{name}: `cuda_graphs` is for decoders, ESM-2 has no decoding step")
+    if tokenizer is not None:
+        raise NotImplementedError(f"{name}: `tokenizer` is for decoders, ESM-2 is measured on proteins of the package")
     layers = packed_layers(model, spec, profile)
     base = checked_model(model)
     modules = attentions(base)

@@ -17,54 +17,28 @@ from typing import Any
 import torch
 from transformers.generation.configuration_utils import GenerationMode
 
-from ...arguments import bounded
-from ...calibration import Calibration
 from ...fingerprints import differences
 from ...kvcache.latent import latent_spec
-from ...measured import Profile, used_by
-from ...measured.budget import solve
-from ...models.identity import Identity, describe, fingerprint, layer_sizes
+from ...measured import Calibration, Moments, Profile, used_by
+from ...measuring.used import moments_for
+from ...models.identity import Identity, describe, fingerprint
+from ...models.kinds import has_state, kinds_of, packed_indices
+from ...models.names import CACHE, NAMES, cache_argument, given_cache, renamed
+from ...models.routing import Previous, check_route, decoder_of, restore, route, text_config
 from ...models.wrappers import refuse_prefix
-from ...moments import Moments
-from ...plan import MAX_CUDA_HEAD_DIM, MAX_HEAD_DIM
-from ...progress import log
-from ...sizes import bytes_of, model_of
 from ...spec import CacheSpec
 from .. import notices
 from ..attention import NAME
-from ..cache import TurboQuantCache, checked_config
+from ..cache import TurboQuantCache
 from ..graph import ForwardWithGraphs
-from ..kinds import has_state, kinds_of, packed_indices
-from ..moments import budget_moments, moments_for
-from ..names import CACHE, NAMES, cache_argument, given_cache, renamed
 from ..persistence import calibration_mark, moments_mark
-from ..routing import (
-    Previous,
-    attention_modules,
-    check_route,
-    decoder_of,
-    restore,
-    route,
-    text_config,
-    uses_interface,
-)
+from ..refusals import check_model, head_dims_of
 from . import continuation
 
-__all__ = ["budgeted", "check", "patch", "unpatch"]
+__all__ = ["check", "patch", "state_holder", "unpatch"]
 
 _METHOD = "_prepare_cache_for_generation"
 _INPUTS = ("input_ids", "inputs_embeds")
-
-# Models that cannot be patched for a reason that only a forward would show.
-_BY_TYPE = {
-    "diffllama": "its attention uses the keys of a layer twice",
-    "musicgen_melody_decoder": "its `generate` is its own",
-    "minimax": "it demands a cache class of its own",
-    **dict.fromkeys(["inkling_text", "inkling2_text", "inkling2_loop_text"], "its attention adds position biases"),
-    "jetmoe": "its attention computes with the keys between cache and AttentionInterface",
-}
-
-_ALIBI = ("bloom", "mpt")  # types with ALiBi biases that their configurations do not mention
 
 
 @dataclass
@@ -87,11 +61,7 @@ class _Patch:
 
 
 def patch(
-    model: Any,
-    spec: CacheSpec,
-    profile: Profile | None = None,
-    cuda_graphs: bool = False,
-    tokenizer: Any = None,
+    model: Any, spec: CacheSpec, profile: Profile | None = None, cuda_graphs: bool = False, tokenizer: Any = None
 ) -> None:
     """See `turboquant.patch`. model: a transformers.PreTrainedModel."""
     calibration, moments = check(model, spec, profile)
@@ -141,6 +111,11 @@ def _prepare(model: Any, spec: CacheSpec) -> None:
             setattr(model, method, partial(ours, model))  # pickle makes a method the class's again
 
 
+def state_holder(model: Any) -> Any:
+    """The part of a model that has the state of a patch."""
+    return model
+
+
 def unpatch(model: Any) -> None:
     """See `turboquant.unpatch`."""
     state = getattr(model, "_turboquant", None)
@@ -159,76 +134,20 @@ def unpatch(model: Any) -> None:
 def check(model: Any, spec: CacheSpec, profile: Profile | None) -> tuple[Calibration | None, Moments | None]:
     """What the spec takes from a profile. Raises what `patch` raises for a model that cannot be packed in this way.
     Without a profile, weights may be on the meta device."""
-    name = type(model).__name__
-
-    def refuse(why: str) -> None:
-        raise NotImplementedError(f"{name} cannot be patched: {why}")
-
-    try:
-        text = checked_config(model.config)
-    except NotImplementedError as error:
-        raise NotImplementedError(f"{name} cannot be patched: {error}") from None
-    if text.model_type in _ALIBI or getattr(text, "alibi", False):
-        refuse("its attention adds ALiBi biases")
-    if (why := _BY_TYPE.get(text.model_type)) is not None:
-        refuse(why)
-    if not uses_interface(model):
-        refuse("its attention does not go through transformers' AttentionInterface")
-    if cache_argument(model.forward) is None:
-        refuse("its forward takes no cache")
-    if any(hasattr(m, "_update_causal_mask") for m in decoder_of(model).modules()):
-        refuse("it makes its attention masks itself")
-    layers = attention_modules(model)
-    if not all(m.is_causal for m in layers):
-        refuse("not all of its attention is causal")
-    if any("Indexer" in type(m).__name__ for m in decoder_of(model).modules()):
-        refuse("sparse attention with an indexer is not supported")
-    latent = bool(getattr(text, "kv_lora_rank", None))
-    if latent and not all(hasattr(m, "expand_kv") for m in layers):
-        refuse("its cache gets keys and values of latent attention (`kv_lora_rank`) that are expanded already")
-    if not latent and any(getattr(m, "v_head_dim", None) != getattr(m, "qk_head_dim", None) for m in layers):
-        refuse("its keys and values have different sizes")
-    head_dims = set() if latent else {m.head_dim for m in layers if isinstance(getattr(m, "head_dim", None), int)}
-    head_dims = head_dims or {size for _, size in layer_sizes(describe(text))}
-    if max(head_dims) > MAX_HEAD_DIM:
-        refuse(f"its head_dim is {max(head_dims)}, at most {MAX_HEAD_DIM} can be packed")
-    if max(head_dims) > MAX_CUDA_HEAD_DIM and any(weight.is_cuda for weight in model.parameters()):
-        refuse(f"its head_dim is {max(head_dims)}, at most {MAX_CUDA_HEAD_DIM} can be packed on a GPU")
+    text = check_model(model)
     if profile is not None and profile.calibration is not None:
         profile.check(fingerprint(model))
     specs, calibration, moments = used_by(spec, profile, len(kinds_of(text)), packed_indices(text))
-    if latent:
+    if getattr(text, "kv_lora_rank", None):
         specs = [latent_spec(one) for one in specs]
     if moments is not None:
         moments_for(model, specs, moments)  # the configuration first: its differences are told in words
     if profile is not None and profile.calibration is None:
         profile.check(fingerprint(model))
     for one in specs:
-        for head_dim in head_dims:
+        for head_dim in head_dims_of(model, text):
             one.plan(head_dim)
     return calibration, moments
-
-
-def budgeted(
-    model: Any,
-    spec: CacheSpec,
-    profile: Profile | None,
-    tokenizer: Any,
-    tokens: int | None,
-    memory: int | str | None,
-    quality: float | None,
-) -> CacheSpec:
-    """The spec with the bits of each layer that two of the last three choose (`turboquant.patch`). Measures the model,
-    if no profile is given."""
-    check(model, spec, profile)
-    most = None if memory is None else bytes_of(memory, "`memory`")
-    if tokens is not None:
-        tokens = bounded("patch: `tokens`", tokens)
-    moments = budget_moments(model, tokenizer, None if profile is None else profile.moments)
-    found = solve(model_of(model.config), spec, moments, tokens=tokens, memory=most, quality=quality,
-                  item_bytes=model.dtype.itemsize)  # fmt: skip
-    log.info("%s gets %s", type(model).__name__, found)
-    return found.spec
 
 
 def _new_cache(model: Any) -> TurboQuantCache:
@@ -284,12 +203,12 @@ def _compare(cache: TurboQuantCache, state: _Patch) -> None:
     if cache.compared_with is state.spec or "spec" in state.said:
         return
     cache.compared_with = state.spec
-    theirs = cache._shared.calibration
+    theirs = cache.calibration
     if cache.spec.settled() != state.spec.settled():
         what = f"spec, {cache.spec} instead of {state.spec}"
     elif (theirs is not state.calibration and calibration_mark(theirs) != calibration_mark(state.calibration)) or (
         state.moments is not None
-        and moments_mark(cache.measured_moments or cache._shared.moments) != moments_mark(state.moments)
+        and moments_mark(cache.measured_moments or cache.moments) != moments_mark(state.moments)
     ):
         what = "profile"
     else:
@@ -310,7 +229,8 @@ def _notice_positions(
     if torch.compiler.is_compiling() or not cache.waves or "positions" in state.said:
         return
     if new := _new_tokens(args, kwargs):
-        notices.check_positions(model, state, cache, new, kwargs.get("position_ids"), kwargs.get("attention_mask"))
+        notices.check_positions(model, state, cache.get_seq_length(), cache.packed_layers[0].storage.padding, new,
+                                kwargs.get("position_ids"), kwargs.get("attention_mask"))  # fmt: skip
 
 
 def _give_cache(
@@ -346,7 +266,7 @@ def _give_cache(
     continuation.remember_first(cache, ids)
     _notice_positions(model, state, cache, args, kwargs)
     if not torch.compiler.is_compiling() and _new_tokens(args, kwargs) > 1 and cache.spec.prefill == "exact":
-        cache.unread = notices.Unread(model, state, cache)
+        cache.unread = notices.Unread(model, state, cache.packed_layers[-1].storage)
     if len(args) > at:
         return (*args[:at], cache, *args[at + 1 :]), kwargs
     others = {name: x for name, x in kwargs.items() if name not in NAMES}  # a name with None: both together raise

@@ -1,0 +1,139 @@
+"""Whether a model can be packed, and what that would save, from its configuration alone: no weights are read.
+
+The model is made on the meta device and checked by the code that `patch` uses.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from ..files import cache_folder
+from ..measured.moments import PROTEINS
+from ..models.families import family_of
+from ..models.identity import describe, layer_sizes
+from ..models.kinds import kinds_of, latent_size, packed_indices
+from ..models.texts import found_tokenizer
+from ..named_specs import resolve
+from ..patching import check
+from ..sizes import Model, full_bytes, layers_of, packed_parts, refused
+from ..spec import CacheSpec
+from .findings import Finding
+
+__all__ = ["diagnose"]
+
+_HELP = "the model runs without a patch as before, on a cache of transformers"
+
+
+def diagnose(name: str, spec: str, tokens: int) -> Iterator[Finding]:
+    """Findings about the model at a folder or hub name, for a preset and one sequence of `tokens` tokens.
+
+    Ends with the first that fails. ValueError for an unknown preset.
+    """
+    chosen = resolve(spec)
+    try:
+        config = AutoConfig.from_pretrained(name)
+        family = family_of(config)
+        with torch.device("meta"):
+            model = family.auto_class(config).from_config(config)
+    except Exception as error:  # of any type: the code that fails is that of transformers, or of the model
+        yield Finding("model", f"{name} cannot be made: {_first_sentence(error)}", _way_out(error), True)
+        return
+    parameters = sum(weight.numel() for weight in model.parameters())
+    yield Finding("model", f"{type(model).__name__}, {parameters / 1e6:,.0f} million parameters")
+    if (refused := _refusal(model, chosen)) is not None:
+        always = _refusal(model, resolve("default"))
+        if always is not None:
+            yield Finding("layers", f"none can be packed: {always}", _HELP, True)
+        else:
+            yield Finding("preset", f"{spec} does not fit: {refused}", "the preset default fits", True)
+        return
+    facts = describe(config)
+    layers = facts["layers"]
+    if family.proteins:
+        yield Finding("layers", f"{layers} of {layers} packed, by esm.ContextCache")
+        yield Finding("preset", f"{spec} fits; esm-default is the one for ESM-2")
+        yield _moments(model, name, spec, chosen)
+        return
+    text = config.get_text_config(decoder=True)
+    windows, count = [_window(text, i) for i in packed_indices(text)], len(kinds_of(text))
+    yield Finding("layers", f"{layers} of {count} packed, {_heads(facts)}; {_kinds(windows)}")
+    yield Finding("preset", f"{spec} fits: {_words(chosen)}")
+    yield _savings(name, text, chosen, tokens)
+    if not latent_size(text):
+        yield _moments(model, name, spec, chosen)
+
+
+def _heads(facts: dict[str, Any]) -> str:
+    """The sizes of the layers in words, the most frequent first."""
+    count = Counter(layer_sizes(facts)).most_common()
+    return " or ".join(f"{heads} KV head{'s' * (heads > 1)} of {channels} channels" for (heads, channels), _ in count)
+
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".:") or type(error).__name__
+
+
+def _way_out(error: Exception) -> str:
+    if "model type" in str(error):
+        return "a newer transformers may know it: pip install -U transformers"
+    return "MODEL must be a folder or a hub name of a causal language model or an ESM-2 that transformers can make"
+
+
+def _refusal(model: Any, spec: CacheSpec) -> str | None:
+    """Why `patch` refuses the model, or the model with this spec; None: it does not."""
+    try:
+        check(model, spec)
+    except (NotImplementedError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _moments(model: Any, name: str, preset: str, spec: CacheSpec) -> Finding:
+    """What moments are measured on, and where they are kept."""
+    if not spec.measured:
+        return Finding("moments", f"{preset} needs none")
+    source, why = PROTEINS, ""
+    if not family_of(model).proteins:
+        model.name_or_path = name
+        tokenizer, why = found_tokenizer(model)
+        source = "the text of the package" if tokenizer is not None else "random token ids: no tokenizer is found"
+    folder = cache_folder()
+    kept = f"kept in {folder}" if folder else "not kept, because TURBOQUANT_CACHE is empty"
+    way_out = f"pass `tokenizer` to turboquant.patch: {why}" if why else ""
+    return Finding("moments", f"measured on {source}, when a cache is first made; {kept}", way_out)
+
+
+def _window(text: Any, layer: int) -> int:
+    """The width of a layer's sliding window; 0: it sees all tokens."""
+    kinds = getattr(text, "layer_types", None)
+    return 0 if kinds and kinds[layer] != "sliding_attention" else getattr(text, "sliding_window", None) or 0
+
+
+def _kinds(windows: list[int]) -> str:
+    count = Counter(windows)
+    kinds = ((n, f"a window of {width} tokens" if width else "full attention") for width, n in sorted(count.items()))
+    return ", ".join(f"{n} with {kind}" for n, kind in kinds)
+
+
+def _words(spec: CacheSpec) -> str:
+    return f"{spec.bits_in_words()}; exact are the first {spec.sinks} tokens and the last {spec.window}"
+
+
+def _savings(name: str, text: Any, spec: CacheSpec, tokens: int) -> Finding:
+    """Bytes of the cache of one sequence, as `turboquant calc` counts them."""
+    try:
+        layers = layers_of(text, name)
+    except ValueError as error:
+        return Finding("cache", f"its bytes are not counted: {error}")
+    model = Model(name, name, layers, refused(layers))
+    full = full_bytes(model, 1, tokens, 2)
+    before = f"{tokens:,} tokens of one sequence: {full / 2**20:,.1f} MiB in bfloat16"
+    if model.refused:
+        return Finding("cache", f"{before}; packed it is not counted, because {model.refused}")
+    held = sum(packed_parts(model, spec, 1, tokens).values())
+    return Finding("cache", f"{before}, {held / 2**20:,.1f} MiB packed: {full / held:.2f}x smaller")

@@ -1,0 +1,94 @@
+"""What errors of each layer's keys and values cost, for widths by layer and side: measured with the moments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..measured.moments import Moments
+from ..models.families import SINKS, family_of
+from ..models.kinds import sources_of
+from ..models.placement import is_offloaded
+from ..models.routing import text_config
+from ..spec import CacheSpec
+from .passes import gradients, of_tokens
+from .tap import tapped
+
+__all__ = ["side_costs", "with_costs"]
+
+F64 = NDArray[np.float64]
+
+
+def side_costs(model: Any, ids: torch.Tensor, moments: Moments, seed: int, window: int = 0) -> F64:
+    """[layers, 2]: what a side costs, in nats per token, if the error of each vector is as large as what is quantised.
+
+    ids [1, tokens];  window  last tokens that a query sees exactly.
+
+    Quantised are y = A (k - c_p) for keys, and v itself for values. The error spreads evenly over all channels, and
+    that of y is multiplied by A^-1. So a token costs |A^-1 g|^2 |y|^2 / (2 head_dim), or |g|^2 |v|^2 / (2 head_dim),
+    with g as of `passes.gradients`. Both factors are unusual for the same tokens, those that many others look at, so
+    the product of two means would be another number.
+    """
+    skip, costs = family_of(model).skipped, np.zeros((len(moments.layers), 2))
+    positions = np.arange(skip, ids.shape[1])
+    with tapped(model) as tap:
+        for layer, side, x, gradient in gradients(model, tap, {"input_ids": ids}, seed, window):
+            x, gradient = x[:, :, skip:].double(), gradient[:, :, skip:].double()
+            if side == 0:
+                there, back = (torch.from_numpy(a).to(x.device) for a in moments.layers[layer].metric())
+                centre = torch.from_numpy(moments.layers[layer].centre_at(positions)).to(x.device)
+                x, gradient = (x - centre) @ there, gradient @ back
+            rows = gradient * x.norm(dim=-1, keepdim=True)
+            if (layer, side) == (0, 1):
+                rows = of_tokens(rows, ids[:, skip:], None)
+            costs[layer, side] = float(rows.square().sum()) / (2 * x.shape[-1])
+        if len(tap.order) != len(costs):
+            raise NotImplementedError(f"the attention of {len(tap.order)} of its {len(costs)} layers goes through "
+                                      "AttentionInterface")  # fmt: skip
+    return costs / max(len(positions), 1)
+
+
+def with_costs(moments: Moments, model: Any, texts: Sequence[torch.Tensor]) -> Moments:
+    """`moments` with costs on texts, each [1, tokens], with the exact tokens of the presets; or with the reason why the
+    model has none, and then all layers have the same widths.
+
+    A text counts by its tokens, but in proportions: one token that costs as much as thousands counts no more than
+    another text.
+    """
+    window = CacheSpec().window
+    long = [ids for ids in texts if ids.shape[1] > SINKS + window]
+    short = "" if long else f"its texts have fewer than {SINKS + window + 1} tokens" if texts else "it has no text"
+    if why := short or _refused(model):
+        return replace(moments, no_costs=why)
+    try:
+        with torch.inference_mode(False):
+            each = np.stack([side_costs(model, ids, moments, i, window) for i, ids in enumerate(long)])
+    except Exception as error:  # of any type: the code that fails is the model's
+        said = str(error).strip().partition("\n")[0].partition(". ")[0]
+        return replace(moments, no_costs=f"its backward pass failed ({type(error).__name__}: {said:.200})")
+    totals = each.sum((1, 2))
+    if not (np.isfinite(totals).all() and totals.min() > 0):
+        return replace(moments, no_costs="its gradients are 0 or not finite")
+    shares = (each / totals[:, None, None]).mean(0)
+    return replace(moments, costs=(shares * np.exp(np.log(totals).mean())).astype(np.float32))
+
+
+def _refused(model: Any) -> str:
+    """Why no costs can be measured; "": they can, as far as is known before."""
+    if model.get_output_embeddings() is None:
+        return "it has no head, which gives the next token's logits"
+    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+        return "its weights are quantised"
+    devices = {weight.device for weight in model.parameters()}
+    if is_offloaded(model) or len(devices) > 1 or any(hasattr(p, "device_mesh") for p in model.parameters()):
+        return "its weights are not on one device"
+    if any(weight.is_inference() for weight in model.parameters()):
+        return "its weights were made in inference mode"
+    if any(source != i for i, source in enumerate(sources_of(text_config(model)))):
+        return "its layers share keys and values"
+    return ""

@@ -1,0 +1,196 @@
+"""The attention of a model without this package, the masks that it asks for, and results without a gradient."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface
+
+__all__ = ["Call", "MaskRequest", "own_attention", "refuse_transforms", "request_mask", "without_gradient"]
+
+_CHANGED = (
+    "the model's attention changed during this forward, by turboquant.unpatch or set_attn_implementation in another "
+    "thread: run the forward again, with a new cache"
+)
+
+
+class MaskRequest:
+    """The arguments that a model called its mask function with, standing in for the mask during one forward.
+
+    padding_mask   [batch, positions so far] bool, True for real tokens, or None: no padding
+    local_size     sliding window in positions, 0: none
+    positions      columns of the mask: the stored ones of the cache's first layer of this kind, and the new ones
+    causal         False where the model changes the pattern, as by images whose tokens all see each other. Only `made`
+                   has that pattern
+    last           how many of the last queries it is for; 0: all. Models ask for that with mask[:, :, -last:, :]
+    """
+
+    ndim = 4  # of the tensor it stands for: models ask whether a mask is [batch, positions]
+    __slots__ = ("_arguments", "_made", "_padding", "causal", "last", "local_size", "padding_mask", "positions")
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.padding_mask: torch.Tensor | None = arguments.get("attention_mask")
+        self.local_size = int(arguments.get("local_size") or 0)
+        self.positions = int(arguments["kv_length"])
+        self.causal = bool(arguments.get("allow_is_causal_skip", True))
+        self._arguments = arguments
+        self._made: dict[str, torch.Tensor | None] = {}
+        self._padding: tuple[int, ...] | None = None
+        self.last = 0
+
+    def __getattr__(self, name: str) -> Any:
+        """Another attention function than ours asks for something of the tensor."""
+        raise AttributeError(f"`{name}` of an attention mask: {_CHANGED}")
+
+    def __getitem__(self, where: Any) -> MaskRequest:
+        whole = slice(None)
+        rows = where[2] if isinstance(where, tuple) and len(where) == 4 else None
+        others = rows is not None and where[0] == where[1] == where[3] == whole
+        if not others or not isinstance(rows, slice) or rows.stop is not None or (rows.start or 0) > 0:
+            raise RuntimeError(_CHANGED)
+        part = MaskRequest(self._arguments)
+        part._padding, part.last = self._padding, -(rows.start or 0)
+        return part
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        raise RuntimeError(_CHANGED)
+
+    def made(self, kind: str) -> torch.Tensor | None:
+        """The mask as transformers makes it for its attention `kind`: "sdpa" or "eager"."""
+        if kind not in self._made:
+            more = {} if self.last <= 1 else {"allow_is_causal_skip": False}  # of fewer queries SDPA's own is not right
+            mask = AttentionMaskInterface()[kind](**self._arguments | more)
+            self._made[kind] = mask[:, :, -self.last :] if mask is not None and self.last else mask
+        return self._made[kind]
+
+    def contiguous(self) -> torch.Tensor | None:
+        """The tensor: `generate` calls this on masks that it makes ahead, for caches of fixed size (never ours)."""
+        return self.made("sdpa")
+
+    def padding(self, before: int, tokens: int, known: tuple[int, ...]) -> tuple[int, ...]:
+        """Masked positions of each sequence, with those of this forward: they are not stored. In the first forward
+        (`before` is 0) and in later ones they are in front of a sequence's new tokens.
+
+        before, tokens   positions of each sequence before this forward, and new ones
+        known            masked positions so far; those of an empty cache are unknown: zeros, as many as sequences
+
+        Checked once per forward, but not in a step of one token on a GPU. Raises ValueError for masked positions behind
+        new tokens, and where others of the stored positions are masked than were padding, by their number.
+        """
+        if self._padding is None:
+            self._padding = self._found(tokens, known) if before == 0 else self._confirmed(before, tokens, known)
+        return self._padding
+
+    def _found(self, tokens: int, known: tuple[int, ...]) -> tuple[int, ...]:
+        mask = self.padding_mask
+        if mask is None:
+            return known
+        if mask.shape != (len(known), tokens):
+            raise ValueError(f"`attention_mask` must have shape {(len(known), tokens)}, got {tuple(mask.shape)}")
+        ends = (mask[:, :-1] > mask[:, 1:]).any(1)  # a real token before a masked one
+        *padding, bad = torch.cat([(~mask).sum(1), ends.sum().view(1)]).tolist()
+        if bad:
+            raise ValueError("`attention_mask` must be left padding only, got masked positions after real ones in "
+                             f"{bad} of {len(padding)} sequences: set `tokenizer.padding_side = \"left\"`")  # fmt: skip
+        return tuple(padding)
+
+    def _confirmed(self, before: int, tokens: int, known: tuple[int, ...]) -> tuple[int, ...]:
+        mask, after = self.padding_mask, before + tokens
+        if mask is None:
+            return known
+        if mask.shape != (len(known), after):
+            raise ValueError(f"`attention_mask` must cover the {before} stored positions and the {tokens} new ones, "
+                             f"shape {(len(known), after)}, got {tuple(mask.shape)}")  # fmt: skip
+        if tokens == 1 and mask.device.type != "cpu" and all(pad < before for pad in known):
+            return known  # reading the mask would wait for the device in every step
+        masked, new = ~mask, mask[:, before:]
+        ends = (new[:, :-1] > new[:, 1:]).any(1)  # a real token before a masked one
+        stored, every, bad = torch.stack([masked[:, :before].sum(1), masked.sum(1), ends.long()]).tolist()
+        if tuple(stored) != known or any(bad):
+            raise ValueError(
+                f"`attention_mask` must mask as many stored positions of each sequence as were padding, {list(known)}, "
+                f"and new ones only in front of its new tokens, got {stored} and padding behind new tokens in "
+                f"{sum(bad)} of {len(bad)} sequences"
+            )
+        return tuple(every)
+
+
+def request_mask(**arguments: Any) -> MaskRequest:
+    """The mask function: a model calls it once per forward and kind of mask; keywords differ between versions."""
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, MaskRequest):  # made ahead by `generate` (transformers 4.57, caches of fixed size)
+        return mask
+    return MaskRequest(arguments)
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of an attention function, as a layer of a model makes it.
+
+    query     [batch, query_heads, tokens, head_dim];  key, value  [batch, kv_heads, positions, head_dim]
+    mask      what the mask function returned
+    scaling   of the logits; None: head_dim ** -0.5
+    options   the other keyword arguments
+    """
+
+    module: torch.nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: Any = None
+    scaling: float | None = None
+    dropout: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def own_attention(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The model's attention without this package: SDPA, or its eager function for what SDPA does not support: a
+    soft-cap, learned sinks, or if weights are wanted. Returns [batch, tokens, query_heads, head_dim], and weights."""
+    options, mask = call.options, call.mask
+    eager = options.get("softcap") is not None or options.get("s_aux") is not None or options.get("output_attentions")
+    if isinstance(mask, MaskRequest):
+        mask = mask.made("eager" if eager else "sdpa")
+    if mask is not None:
+        mask = mask.to(call.query.device)  # a model that is spread over devices makes one mask, on the first
+        if eager and mask.dtype == torch.bool:
+            least = torch.finfo(call.query.dtype).min
+            mask = torch.zeros_like(mask, dtype=call.query.dtype).masked_fill(~mask, least)
+    run = sys.modules[type(call.module).__module__].eager_attention_forward if eager else sdpa_attention_forward
+    out, weights = run(call.module, call.query, call.key, call.value, mask, dropout=call.dropout, scaling=call.scaling,
+                       **options)  # fmt: skip
+    return out, weights
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, why: str, *sources: torch.Tensor) -> torch.Tensor:
+        ctx.why = why
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(ctx.why)
+
+
+def without_gradient(out: torch.Tensor, why: str, *sources: torch.Tensor) -> torch.Tensor:
+    """`out` as a result of the tensors `given`. A backward pass through it raises RuntimeError with the text `why`:
+    packed keys and values have no gradient."""
+    return _NoGradient.apply(out, why, *sources)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def refuse_transforms(why: str, *tensors: torch.Tensor) -> None:
+    """RuntimeError with the text `why` for tensors that a transform of torch.func or forward-mode differentiation
+    follows: its result would lack what packed keys and values contribute."""
+    functorch = torch._C._functorch
+    if functorch.peek_interpreter_stack() is not None and any(map(functorch.is_functorch_wrapped_tensor, tensors)):
+        raise RuntimeError(f"{why} (it was called inside a transform of torch.func)")
+    if forward_ad._current_level < 0:
+        return
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):  # type: ignore[no-untyped-call]
+        raise RuntimeError(f"{why} (it was called inside forward_ad.dual_level)")
