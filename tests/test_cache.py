@@ -163,7 +163,7 @@ def test_keys_on_their_way_can_be_described_and_nothing_else():
     {
         "t5": (dict(is_encoder_decoder=True), "encoder-decoder"),
         "linear alone": (dict(layer_types=["linear_attention"] * 2), "no layer has keys and values"),
-        "sparse": (dict(layer_types=["full_attention", "indexed_attention"]), "got indexed_attention"),
+        "sparse": (dict(layer_types=["full_attention", "indexed_attention"]), "not indexed_attention"),
         "sharing": (dict(num_kv_shared_layers=2), "shared between layers"),
     }.values(),
 )

@@ -157,7 +157,7 @@ def test_other_kinds_of_text_are_judged_over_all_averages():
     done |= {f"{i} 8 {average} widths 32": 0.1 * ratio for (i, average), ratio in ratios.items()}
     given = [Trial(8, average, method, 32, 0.1) for average in (3.0, 4.0) for method in ("none", "widths")]
     for kinds, wanted in (([{}, {}], [1.0, 1.08**0.5] * 2), ([], [None] * 4)):
-        measure = trial._Measure(None, None, [{}], kinds, earlier(done), False)
+        measure = trial._Trials(None, None, [{}], kinds, earlier(done), False)
         assert [t.elsewhere for t in measure.elsewhere(given)] == [x and pytest.approx(x) for x in wanted]
 
 
@@ -166,7 +166,7 @@ def test_divergences_that_are_rounding_have_a_ratio():
     done = {"0 8 3 none 32": 0.0, "0 8 3 widths 32": -1e-8, "1 8 3 none 32": -1e-9, "1 8 3 widths 32": 2e-8}
     given = [Trial(8, 3.0, method, 32, 0.1) for method in ("none", "widths")]
     for kinds, texts in (([{}, {}], []), ([{}], [{}])):
-        measure = trial._Measure(None, None, texts, kinds, earlier(done), False)
+        measure = trial._Trials(None, None, texts, kinds, earlier(done), False)
         assert [t.elsewhere for t in measure.elsewhere(given)] == [1.0, 1.0]
     marked = chosen(trials((3.0, "none", 0.0, 1.0), (3.0, "widths", -1e-8, 1.0)))
     assert [t.chosen for t in marked] == [True, False] and "3 bits: none, nothing diverges 5% less." in table(marked)
@@ -311,7 +311,7 @@ def test_a_saved_cache_knows_its_choice(model, found, tmp_path):
 
 def test_an_interrupted_trial_goes_on(model, texts, found, tmp_path, monkeypatch):
     monkeypatch.setenv("TURBOQUANT_CACHE", str(tmp_path))
-    plain, calls = trial._Measure._losses, []
+    plain, calls = trial._Trials._losses, []
 
     def losses(self, batch, specs):
         calls.append(len(specs))
@@ -319,7 +319,7 @@ def test_an_interrupted_trial_goes_on(model, texts, found, tmp_path, monkeypatch
             raise KeyboardInterrupt
         return plain(self, batch, specs)
 
-    monkeypatch.setattr(trial._Measure, "_losses", losses)
+    monkeypatch.setattr(trial._Trials, "_losses", losses)
     given = dict(held_out=texts[4:], averages=(4, 3, 2.5), tokenizer=Words(), checkpoint=tmp_path / "half")
     with pytest.raises(KeyboardInterrupt):
         calibrate(model, texts[:4], **given)
@@ -347,7 +347,7 @@ def test_a_method_has_to_hold_on_each_kind_of_text(model, texts, found, tmp_path
         worse = 2.0 if len(seen) % 5 == 4 else 0.5  # the third kind, with each window
         return {name: 1.0 if "none" in name else worse for name in specs}
 
-    monkeypatch.setattr(trial._Measure, "_losses", losses)
+    monkeypatch.setattr(trial._Trials, "_losses", losses)
     again = calibrate(model, texts[:4], held_out=texts[4:], averages=(3,), tokenizer=Words())
     assert seen == 2 * [160, *kinds] and [t.method for t in again.trials if t.chosen] == 2 * ["none"]
     assert {t.elsewhere for t in again.trials if t.method != "none"} == {2.0}
