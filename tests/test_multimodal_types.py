@@ -54,7 +54,7 @@ REFUSED: dict[str, str] = {
     r"its latents differ in size \(`kv_lora_rank`\)": "dots3_note",
     "sparse attention with an indexer": "glm5_next hy_v4_vl mistral_large4",
     "not reference_sliding_attention": "unlimited_ocr",
-    "got minimax_m3_sparse": "minimax_m3_vl",
+    "not minimax_m3_sparse": "minimax_m3_vl",
     "its attention adds position biases": "inkling2 inkling2_loop inkling_mm_model",
 }
 
