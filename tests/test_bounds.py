@@ -30,6 +30,7 @@ pytest.importorskip("transformers")
 import models  # noqa: E402
 
 from turboquant import ops  # noqa: E402
+from turboquant.codec import Codec  # noqa: E402
 
 DEMO = str(ROOT / "demo" / "turboquant_demo")
 
@@ -155,6 +156,11 @@ def configured(name: str) -> Callable[[Any], Any]:
     return read
 
 
+@cache
+def codec() -> Codec:
+    return Codec(models.tiny(), turboquant.CacheSpec(4, 4, centre="none", metric="none"))
+
+
 CALLS: dict[str, Callable[[Any], Any]] = {
     "crop: `tokens`": lambda n: filled().crop(n),
     "batch_repeat_interleave: `repeats`": lambda n: filled().batch_repeat_interleave(n),
@@ -176,6 +182,9 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     ),
     "search: `threads`": lambda n: index().search(eye(), 1, threads=n),
     "range_search: `threads`": lambda n: index().range_search(eye(), 0.5, threads=n),
+    "codec: `start`": lambda n: codec().cut(b"", n, None),
+    "codec: `page`": lambda n: codec().boundary(n),
+    "codec: `tokens`": lambda n: codec().nbytes(n),
     "Codes: `vectors`": lambda n: turboquant.Codes(turboquant.Plan(64, 4), np.zeros((1, 1, 1), np.uint8), n),
     "load: `exponent`": forged("index", "exponent"),
     "load: `factor`": forged("index", "factor"),

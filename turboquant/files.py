@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BufferedReader
+from io import BufferedReader, BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -188,10 +188,11 @@ def write_tensors(
     write_whole(path, pieces())
 
 
-def read_header(file: BufferedReader, form: str) -> tuple[dict[str, Any], dict[str, Tensor], int]:
+def read_header(file: BufferedReader | BytesIO, form: str) -> tuple[dict[str, Any], dict[str, Tensor], int]:
     """(metadata, tensors, byte at which the header ends) of a file that `write_tensors` made. The file is left at that
     byte. ValueError for any other file, whatever is in it, and if the tensors do not fill it to its end."""
-    size = os.fstat(file.fileno()).st_size
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
     opening = file.read(8)
     length = int.from_bytes(opening, "little")
     if opening == _OLD_CODES:

@@ -82,7 +82,7 @@ class LayerTensors(PackedKV):
         if device.type == "cuda" and head_dim > MAX_CUDA_HEAD_DIM:
             raise NotImplementedError(f"layer {self.index}: a GPU packs heads of at most {MAX_CUDA_HEAD_DIM} channels, "
                                       f"CPUs of more, got {head_dim}: call turboquant.unpatch(model)")  # fmt: skip
-        plan = self._plan(kv_heads, head_dim)
+        plan = self.plan_for(kv_heads, head_dim)
         calibration = self.shared.calibration
         if calibration is not None and (calibration.kv_heads, calibration.head_dim) != (kv_heads, head_dim):
             wants = f"{calibration.kv_heads} KV heads of {calibration.head_dim} channels of the calibration"
@@ -97,7 +97,7 @@ class LayerTensors(PackedKV):
         self.hold_split({})
         self.shape = (batch, kv_heads, head_dim, dtype, device)
 
-    def _plan(self, kv_heads: int, head_dim: int) -> Plan:
+    def plan_for(self, kv_heads: int, head_dim: int) -> Plan:
         moments = self.shared.moments
         if not self.spec.measured or moments is None:
             return self.spec.plan(head_dim)

@@ -1,0 +1,335 @@
+"""Packed keys and values that travel: bytes for a disk, for host memory or for another machine, which attention reads
+as they are.
+
+    codec = Codec(model, "default")                     # the plan of each layer; the same on both machines
+    data = codec.encode(keys, values)                   # one [kv_heads, tokens, head_dim] a layer, on any device
+    keys, values = codec.decode(data, dtype=torch.bfloat16, device="cuda")
+    layers = codec.packed(data, device="cuda")          # one ops.PackedKV a layer, for ops.attend
+    first = codec.cut(data, 0, codec.boundary(10))      # the first ten pages, not decoded
+    data = codec.join([first, codec.cut(data, codec.boundary(10), None)])
+
+A prompt may be encoded in parts that begin at page boundaries: `encode(.., start=codec.boundary(n))`. The parts join
+without being decoded. The first `sinks` tokens of a sequence stay exact. No window is stored: its tokens are packed.
+
+The bytes are a file of safetensors (`files`): pages and sinks of each layer, and a header with the digest of all that
+the bytes depend on: byte format, plans, rotations, wave and metric. Bytes of another digest are refused. Sizes are
+checked against the length of the data before memory is asked for. Checksums and the digest guard against mistakes and
+damage, not against forgery: whoever can write the bytes can change what a model reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from io import BytesIO
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import ops
+from .arguments import bounded
+from .files import Tensor as Place
+from .files import crc32, header_of, layout, read_header
+from .hf.cache import TurboQuantCache
+from .kvcache.transforms import layer_transforms, random_rotation
+from .models.identity import layer_sizes
+from .plan import FORMAT_VERSION, PAGE_TOKENS, Plan
+from .spec import CacheSpec
+
+if TYPE_CHECKING:
+    import os
+
+    from .measured import Profile
+
+__all__ = ["FORMAT", "Codec"]
+
+FORMAT = "turboquant-codec-1"
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """How one layer is packed. index: among the layers that have keys."""
+
+    index: int
+    spec: CacheSpec
+    plan: Plan
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tokens start .. start + tokens of a sequence: of each layer the pages, and sinks where start is 0."""
+
+    start: int
+    tokens: int
+    dtype: torch.dtype
+    pages: list[Tensor]  # uint8 [pages, kv_heads, record_bytes]
+    sinks: list[tuple[Tensor, Tensor]]  # [kv_heads, sinks, head_dim]; empty where there are none
+
+
+class Codec:
+    """See the module.
+
+    model    a model of transformers, or its configuration if a profile is given or nothing is measured
+    spec     as in `turboquant.patch`; None: what the model was patched with, or the default
+    profile  as in `turboquant.patch`
+
+    Raises what `TurboQuantCache` raises, and NotImplementedError for a model whose layers keep states or latents, and
+    for a spec whose rotations are found in the prompt.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        spec: CacheSpec | str | None = None,
+        *,
+        profile: Profile | str | os.PathLike[str] | None = None,
+    ) -> None:
+        cache = TurboQuantCache(model, spec, profile=profile)
+        if len(cache.packed_layers) != len(cache.layers):
+            raise NotImplementedError(
+                "Codec: a model whose layers keep states is not supported: use TurboQuantCache.save"
+            )
+        if not all(layer.storage.has_values for layer in cache.packed_layers):
+            raise NotImplementedError("Codec: a model whose cache has latents is not supported")
+        if cache.spec.outliers == "prompt":
+            raise NotImplementedError(
+                'Codec: outliers="prompt" is not supported: its rotations are found in the prompt'
+            )
+        self.spec = cache.spec
+        self._shared = cache._shared
+        sizes = layer_sizes(cache.fingerprint)
+        self._layers = [
+            _Layer(i, one.spec, one.storage.plan_for(kv_heads, head_dim), kv_heads, head_dim)
+            for i, (one, (kv_heads, head_dim)) in enumerate(zip(cache.packed_layers, sizes, strict=True))
+        ]
+
+    @property
+    def sinks(self) -> int:
+        """First tokens of a sequence that stay exact."""
+        return self.spec.sinks
+
+    def boundary(self, page: int) -> int:
+        """The position at which page `page` begins, where `start`, `cut` and `join` may divide a sequence; 0: 0."""
+        page = bounded("codec: `page`", page)
+        return self.sinks + page * PAGE_TOKENS if page else 0
+
+    def nbytes(self, tokens: int, dtype: torch.dtype = torch.bfloat16) -> int:
+        """Bytes of pages and sinks of a sequence of so many tokens; headers and padding are left out."""
+        part = self._shape(0, bounded("codec: `tokens`", tokens), dtype)
+        return sum(place.nbytes for place in part.values())
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256, in hexadecimal digits, of what the bytes depend on: byte format, plans, KV heads, sinks, and the
+        tensors of each layer's transforms."""
+        made = hashlib.sha256(repr((FORMAT, FORMAT_VERSION, self.sinks)).encode())
+        for layer in self._layers:
+            made.update(repr((layer.plan.words, layer.kv_heads)).encode())
+            for name, x in sorted(self._transforms(layer, 0, torch.device("cpu")).items()):
+                made.update(repr((name, x.dtype, tuple(x.shape))).encode())
+                made.update(x.contiguous().view(torch.uint8).numpy().tobytes())
+        return made.hexdigest()
+
+    # ---- plain tokens ----
+
+    def encode(self, keys: Sequence[Tensor], values: Sequence[Tensor], start: int = 0) -> bytes:
+        """Keys after RoPE and values of consecutive tokens, as bytes.
+
+        keys, values  [kv_heads, tokens, head_dim] of each layer, or one tensor with layers in front; float32, float16
+                      or bfloat16, on one device
+        start         position of the first token: 0 or a `boundary`
+
+        Raises ValueError for other shapes, for numbers that are not finite (CPU), and for another `start`.
+        """
+        start = self._starting("encode", start)
+        for name, given in (("keys", keys), ("values", values)):
+            if len(given) != len(self._layers):
+                raise ValueError(f"encode: `{name}` must have {len(self._layers)} layers, got {len(given)}")
+        tokens = {x.shape[-2] if x.dim() == 3 else -1 for x in (*keys, *values)}
+        dtypes = {x.dtype for x in (*keys, *values)}
+        if len(tokens) > 1 or tokens == {-1} or len(dtypes) > 1:
+            got = f"{sorted(tokens)} tokens and {sorted(map(str, dtypes))}"
+            raise ValueError("encode: `keys` and `values` must be [kv_heads, tokens, head_dim] of as many tokens and "
+                             f"one dtype in all layers, got {got}")  # fmt: skip
+        part = _Part(start, tokens.pop(), dtypes.pop(), [], [])
+        for layer, k, v in zip(self._layers, keys, values):
+            wanted = (layer.kv_heads, part.tokens, layer.head_dim)
+            for name, x in (("keys", k), ("values", v)):
+                if tuple(x.shape) != wanted:
+                    raise ValueError(f"encode: `{name}[{layer.index}]` must be {wanted}, got {tuple(x.shape)}")
+            exact = self._exact(start, part.tokens)
+            if exact:
+                part.sinks.append((k[:, :exact], v[:, :exact]))
+            later = self._transforms(layer, start + exact, k.device)
+            part.pages.append(ops.quantize(layer.plan, k[None, :, exact:], v[None, :, exact:], transforms=later))
+        return self._bytes(part)
+
+    def decode(
+        self, data: bytes | bytearray | memoryview, *, dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+        """(keys, values), each [kv_heads, tokens, head_dim] of each layer. dtype: None: that of what was encoded.
+        Raises ValueError for data that are damaged, truncated, or of another digest."""
+        layers = self.packed(data, device)
+        wanted = self._read(data).dtype if dtype is None else dtype
+        both = [ops.dequantize(one, wanted) for one in layers]
+        return [k[0] for k, _ in both], [v[0] for _, v in both]
+
+    # ---- packed tokens ----
+
+    def packed(self, data: bytes | bytearray | memoryview, device: torch.device | str = "cpu") -> list[ops.PackedKV]:
+        """One `ops.PackedKV` of each layer, of one sequence: what `ops.attend` reads, without anything decoded. Its
+        positions count from the first token of `data`. Raises what `decode` raises."""
+        part, device = self._read(data), torch.device(device)
+        made = []
+        for layer, pages in zip(self._layers, part.pages):
+            exact = {}
+            if part.sinks:
+                for name, x in zip(("sink_k", "sink_v"), part.sinks[layer.index]):
+                    rows = torch.zeros((1, layer.kv_heads, self.sinks, layer.head_dim), dtype=x.dtype, device=device)
+                    rows[0, :, : x.shape[1]] = x
+                    exact[name] = rows
+            made.append(
+                ops.PackedKV(
+                    pages=pages.to(device),
+                    block_table=torch.arange(len(pages), dtype=torch.int32, device=device)[None],
+                    lengths=torch.tensor([part.tokens], dtype=torch.int32, device=device),
+                    plan=layer.plan,
+                    tokens=part.tokens,
+                    transforms=self._transforms(layer, part.start, device),
+                    **exact,
+                )
+            )
+        return made
+
+    def span(self, data: bytes | bytearray | memoryview) -> tuple[int, int]:
+        """(position of the first token, position behind the last one) of encoded data."""
+        part = self._read(data)
+        return part.start, part.start + part.tokens
+
+    def cut(self, data: bytes | bytearray | memoryview, start: int, end: int | None) -> bytes:
+        """Tokens start .. end of encoded data, as encoded data; end: None: to its last token. Raises ValueError where
+        start or end is neither a `boundary` nor an end of the data."""
+        start = self._starting("cut", start)
+        part = self._read(data)
+        last = part.start + part.tokens
+        end = last if end is None else last if end == last else self._starting("cut", end, "end")
+        if not part.start <= start < end <= last:
+            raise ValueError(f"cut: `start` and `end` must be in {part.start}..{last}, the one before the other, got "
+                             f"{start} and {end}")  # fmt: skip
+        first, behind = self._pages(part.start, start), self._pages(part.start, end)
+        sinks = part.sinks if start == 0 else []
+        return self._bytes(replace(part, start=start, tokens=end - start, sinks=sinks,
+                                   pages=[pages[first:behind] for pages in part.pages]))  # fmt: skip
+
+    def join(self, parts: Sequence[bytes | bytearray | memoryview]) -> bytes:
+        """Encoded data of consecutive tokens as one. Raises ValueError where a part does not begin where the one before
+        it ends, or begins within a page."""
+        read = [self._read(data) for data in parts]
+        if not read:
+            raise ValueError("join: `parts` must be at least one, got none")
+        for i, (one, other) in enumerate(pairwise(read)):
+            end = one.start + one.tokens
+            if other.start != end or other.dtype != read[0].dtype:
+                raise ValueError(f"join: `parts[{i + 1}]` must begin at token {end} and be of {read[0].dtype}, got "
+                                 f"{other.start} and {other.dtype}")  # fmt: skip
+        pages = [torch.cat(list(of_layer)) for of_layer in zip(*(one.pages for one in read))]
+        return self._bytes(replace(read[0], tokens=sum(one.tokens for one in read), pages=pages))
+
+    # ---- places ----
+
+    def _starting(self, call: str, start: Any, name: str = "start") -> int:
+        """`start`, which is 0 or a boundary."""
+        at = bounded("codec: `start`", start)
+        if at and (at <= self.sinks or (at - self.sinks) % PAGE_TOKENS):
+            raise ValueError(f"{call}: `{name}` must be 0 or {self.sinks} + n * {PAGE_TOKENS}, got {at}")
+        return at
+
+    def _exact(self, start: int, tokens: int) -> int:
+        """How many of the tokens are sinks."""
+        return min(self.sinks, tokens) if start == 0 else 0
+
+    def _pages(self, start: int, end: int) -> int:
+        """Pages that hold the tokens start .. end."""
+        return -(-(end - start - self._exact(start, end - start)) // PAGE_TOKENS)
+
+    def _transforms(self, layer: _Layer, start: int, device: torch.device) -> dict[str, Tensor]:
+        """Of a layer whose first packed row is the token at position `start`."""
+        shared = self._shared
+        made = layer_transforms(layer.spec, layer.index, layer.head_dim, device, shared.calibration, shared.moments,
+                                later=-start)  # fmt: skip
+        rotation = random_rotation(layer.spec, layer.head_dim, device)
+        return made if rotation is None else {**made, "rotation": rotation}
+
+    def _shape(self, start: int, tokens: int, dtype: torch.dtype) -> dict[str, Place]:
+        """The tensors of the data, in order."""
+        exact, pages = self._exact(start, tokens), self._pages(start, start + tokens)
+        places: dict[str, Place] = {}
+        for layer in self._layers:
+            if exact:
+                for side in ("k", "v"):
+                    shape = (layer.kv_heads, exact, layer.head_dim)
+                    places[f"{layer.index}.sink_{side}"] = Place(_NAMES[dtype], shape)
+            places[f"{layer.index}.pages"] = Place("U8", (pages, layer.kv_heads, layer.plan.record_bytes))
+        return places
+
+    # ---- bytes ----
+
+    def _bytes(self, part: _Part) -> bytes:
+        places = self._shape(part.start, part.tokens, part.dtype)
+        held: dict[str, memoryview] = {}
+        for i, pages in enumerate(part.pages):
+            if part.sinks:
+                held |= {f"{i}.sink_{side}": _view(x) for side, x in zip("kv", part.sinks[i])}
+            held[f"{i}.pages"] = _view(pages)
+        meta = {"digest": self.digest, "start": part.start, "tokens": part.tokens, "dtype": _NAMES[part.dtype],
+                "crc32": {name: crc32([data]) for name, data in held.items()}}  # fmt: skip
+        placed = layout(places)
+        return b"".join([header_of(FORMAT, meta, placed), *(held.get(n, bytes(p.nbytes)) for n, p in placed.items())])
+
+    def _read(self, data: bytes | bytearray | memoryview) -> _Part:
+        """ValueError, naming `data`, for anything that `_bytes` of an equal codec did not make."""
+        try:
+            view = memoryview(data).cast("B")
+        except (TypeError, ValueError):
+            raise TypeError(f"`data` must be bytes that a Codec made, got {type(data).__name__}") from None
+        try:
+            meta, found, begin = read_header(BytesIO(data), FORMAT)
+            if meta.get("digest") != self.digest:
+                raise ValueError(f"its digest must be {self.digest[:12]}.., of this model, spec and profile, got "
+                                 f"{str(meta.get('digest'))[:12]}..")  # fmt: skip
+            start, tokens = self._starting("codec", meta.get("start")), bounded("codec: `tokens`", meta.get("tokens"))
+            if meta.get("dtype") not in ("F32", "F16", "BF16"):
+                raise ValueError(f"its `dtype` must be F32, F16 or BF16, got {meta.get('dtype')!r:.80}")
+            dtype, sums = _DTYPES[meta["dtype"]], meta.get("crc32")
+            wanted = {n: p for n, p in layout(self._shape(start, tokens, dtype)).items() if not n.startswith("pad.")}
+            if wanted != found:
+                raise ValueError("its tensors must be those of its tokens")
+            if not isinstance(sums, dict) or sums.keys() != wanted.keys():
+                raise ValueError("its checksums must be of its tensors")
+            tensors = {}
+            for name, place in wanted.items():
+                held = view[begin + place.start : begin + place.start + place.nbytes]
+                if crc32([held]) != sums[name]:
+                    raise ValueError(f"`{name}` is damaged")
+                flat = torch.empty(place.nbytes, dtype=torch.uint8)  # aligned as the operators want it
+                flat.numpy()[:] = np.frombuffer(held, np.uint8)
+                tensors[name] = flat.view(_DTYPES[place.dtype]).view(place.shape)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ValueError(f"`data` must be bytes that this Codec made: {error}") from None
+        layers = range(len(self._layers))
+        sinks = [(tensors[f"{i}.sink_k"], tensors[f"{i}.sink_v"]) for i in layers] if "0.sink_k" in tensors else []
+        return _Part(start, tokens, dtype, [tensors[f"{i}.pages"] for i in layers], sinks)
+
+
+def _view(x: Tensor) -> memoryview:
+    return x.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
