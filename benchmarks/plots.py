@@ -7,6 +7,7 @@ docs/attend_context.svg    time against context at batch 1, packed and bf16
 docs/cpu_context.svg       the same on one CPU thread
 docs/index_bytes.svg       recall of vector indexes against the bytes of a vector
 docs/index_time.svg        their recall against the time of a query
+docs/whole_model.svg       tokens that fit and tokens a second of a whole model, presets beside bfloat16 and fp8
 docs/quality.svg           divergence of two real models against bits, our widths and other formats
 """
 
@@ -171,8 +172,39 @@ def quality() -> None:
     figure.savefig(DOCS / "quality.svg", metadata={"Date": None})
 
 
+def whole_model() -> None:
+    """A Llama of the 8B shape in bfloat16: how many tokens fit beside the weights of a card, and tokens a second of a
+    batch of 16 with 32,768 tokens each. fp8 has half of bfloat16's bytes; transformers has no such cache, so no time."""
+    steps = {
+        one["params"]["cache"]: one["metrics"]
+        for one in rows("h200", "generate")
+        if (one["params"].get("batch"), one["params"].get("tokens")) == (16, 32768)
+    }
+    presets = ("default", "compact", "tiny")
+    each = {"bfloat16": steps["bf16"]["cache_bytes"], "fp8": steps["bf16"]["cache_bytes"] // 2}
+    each |= {name: steps[name]["cache_bytes"] for name in presets}
+    weights = steps["bf16"]["peak_bytes"] - steps["bf16"]["cache_bytes"]
+    fit = {name: (141e9 - weights) / (nbytes / (16 * 32768)) / 1e6 for name, nbytes in each.items()}
+    best = {"bfloat16": max(steps["bf16"]["tokens_per_s"], steps["bf16 graph"]["tokens_per_s"])}
+    best |= {name: steps[f"{name} graph"]["tokens_per_s"] for name in presets}
+    figure, panels = plt.subplots(1, 2, figsize=(9, 2.6), constrained_layout=True)
+    for ax, shown, title, form in (
+        (panels[0], fit, "millions of tokens that fit, 141 GB", "{:.2f}"),
+        (panels[1], best, "tokens a second, 16 x 32,768 tokens", "{:,.0f}"),
+    ):
+        colours = [COLOURS["4"] if name in presets else "#999999" for name in shown]
+        bars = ax.barh(list(shown), list(shown.values()), color=colours)
+        ax.bar_label(bars, [form.format(value) for value in shown.values()], padding=3, fontsize=9)
+        ax.set(title=title, xlim=(0, 1.15 * max(shown.values())))
+        ax.invert_yaxis()
+        ax.spines[["top", "right"]].set_visible(False)
+    figure.savefig(DOCS / "whole_model.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
 def main() -> None:
     quality()
+    whole_model()
     plt.rcParams |= {"svg.hashsalt": "turboquant", "font.size": 9}
     roofline()
     context()
