@@ -42,7 +42,7 @@ class LatentStorage(LayerStorage):
     def __init__(self, index: int, spec: CacheSpec, shared: Common) -> None:
         super().__init__(index, latent_spec(spec), shared)
 
-    def _plan(self, kv_heads: int, head_dim: int) -> Plan:
+    def plan_for(self, kv_heads: int, head_dim: int) -> Plan:
         plan = self.spec.plan(head_dim)
         return Plan(head_dim, plan.key, group=plan.group, codebook=plan.codebook, scale=plan.scale, seed=plan.seed)
 
