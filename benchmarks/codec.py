@@ -1,4 +1,4 @@
-"""How long `turboquant.codec` takes beside plain copies of the same keys and values, on one device.
+"""How long `turboquant.Codec` takes beside plain copies of the same keys and values, on one device.
 
     python benchmarks/codec.py --json benchmarks/results/MACHINE/codec.json
 
@@ -18,8 +18,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig
 
-from turboquant import CacheSpec
-from turboquant.codec import Codec
+from turboquant import CacheSpec, Codec
 
 SPECS = {bits: CacheSpec(bits, bits, centre="none", metric="none", sinks=4, window=0) for bits in (4, 3, 2)}
 

@@ -174,7 +174,7 @@ def quality() -> None:
 
 def whole_model() -> None:
     """A Llama of the 8B shape in bfloat16: how many tokens fit beside the weights of a card, and tokens a second of a
-    batch of 16 with 32,768 tokens each. fp8 has half of bfloat16's bytes; transformers has no such cache, so no time."""
+    batch of 16 with 32,768 tokens each. fp8 has half of bfloat16's bytes, and no time: transformers has none."""
     steps = {
         one["params"]["cache"]: one["metrics"]
         for one in rows("h200", "generate")

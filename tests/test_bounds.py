@@ -29,8 +29,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("transformers")
 import models  # noqa: E402
 
-from turboquant import ops  # noqa: E402
-from turboquant.codec import Codec  # noqa: E402
+from turboquant import Codec, ops  # noqa: E402
 
 DEMO = str(ROOT / "demo" / "turboquant_demo")
 

@@ -1,4 +1,4 @@
-"""`turboquant.codec`: plain keys and values as bytes that attention reads."""
+"""`turboquant.Codec`: plain keys and values as bytes that attention reads."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from models import tiny
 
 import turboquant
-from turboquant import CacheSpec, Profile, ops
-from turboquant.codec import Codec
+from turboquant import CacheSpec, Codec, Profile, ops
 from turboquant.plan import PAGE_TOKENS
 
 SPECS = {

@@ -77,7 +77,7 @@ TORCH_FLOORS = "models kvcache measuring esm hf evaluation calibration patching"
 TORCH_MODULES = [
     f"turboquant.{name}"
     for name in (
-        "codec operators operator_docs ops cli.chat cli.demo cli.diagnosis cli.esm_commands "
+        "operators operator_docs ops cli.chat cli.demo cli.diagnosis cli.esm_commands "
         "vllm.batch vllm.ragged vllm.layers vllm.backend vllm.by_spec vllm.choose"
     ).split()
 ] + [f"turboquant.{floor}{rest}" for floor in TORCH_FLOORS for rest in ("", ".*")]

@@ -6,6 +6,7 @@
     CacheSpec, preset(s)     how a cache quantises
     Plan                     how one layer's vectors become bytes
     TurboQuantCache          a `transformers.Cache`                               needs transformers
+    Codec                    keys and values as bytes that attention reads         needs transformers
     measure, calibrate       a Profile of a model, measured once                  need transformers
     Profile                  what they found, as one object and one file; NumPy
     evaluate                 what a spec costs in quality, on text                needs transformers
@@ -36,14 +37,15 @@ _HOMES = {
     "calibrate": "calibration.calibrate",
     "measure": "evaluation.forecast",
     "evaluate": "evaluation.decoder",
+    "Codec": "hf.codec",
     "TurboQuantCache": "hf.cache",
     "patch": "patching",
     "unpatch": "patching",
     "is_patched": "patching",
 }
-__all__ = ["CacheSpec", "Codes", "Index", "Plan", "Profile", "Quantizer", "TurboQuantCache", "calibrate", "esm",
-           "evaluate", "is_patched", "measure", "ops", "patch", "preset", "presets", "search_shards", "unpatch",
-           "verify_shards", "write_manifest"]  # fmt: skip
+__all__ = ["CacheSpec", "Codec", "Codes", "Index", "Plan", "Profile", "Quantizer", "TurboQuantCache", "calibrate",
+           "esm", "evaluate", "is_patched", "measure", "ops", "patch", "preset", "presets", "search_shards",
+           "unpatch", "verify_shards", "write_manifest"]  # fmt: skip
 
 if TYPE_CHECKING:
     from . import esm as esm
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from .evaluation.decoder import evaluate as evaluate
     from .evaluation.forecast import measure as measure
     from .hf.cache import TurboQuantCache as TurboQuantCache
+    from .hf.codec import Codec as Codec
     from .index import Index as Index
     from .index import search_shards as search_shards
     from .index import verify_shards as verify_shards

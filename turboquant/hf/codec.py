@@ -1,7 +1,7 @@
 """Packed keys and values that travel: bytes for a disk, for host memory or for another machine, which attention reads
 as they are.
 
-    codec = Codec(model, "default")                     # the plan of each layer; the same on both machines
+    codec = turboquant.Codec(model, "default")          # the plan of each layer; the same on both machines
     data = codec.encode(keys, values)                   # one [kv_heads, tokens, head_dim] a layer, on any device
     keys, values = codec.decode(data, dtype=torch.bfloat16, device="cuda")
     layers = codec.packed(data, device="cuda")          # one ops.PackedKV a layer, for ops.attend
@@ -31,20 +31,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import ops
-from .arguments import bounded
-from .files import Tensor as Place
-from .files import crc32, header_of, layout, read_header
-from .hf.cache import TurboQuantCache
-from .kvcache.transforms import layer_transforms, random_rotation
-from .models.identity import layer_sizes
-from .plan import FORMAT_VERSION, PAGE_TOKENS, Plan
-from .spec import CacheSpec
+from .. import ops
+from ..arguments import bounded
+from ..files import Tensor as Place
+from ..files import crc32, header_of, layout, read_header
+from ..kvcache.transforms import layer_transforms, random_rotation
+from ..models.identity import layer_sizes
+from ..plan import FORMAT_VERSION, PAGE_TOKENS, Plan
+from ..spec import CacheSpec
+from .cache import TurboQuantCache
 
 if TYPE_CHECKING:
     import os
 
-    from .measured import Profile
+    from ..measured import Profile
 
 __all__ = ["FORMAT", "Codec"]
 
