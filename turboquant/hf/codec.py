@@ -179,9 +179,8 @@ class Codec:
     ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
         """(keys, values), each [kv_heads, tokens, head_dim] of each layer. dtype: None: that of what was encoded.
         Raises ValueError for data that are damaged, truncated, or of another digest."""
-        layers = self.packed(data, device)
-        wanted = self._read(data).dtype if dtype is None else dtype
-        both = [ops.dequantize(one, wanted) for one in layers]
+        part = self._read(data)
+        both = [ops.dequantize(one, dtype or part.dtype) for one in self._layers_of(part, torch.device(device))]
         return [k[0] for k, _ in both], [v[0] for _, v in both]
 
     # ---- packed tokens ----
@@ -189,7 +188,9 @@ class Codec:
     def packed(self, data: bytes | bytearray | memoryview, device: torch.device | str = "cpu") -> list[ops.PackedKV]:
         """One `ops.PackedKV` of each layer, of one sequence: what `ops.attend` reads, without anything decoded. Its
         positions count from the first token of `data`. Raises what `decode` raises."""
-        part, device = self._read(data), torch.device(device)
+        return self._layers_of(self._read(data), torch.device(device))
+
+    def _layers_of(self, part: _Part, device: torch.device) -> list[ops.PackedKV]:
         made = []
         for layer, pages in zip(self._layers, part.pages):
             exact = {}
@@ -212,9 +213,9 @@ class Codec:
         return made
 
     def span(self, data: bytes | bytearray | memoryview) -> tuple[int, int]:
-        """(position of the first token, position behind the last one) of encoded data."""
-        part = self._read(data)
-        return part.start, part.start + part.tokens
+        """(position of the first token, position behind the last one) of encoded data, whose tensors are not read."""
+        start, tokens, *_ = self._header(data)
+        return start, start + tokens
 
     def cut(self, data: bytes | bytearray | memoryview, start: int, end: int | None) -> bytes:
         """Tokens start .. end of encoded data, as encoded data; end: None: to its last token. Raises ValueError where
@@ -263,10 +264,11 @@ class Codec:
         return -(-(end - start - self._exact(start, end - start)) // PAGE_TOKENS)
 
     def _transforms(self, layer: _Layer, start: int, device: torch.device) -> dict[str, Tensor]:
-        """Of a layer whose first packed row is the token at position `start`."""
+        """Of a layer whose first packed row is the token at position `start`. Those of a prompt's later parts are not
+        kept: there is one for each page."""
         shared = self._shared
         made = layer_transforms(layer.spec, layer.index, layer.head_dim, device, shared.calibration, shared.moments,
-                                later=-start)  # fmt: skip
+                                later=-start, keep=start in (0, self.sinks))  # fmt: skip
         rotation = random_rotation(layer.spec, layer.head_dim, device)
         return made if rotation is None else {**made, "rotation": rotation}
 
@@ -296,12 +298,10 @@ class Codec:
         placed = layout(places)
         return b"".join([header_of(FORMAT, meta, placed), *(held.get(n, bytes(p.nbytes)) for n, p in placed.items())])
 
-    def _read(self, data: bytes | bytearray | memoryview) -> _Part:
-        """ValueError, naming `data`, for anything that `_bytes` of an equal codec did not make."""
-        try:
-            view = memoryview(data).cast("B")
-        except (TypeError, ValueError):
-            raise TypeError(f"`data` must be bytes that a Codec made, got {type(data).__name__}") from None
+    def _header(self, data: bytes | bytearray | memoryview) -> tuple[int, int, torch.dtype, dict[str, Place], Any, int]:
+        """(start, tokens, dtype, places of tensors, their checksums, byte at which the tensors begin)"""
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise TypeError(f"`data` must be bytes that a Codec made, got {type(data).__name__}")
         try:
             meta, found, begin = read_header(BytesIO(data), FORMAT)
             if meta.get("digest") != self.digest:
@@ -316,16 +316,21 @@ class Codec:
                 raise ValueError("its tensors must be those of its tokens")
             if not isinstance(sums, dict) or sums.keys() != wanted.keys():
                 raise ValueError("its checksums must be of its tensors")
-            tensors = {}
-            for name, place in wanted.items():
-                held = view[begin + place.start : begin + place.start + place.nbytes]
-                if crc32([held]) != sums[name]:
-                    raise ValueError(f"`{name}` is damaged")
-                flat = torch.empty(place.nbytes, dtype=torch.uint8)  # aligned as the operators want it
-                flat.numpy()[:] = np.frombuffer(held, np.uint8)
-                tensors[name] = flat.view(_DTYPES[place.dtype]).view(place.shape)
         except (ValueError, TypeError, OverflowError) as error:
             raise ValueError(f"`data` must be bytes that this Codec made: {error}") from None
+        return start, tokens, dtype, wanted, sums, begin
+
+    def _read(self, data: bytes | bytearray | memoryview) -> _Part:
+        """ValueError, naming `data`, for anything that `_bytes` of an equal codec did not make."""
+        start, tokens, dtype, places, sums, begin = self._header(data)
+        view, tensors = memoryview(data).cast("B"), {}
+        for name, place in places.items():
+            held = view[begin + place.start : begin + place.start + place.nbytes]
+            if crc32([held]) != sums[name]:
+                raise ValueError(f"`data` must be bytes that this Codec made: `{name}` is damaged")
+            flat = torch.empty(place.nbytes, dtype=torch.uint8)  # aligned as the operators want it
+            flat.numpy()[:] = np.frombuffer(held, np.uint8)
+            tensors[name] = flat.view(_DTYPES[place.dtype]).view(place.shape)
         layers = range(len(self._layers))
         sinks = [(tensors[f"{i}.sink_k"], tensors[f"{i}.sink_v"]) for i in layers] if "0.sink_k" in tensors else []
         return _Part(start, tokens, dtype, [tensors[f"{i}.pages"] for i in layers], sinks)

@@ -46,15 +46,17 @@ def layer_transforms(
     *,
     later: int = 0,
     prompt: Mapping[str, torch.Tensor] | None = None,
+    keep: bool = True,
 ) -> dict[str, torch.Tensor]:
     """The operators' arguments of a layer, but for the `rotation` of a spec whose matrices are all random
     (`random_rotation`). Not to be written to.
 
     later   how many positions later each token is than when it was stored
     prompt  the rotations of outliers="prompt", by side, when they are known: then made anew
+    keep    False: made anew, and not kept
     """
-    if prompt:
-        return _tensors(_parts(spec, layer, head_dim, calibration, moments, later, prompt), device)
+    if prompt or not keep:
+        return _tensors(_parts(spec, layer, head_dim, calibration, moments, later, prompt or {}), device)
     of_moments = _made.setdefault(_ABSENT if moments is None else moments, weakref.WeakKeyDictionary())
     tensors = of_moments.setdefault(_ABSENT if calibration is None else calibration, {})
     where = (layer, head_dim, device, later, *(getattr(spec, name) for name in _FIELDS))
