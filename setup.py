@@ -61,7 +61,8 @@ ISA_UNITS: list[tuple[str, tuple[str, ...], str]] = [
     ("neon_dot", ARM, "-march=armv8.2-a+dotprod"),
 ]
 
-# CUDA files that are compiled so many times, each time with other kernels of theirs: as TQ_SHARD 0, 1, ..
+# CUDA files whose kernels are shared out over several compilations, and how many: each has a TQ_SHARD, from 0 on. The
+# files assert the number.
 SHARDS = {"attend/instances.cu": 8, "append/prefill.cu": 4}
 
 OLDEST_TORCH = (2, 10)

@@ -181,7 +181,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     ),
     "search: `threads`": lambda n: index().search(eye(), 1, threads=n),
     "range_search: `threads`": lambda n: index().range_search(eye(), 0.5, threads=n),
-    "codec: `start`": lambda n: codec().cut(b"", n, None),
+    "codec: `start`": lambda n: codec()._starting("codec", n),
     "codec: `page`": lambda n: codec().boundary(n),
     "codec: `tokens`": lambda n: codec().nbytes(n),
     "Codes: `vectors`": lambda n: turboquant.Codes(turboquant.Plan(64, 4), np.zeros((1, 1, 1), np.uint8), n),

@@ -201,7 +201,7 @@ def test_import_errors(name: str, tmp_path: Path) -> None:
     prelude, library, message = IMPORTS[name]
     package = tmp_path / "turboquant"
     package.mkdir()
-    for module in ("ops", "operators", "plan", "findings"):
+    for module in ("ops", "operators", "plan", "oldest"):
         shutil.copy(Path(ops.__file__).with_name(f"{module}.py"), package / f"{module}.py")
     for stub in ("__init__.py", "_core.py"):
         (package / stub).touch()

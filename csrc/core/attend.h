@@ -1,4 +1,5 @@
-/* Shared by attend.c (the algorithm) and attend_args.c (checks, tasks and workspace), which does not call the former. */
+/* Shared by attend.c (the algorithm) and attend_args.c (checks, tasks and workspace). attend_args.c calls nothing in
+ * attend.c. */
 #ifndef TQ_ATTEND_H
 #define TQ_ATTEND_H
 #include "blocks.h"

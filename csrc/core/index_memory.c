@@ -2,6 +2,7 @@
  * for new pages. The destructor of a key frees it when the thread ends. */
 #include "index_memory.h"
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 
 enum { LINE = 64 };
@@ -21,7 +22,7 @@ typedef struct {
 } header;
 
 static pthread_key_t kept;
-static int keeps; /* whether there is a key */
+static atomic_int keeps; /* whether there is a key */
 static pthread_once_t kept_once = PTHREAD_ONCE_INIT;
 
 static void free_kept(void *h) { free(((header *)h)->start); }
@@ -33,6 +34,7 @@ __attribute__((destructor)) static void forget_key(void)
 {
     if (!keeps) return;
     header *h = pthread_getspecific(kept);
+    keeps = 0;
     pthread_key_delete(kept);
     if (h) free_kept(h);
 }

@@ -52,8 +52,9 @@ typedef struct {
     float *lows; /* the k largest lower bounds, the least first, as a heap */
     int64_t n_lows, n, room;
     candidate *candidates, *first; /* first: where candidates were at first, which is not freed */
-    float limit; /* rows with upper bounds below it are out: the k-th largest lower bound so far, or find_limits' */
-    int failed;  /* no memory */
+    float
+        limit; /* rows with upper bounds below it are out: the k-th largest lower bound, or what tq_index_find_limits found */
+    int failed; /* no memory */
 } pool;
 
 static inline void push_low(pool *p, int64_t k, float low)

@@ -222,6 +222,8 @@ static void score_block(const tq_index_job *job, const tq_index_rows *rows, int3
         for (int32_t i = 0; i < BLOCK; i++) lead[i][p] = signs[p * BLOCK + i];
     for (int64_t i = 0; i < n; i++)
         use->scan->unpack(&use->layout, rows->codes + (first + i) * use->row_bytes, lead[i], levels + i * use->padded);
+    /* products reads all rows of a block */
+    memset(levels + n * use->padded, 0, (size_t)((BLOCK - n) * use->padded) * sizeof *levels);
     for (int64_t at = 0; at < readers.n; at++) {
         int64_t q = reader(&readers, at);
         pool *p = job->pools + worker * job->n + q;

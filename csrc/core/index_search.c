@@ -86,12 +86,13 @@ static tq_status make_queries(tq_index_job *job, tq_error *error)
     if (!atomic_load(&job->refused)) return TQ_OK;
     float centred[TQ_MAX_DIM];
     double offset, squares;
-    for (int64_t q = 0;; q++)
+    for (int64_t q = 0; q < job->n; q++)
         if (!tq_index_centre(&job->use, job->x + q * job->use.space->dim, centred, &offset, &squares)) {
             tq_index_refused(&job->use, job->x, q, error);
             if (error) error->argument = "queries";
             return TQ_E_VALUE;
         }
+    return tq_fail(error, TQ_E_VALUE, "queries", -1, 0, "left alone during the call");
 }
 
 /** Gives each array its place. Called without memory first, then with it. */

@@ -24,7 +24,7 @@ static struct {
     pthread_cond_t start, done;
     job current;
     uint64_t generation;      /* of the current job */
-    int32_t started, running; /* pool threads there are; those that have joined the current job */
+    int32_t started, running; /* pool threads there are; those at work on the current job */
 } pool = {.mutex = PTHREAD_MUTEX_INITIALIZER, .start = PTHREAD_COND_INITIALIZER, .done = PTHREAD_COND_INITIALIZER};
 
 static pthread_mutex_t job_mutex = PTHREAD_MUTEX_INITIALIZER; /* one job at a time */
@@ -91,11 +91,11 @@ void tq_parallel(int64_t n, int32_t threads, void (*task)(void *context, int64_t
     if (n < threads) threads = (int32_t)n;
     /* another thread's job is running: doing this job alone is faster than waiting, and cannot deadlock in nested
      * calls */
+    pthread_once(&fork_once, watch_forks); /* before a lock is held */
     if (threads <= 1 || pthread_mutex_trylock(&job_mutex)) {
         for (int64_t i = 0; i < n; i++) task(context, i, 0);
         return;
     }
-    pthread_once(&fork_once, watch_forks);
     pthread_mutex_lock(&pool.mutex);
     job j = {task, context, n, start_workers(threads - 1)};
     atomic_store(&next_task, 0);
@@ -105,8 +105,8 @@ void tq_parallel(int64_t n, int32_t threads, void (*task)(void *context, int64_t
     pthread_mutex_unlock(&pool.mutex);
     run_tasks(&j, 0);
     pthread_mutex_lock(&pool.mutex);
-    pool.current.workers =
-        0; /* no task is left: a thread that has not woken yet, on a busy machine, is not waited for */
+    /* No task is left: a thread that has not woken yet, on a busy machine, is not waited for. */
+    pool.current.workers = 0;
     while (pool.running) pthread_cond_wait(&pool.done, &pool.mutex);
     pthread_mutex_unlock(&pool.mutex);
     pthread_mutex_unlock(&job_mutex);

@@ -46,7 +46,8 @@ extern "C" {
  *           steps are NULL. Nothing is queued.
  *  gpu      NULL: the current device. Otherwise a GPU that need not be there, with kernels compiled for it, of those that
  *           csrc/cuda/attend/choose/gpus.h lists, such as "h100"; the call needs no device then, and does not read
- *           TURBOQUANT_CUDA_PATH. The choice for appending is the same on every GPU.
+ *           TURBOQUANT_CUDA_PATH. The names for appending do not look at the GPU: where append_prefill lacks shared
+ *           memory, append_general runs, and the name is append_prefill all the same.
  *  name     TQ_CUDA_KERNEL_NAME_BYTES bytes, written, with a final 0
  *  The environment variable TURBOQUANT_CUDA_PATH, read at each call, forces how pages of plain plans are loaded: hopper
  *  (bulk copies, compute capability 9.x), hopper-line (the same, but never fused) or portable (cp.async, 8.0 and
@@ -100,8 +101,8 @@ TQ_API tq_status tq_cuda_attend(const tq_cuda_attend_call *call, void *workspace
 TQ_API tq_status tq_cuda_schedule(const tq_plan *plan, const tq_attend_params *params, int32_t *schedule, int64_t rows,
                                   void *stream, tq_error *error);
 
-/** tq_append on the device; bytes of the pages as on the host, but for docs/rounding.md and keys with a wave or a metric in
- *  turboquant.h.
+/** tq_append on the device; bytes of the pages as on the host, except where plans have a tolerance (docs/rounding.md), and
+ *  for keys with a wave or a metric (turboquant.h).
  *  flag   int64 on the device, or NULL. When a number of k or v is not finite or exceeds TQ_MAX_INPUT and *flag is 0,
  *         it becomes 1 + position + (sequence << 32) + (1 << 62 if it is in v); it is sticky: only the caller sets it
  *         back to 0.

@@ -1,5 +1,6 @@
 /* Vector search: how an index stores vectors, and the scan over them. Rules and errors as in turboquant.h, but
- * tq_index_encode, tq_index_search, tq_index_scores and tq_index_scores_of allocate: TQ_E_MEMORY.
+ * tq_index_assign, tq_index_encode, tq_index_search, tq_index_scores and tq_index_scores_of allocate: TQ_E_MEMORY. The
+ * last three keep up to 8 MiB for the next call of the same thread, until it ends.
  *
  * A vector is z = R (x - mean), its rotated coordinates, `channels` of them: dim rounded up to a multiple of 8. They are
  * groups of 32, the last of 8, 16, 24 or 32. Group g is in bits[g] bits (0..6 or 8; 0 takes no space). With the cosine
@@ -65,10 +66,9 @@ typedef struct {
     int32_t metric;      /* tq_index_metric */
     double sigmas;       /* width of a scan's bound in standard deviations, at least 0; infinite: no bound */
     const float *mean;   /* [dim], or NULL: 0 */
-    const uint16_t
-        *matrix;     /* [channels, channels] bfloat16, R transposed: z = (x - mean) matrix; NULL unless the plan's
-                             * rotation is dense */
-    int32_t n_lists; /* 0 .. TQ_INDEX_MAX_LISTS; 0: rows are in no lists */
+    /* [channels, channels] bfloat16, R transposed: z = (x - mean) matrix; NULL unless the plan's rotation is dense */
+    const uint16_t *matrix;
+    int32_t n_lists;         /* 0 .. TQ_INDEX_MAX_LISTS; 0: rows are in no lists */
     const float *directions; /* [n_lists / 16 rounded up, dim, 16], 0 behind the last, of unit length; l2: centres. NULL
                               * without lists, given without a mean */
     const float *lengths;    /* [n_lists]; l2: 1 */
@@ -142,8 +142,8 @@ typedef struct {
  *  With lists a query reads segments whose rows are all of one of the `probe` lists that have the largest values for it
  *  (as a row's list has), among lists that have allowed rows in such segments, and all segments whose rows are of
  *  different lists. probe: at least 1; at most 1 row in 50 allowed: all are read. Without lists it is not looked at.
- *  Allocates some 4 k bytes a query and thread, and 24 for each row that is scored; up to 8 MiB are kept for the next
- *  call of the same thread, until it ends. */
+ *  Allocates some 4 k + 450 bytes a query and thread, or up to 1 MiB more where these are few, and 24 for each further
+ *  row that is scored. */
 TQ_API tq_status tq_index_search(const tq_index_space *space, const float *queries, int64_t n,
                                  const tq_index_rows *segments, int64_t n_segments, int64_t k, int32_t probe,
                                  float *scores, int64_t *ids, int32_t threads, tq_error *error);

@@ -307,11 +307,14 @@ PyObject *py_index_factors(PyObject *module, PyObject *args, PyObject *kwargs)
     const int64_t whole[2] = {0, n}, *at = starts ? PyArray_DATA(starts) : whole;
     const float *scale = PyArray_DATA(scales), *offset = offsets ? PyArray_DATA(offsets) : NULL;
     float *to = PyArray_DATA((PyArrayObject *)factors);
-    for (npy_intp i = 0; i < (starts ? PyArray_DIM(starts, 0) - 1 : 1); i++) {
+    npy_intp parts = starts ? PyArray_DIM(starts, 0) - 1 : 1;
+    Py_BEGIN_ALLOW_THREADS;
+    for (npy_intp i = 0; i < parts; i++) {
         int64_t rows = at[i + 1] - at[i];
         tq_index_factors(scale + at[i], offset ? offset + at[i] : NULL, rows, to);
         to += 2 * ((rows + TQ_INDEX_BLOCK - 1) / TQ_INDEX_BLOCK);
     }
+    Py_END_ALLOW_THREADS;
     return factors;
 }
 

@@ -632,13 +632,15 @@ const char *tq_torch_kernels_on(const char *gpu, const int64_t *words, size_t n_
     tq_attend_params attend{};
     tq_append_params append{};
     const int32_t kv_heads = sizes[1], tokens = sizes[3];
+    const int64_t query_heads = (int64_t)kv_heads * sizes[2];
+    if (query_heads > INT32_MAX) return "KV heads times heads for each must be below 2^31";
     tq_status status = tq_plan_init(&plan, words, n_words, &error);
     if (status == TQ_OK) {
         tq_layer layer{};
         layer.batch = sizes[0], layer.kv_heads = kv_heads, layer.dtype = TQ_BF16;
         layer.max_pages = tokens / plan.page_tokens + (tokens % plan.page_tokens != 0), layer.n_pages = 1;
         attend.layer = append.layer = layer;
-        attend.query_heads = kv_heads * sizes[2], attend.query_tokens = 1, attend.causal = 1;
+        attend.query_heads = (int32_t)query_heads, attend.query_tokens = 1, attend.causal = 1;
         attend.softmax_scale = 1, attend.schedule_kind = TQ_SCHEDULE_EQUAL;
         status = tq_cuda_attend_kernel(&plan, &attend, gpu, names, &error);
     }

@@ -40,9 +40,9 @@ def measure(model: Any, tokenizer: Any = None, text: str | None = None, budget: 
 
     It runs one forward without the head, over BOS, if the tokenizer has one, and the tokens (ESM-2: one forward for
     each protein). The first 4 tokens do not count. A decoder then runs forward and backward over up to 384 tokens of
-    each text, for the costs of errors. The result is kept in a file, named by a digest of the model and the
-    ids, in the folder TURBOQUANT_CACHE (an environment variable; default: turboquant in the user's cache folder; empty:
-    nothing is kept).
+    each text, for the costs of errors. The result, without the divergence of `budget`, is kept in a file, named by a
+    digest of the model and the ids, in the folder TURBOQUANT_CACHE (an environment variable; default: turboquant in the
+    user's cache folder; empty: nothing is kept).
 
     Raises TypeError for anything but a transformers model, NotImplementedError for one that cannot be measured,
     ValueError for a text that is too short, a tokenizer of another model, a tokenizer or text for ESM-2, and keys or
@@ -58,13 +58,18 @@ def with_divergence_of(moments: Moments, model: Any, tokenizer: Any, text: str |
     if moments.costs is None or moments.divergence is not None:
         return moments
     base = checked_base_model(model)
-    tokenizer = tokenizer or found_tokenizer(base)[0]
+    tokenizer, why = (tokenizer, "") if tokenizer is not None else found_tokenizer(base)
     if tokenizer is None:
+        log.info("the divergence of %s is not measured: %s", type(base).__name__, why)
         return moments
     drawn = sample(base, tokenizer, text, positions_of(base))
     seen = f"{drawn.ids[0].numel():,}"
     log.info("%s runs twice over %s tokens, to measure how much it diverges", type(base).__name__, seen)
-    return _with_divergence(moments, base, drawn.ids[0])
+    try:
+        return _with_divergence(moments, base, drawn.ids[0])
+    except (NotImplementedError, MemoryError, torch.OutOfMemoryError) as error:
+        log.info("the divergence of %s is not known: %s", type(base).__name__, error)
+        return moments
 
 
 def _with_divergence(moments: Moments, model: Any, ids: torch.Tensor) -> Moments:

@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..arguments import bounded
+from ..arguments import BOUNDS, bounded, integer_in
 from ..files import Tensor as Place
-from ..files import crc32, header_of, layout, read_header
+from ..files import array_bytes, crc32, header_of, layout, read_header
 from ..kvcache.transforms import layer_transforms, random_rotation
 from ..models.identity import layer_sizes
 from ..plan import FORMAT_VERSION, PAGE_TOKENS, Plan
@@ -124,19 +124,24 @@ class Codec:
 
     def nbytes(self, tokens: int, dtype: torch.dtype = torch.bfloat16) -> int:
         """Bytes of pages and sinks of a sequence of so many tokens; headers and padding are left out."""
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(f"nbytes: `dtype` must be float32, float16 or bfloat16, got {dtype}")
         part = self._shape(0, bounded("codec: `tokens`", tokens), dtype)
         return sum(place.nbytes for place in part.values())
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256, in hexadecimal digits, of what the bytes depend on: byte format, plans, KV heads, sinks, and the
-        tensors of each layer's transforms."""
+        """SHA-256, in hexadecimal digits, of what the bytes depend on: byte format, the plan and spec of each layer, KV
+        heads, sinks, and all that was measured. Matrices are made of these, and their last bits differ by CPU."""
+        shared = self._shared
         made = hashlib.sha256(repr((FORMAT, FORMAT_VERSION, self.sinks)).encode())
         for layer in self._layers:
-            made.update(repr((layer.plan.words, layer.kv_heads)).encode())
-            for name, x in sorted(self._transforms(layer, 0, torch.device("cpu")).items()):
-                made.update(repr((name, x.dtype, tuple(x.shape))).encode())
-                made.update(x.contiguous().view(torch.uint8).numpy().tobytes())
+            made.update(repr((layer.plan.words, layer.kv_heads, layer.spec.to_dict())).encode())
+        measured = None if shared.moments is None else shared.moments.without_costs()
+        for one in (measured, shared.calibration):
+            for name, array in sorted(({} if one is None else one.arrays()).items()):
+                made.update(repr((name, array.dtype.str, array.shape)).encode())
+                made.update(array_bytes(array))
         return made.hexdigest()
 
     # ---- plain tokens ----
@@ -160,7 +165,7 @@ class Codec:
             got = f"{sorted(tokens)} tokens and {sorted(map(str, dtypes))}"
             raise ValueError("encode: `keys` and `values` must be [kv_heads, tokens, head_dim] of as many tokens and "
                              f"one dtype in all layers, got {got}")  # fmt: skip
-        part = _Part(start, tokens.pop(), dtypes.pop(), [], [])
+        part = _Part(start, bounded("codec: `tokens`", tokens.pop()), dtypes.pop(), [], [])
         for layer, k, v in zip(self._layers, keys, values):
             wanted = (layer.kv_heads, part.tokens, layer.head_dim)
             for name, x in (("keys", k), ("values", v)):
@@ -169,6 +174,8 @@ class Codec:
             exact = self._exact(start, part.tokens)
             if exact:
                 part.sinks.append((k[:, :exact], v[:, :exact]))
+                if k.device.type == "cpu" and not all(torch.isfinite(x).all() for x in part.sinks[-1]):
+                    raise ValueError(f"encode: `keys[{layer.index}]` and `values[{layer.index}]` must be finite")
             later = self._transforms(layer, start + exact, k.device)
             part.pages.append(ops.quantize(layer.plan, k[None, :, exact:], v[None, :, exact:], transforms=later))
         return self._bytes(part)
@@ -250,9 +257,9 @@ class Codec:
 
     def _starting(self, call: str, start: Any, name: str = "start") -> int:
         """`start`, which is 0 or a boundary."""
-        at = bounded("codec: `start`", start)
+        at = integer_in(start, f"{call}: `{name}`", *BOUNDS["codec: `start`"])
         if at and (at <= self.sinks or (at - self.sinks) % PAGE_TOKENS):
-            raise ValueError(f"{call}: `{name}` must be 0 or {self.sinks} + n * {PAGE_TOKENS}, got {at}")
+            raise ValueError(f"{call}: `{name}` must be 0 or {self.sinks} + n * {PAGE_TOKENS} with n above 0, got {at}")
         return at
 
     def _exact(self, start: int, tokens: int) -> int:
@@ -303,10 +310,10 @@ class Codec:
         if not isinstance(data, bytes | bytearray | memoryview):
             raise TypeError(f"`data` must be bytes that a Codec made, got {type(data).__name__}")
         try:
-            meta, found, begin = read_header(BytesIO(data), FORMAT)
+            meta, found, begin = read_header(BytesIO(memoryview(data).cast("B")), FORMAT)
             if meta.get("digest") != self.digest:
-                raise ValueError(f"its digest must be {self.digest[:12]}.., of this model, spec and profile, got "
-                                 f"{str(meta.get('digest'))[:12]}..")  # fmt: skip
+                raise ValueError(f"its digest must be {self.digest[:12]}.., of this spec, profile and shape of model, "
+                                 f"got {str(meta.get('digest'))[:12]}..")  # fmt: skip
             start, tokens = self._starting("codec", meta.get("start")), bounded("codec: `tokens`", meta.get("tokens"))
             if meta.get("dtype") not in ("F32", "F16", "BF16"):
                 raise ValueError(f"its `dtype` must be F32, F16 or BF16, got {meta.get('dtype')!r:.80}")

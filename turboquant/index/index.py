@@ -377,7 +377,9 @@ class Index:
         refine: the vectors themselves, [n, dim], such as a mapped array of float32 or float16 or a tensor of bfloat16.
             Row i must be the vector with the id i. factor * k rows are found by their codes, and the k best of them by
             exact scores, which are returned.
-        factor: at least 1; None: 10 at 1 bit, 3 at 2 bits, otherwise 2.
+        factor: at least 1, for `refine` here and for an index that refines. None: what `train` chose with `recall`, for
+            an index that refines, else 10 at 1 bit, 3 at 2 bits, otherwise 2. With `refine` here, an index that refines
+            ranks by its 8 bits first.
         probe: of an index with lists, how many of them each query reads, those nearest to it among lists with rows that
             `filter` allows; None: all. If at most 1 row in 50 is allowed, all of these are scored.
         """

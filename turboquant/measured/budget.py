@@ -95,6 +95,9 @@ def solve(
     if spec.shared_bits is None or spec.overrides:
         raise ValueError("`spec` must leave widths to the library, such as the preset default, where `memory` or "
                          f"`quality` chooses them, got {spec!r}")  # fmt: skip
+    if quality is not None and (other := unlike_presets(spec)):
+        raise ValueError(f"`quality` must be None for a spec whose {other} is not that of the presets, got {quality!r}"
+                         ": the divergence that it is forecast from was measured with theirs")  # fmt: skip
     if quality is not None and moments.divergence is None:
         what = "costs" if moments.costs is None else "a divergence (turboquant.measure with budget=True)"
         raise ValueError(f"`quality` must be None for a model without {what} in its profile, got {quality!r}: give "
@@ -121,6 +124,12 @@ def solve(
                              f"which take {LEAST} bits each, got {memory:,}")  # fmt: skip
         step = choice.steps[-1] if over is None else over - 1
     return choice.budget(step, tokens)
+
+
+def unlike_presets(spec: CacheSpec) -> str:
+    """The first field that decides a divergence beside the widths and is not as in the presets; "": there is none."""
+    names = ("sinks", "window", "centre", "metric")
+    return next((name for name in names if getattr(spec, name) != getattr(CacheSpec(), name)), "")
 
 
 class _Choice:
@@ -177,11 +186,11 @@ class _Choice:
         assert self.costs is not None and self.divergence is not None
         channels = [one.head_dim for one in self.layers]
         known = self.widths(KNOWN * 2 * len(self.layers))
-        here, there = (forecast(self.costs, widths, self.tries, channels) for widths in (self.widths(step), known))
-        return self.divergence * here / there
+        here = forecast(self.costs, self.widths(step), self.tries, channels)
+        return self.divergence * here / forecast(self.costs, known, 3, channels)  # measured with the presets' tries
 
     def budget(self, step: int, tokens: int) -> Budget:
         sizes = np.array([one.kv_heads * one.head_dim for one in self.layers])
         bits = float((self.widths(step).sum(1) * sizes).sum() / (2 * sizes.sum()))
-        quality = None if self.divergence is None else self.quality(step)
+        quality = None if self.divergence is None or unlike_presets(self.spec) else self.quality(step)
         return Budget(self.made(step), bits, tokens, self.nbytes(step, tokens), quality)

@@ -2,8 +2,8 @@
  * team is four warps that share pages and rows, so that each code is unpacked once for 16 or 32 rows. Unpacked codes
  * stay in registers as operand A of WGMMA products of the four warps; operand B is in shared memory.
  *
- *   scores   (128 tokens x rows) = keys x queries, in bytes, two planes a query, as in attend_pages. Warp w has token
- *            tile w.
+ *   scores   (128 tokens x rows) = keys x queries, in bytes, two planes a query, as in loop/warp.cuh. Warp w has
+ *            token tile w.
  *   weights  exp2(score - reference) times value scale, rounded to fp16, go to shared memory for all four warps: the
  *            only synchronisation of a page. It also tells whether a weight is too large for fp16; then references are
  *            moved (rare; also if a value scale is 0, because such a token's weight may be too large for float32).
@@ -23,7 +23,7 @@ namespace tq
 {
 
 /** How a row's products become exponents. x: scale; y: added for the offset of the key codes; half[0].w: reference, as
- *  in attend_pages. At 1 and 2 bits, whose bytes have four sizes, y and z are for the lane's tokens 2 half and 2 half +
+ *  in loop/warp.cuh. At 1 and 2 bits, whose bytes have four sizes, y and z are for the lane's tokens 2 half and 2 half +
  *  1. */
 struct RowScales {
     float4 half[2];

@@ -343,7 +343,7 @@ __device__ __forceinline__ float put_wave(const AttendArgs &a, const WaveLoad<GR
 }
 
 /** The place of the word of four channels, 4 place .. of group g, in the queries of a tile of rows, and the distance
- *  from the high to the low plane. attend_pages: in fragment order; word 0 of lane 4 n + t of a group is channels 4 t
+ *  from the high to the low plane. loop/warp.cuh: in fragment order; word 0 of lane 4 n + t of a group is channels 4 t
  *  .. of column n, word 1 channels 16 + 4 t ... With tiles of 16, lanes t = 0, 1 have channels of the first group of
  *  16, as its tiles do, others those of the second: bits 3 and 4 of the channel are swapped. attend_many_rows: an
  *  operand B of device/warpgroup.cuh per group. */
