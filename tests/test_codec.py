@@ -15,6 +15,7 @@ from models import tiny
 
 import turboquant
 from turboquant import CacheSpec, Codec, Profile, ops
+from turboquant.measuring.moments import measure_model
 from turboquant.plan import PAGE_TOKENS
 
 SPECS = {
@@ -241,7 +242,8 @@ def test_smollm2_goes_on_from_bytes():
     ids = tokenizer("The capital of France is Paris. The capital of Italy is", return_tensors="pt")["input_ids"]
     with torch.no_grad():
         cache = model(ids[:, :-1], past_key_values=DynamicCache()).past_key_values
-        codec = Codec(model, "default", profile=Profile.of(turboquant.measure(model, tokenizer)))
+        moments = measure_model(model, tokenizer, costs=False)
+        codec = Codec(model, CacheSpec(uniform=True), profile=Profile(moments))
         data = codec.encode([one.keys[0] for one in cache.layers], [one.values[0] for one in cache.layers])
         keys, values = codec.decode(data)
         again = DynamicCache([(k[None], v[None]) for k, v in zip(keys, values, strict=True)])
