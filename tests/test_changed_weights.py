@@ -147,16 +147,24 @@ def test_esm_2_in_the_next_forward(caplog):
     assert torch.equal(got, want)
 
 
-def test_a_look_takes_less_than_a_millisecond():
-    """A model of SmolLM2's size, 272 weights, 135 million numbers. Its memory is never written, so it takes no RAM."""
+def test_a_look_takes_no_longer_than_a_few_walks_over_the_weights():
+    """A model of SmolLM2's size, 272 weights, 135 million numbers: a millisecond on a quiet machine, some fifteenth of
+    what a new identity takes. Its memory is never written, so it takes no RAM."""
     shape = dict(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, head_dim=64)
     with torch.device("meta"):
         model = models.tiny(**shape, num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True)
     model.load_state_dict({n: torch.empty_like(t, device="cpu") for n, t in model.state_dict().items()}, assign=True)
     model.tie_weights()
-    known, times = Identity.of(model), []
-    for _ in range(30):
-        start = time.thread_time()
-        assert known.holds(model)
-        times.append(time.thread_time() - start)
-    assert min(times) < 1e-3
+    known = Identity.of(model)
+
+    def least(call):
+        times = []
+        for _ in range(30):
+            start = time.thread_time()
+            assert call()
+            times.append(time.thread_time() - start)
+        return min(times)
+
+    look = least(lambda: known.holds(model))
+    assert look < 5 * least(lambda: [weight._version for weight in model.parameters()])
+    assert look < least(lambda: Identity.of(model)) / 4
