@@ -45,9 +45,10 @@ constexpr int QUERY_BASE = 254;       /* a query number is hi * 254 + lo, both i
 constexpr int QUERY_LIMIT = 127 * QUERY_BASE + QUERY_BASE / 2 - 1; /* the largest whose hi rounds to 127 */
 constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.69314718055994531f;
 
+/** Small types: the arguments should leave room in a multiprocessor's 2 KB of constants (measured.md). */
 struct SideArgs {
-    int32_t bits[GROUPS_MAX], offset[GROUPS_MAX];
-    uint32_t width[GROUPS_MAX];                      /* 1 << bits: with_width */
+    uint8_t bits[GROUPS_MAX];
+    uint16_t offset[GROUPS_MAX], width[GROUPS_MAX];  /* width: 1 << bits, for with_width */
     int32_t tile_bytes, codes_offset, scales_offset; /* tile_bytes: of 32 tokens */
     int32_t at_codes, at_scales;                     /* offsets of this side in a stage, bytes */
     float factor[TQ_WIDE_BITS + 1];                  /* of a code byte, by width */
