@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -118,6 +119,44 @@ def test_costs_are_measured_in_inference_mode(model, tokenizer, profile):
         found = with_costs(profile.moments.without_costs(), model, [kinds(model, tokenizer)[0][:, :OF_COSTS]])
     assert found.costs is not None and not found.no_costs
     assert all(weight.requires_grad for weight in model.parameters())
+
+
+def test_a_backward_pass_in_another_thread(model, tokenizer, profile, monkeypatch):
+    """Where layers run again on GPUs: autograd has a thread for each."""
+    grad, ids = torch.autograd.grad, kinds(model, tokenizer)[0][:, :200]
+
+    def elsewhere(*args, **options):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(grad, *args, **options).result()
+
+    want = side_costs(model, ids, profile.moments, 0, 128)
+    monkeypatch.setattr(torch.autograd, "grad", elsewhere)
+    np.testing.assert_array_equal(side_costs(model, ids, profile.moments, 0, 128), want)
+
+
+def test_another_thread_may_use_a_model_whose_costs_are_measured(model, tokenizer, profile, monkeypatch):
+    ids, found = kinds(model, tokenizer)[0][:, :200], []
+    grad, want = torch.autograd.grad, model(ids).logits
+
+    def meanwhile(*args, **options):
+        with ThreadPoolExecutor(1) as pool:
+            found.append(pool.submit(torch.no_grad()(model), ids).result().logits)
+        return grad(*args, **options)
+
+    alone = side_costs(model, ids, profile.moments, 0, 128)
+    monkeypatch.setattr(torch.autograd, "grad", meanwhile)
+    np.testing.assert_array_equal(side_costs(model, ids, profile.moments, 0, 128), alone)
+    torch.testing.assert_close(found, [want])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_costs_are_measured_on_a_gpu(tokenizer, profile, monkeypatch):
+    monkeypatch.setenv("TURBOQUANT_CACHE", "")
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval().cuda()
+    found = turboquant.measure(model, tokenizer, budget=True).moments
+    assert found.costs is not None, found.no_costs
+    np.testing.assert_allclose(found.costs, profile.moments.costs, rtol=0.3)
 
 
 # ---- widths ----

@@ -9,8 +9,9 @@ ESM-2 is the last hidden states, whose divergence is 1 minus their cosine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -97,7 +98,7 @@ def gradients(
     try:
         for name in trained:  # their gradients are not wanted: keep nothing for them
             model.get_parameter(name).requires_grad_(False)
-        with torch.enable_grad(), _kept(model):
+        with torch.enable_grad(), _kept(model, tap):
             score = _score(model, forward(model, batch), real_mask(batch), seed)
             each = torch.autograd.grad(score, [errors for _, errors in tensors.values()])
     finally:
@@ -108,19 +109,28 @@ def gradients(
         yield layer, side, x, gradient
 
 
-def _kept(model: Any) -> AbstractContextManager[Any]:
+def _kept(model: Any, tap: Tap) -> AbstractContextManager[Any]:
     """What the backward pass needs of the forward pass: each layer's input, from which the layer runs again. If weights
     are offloaded, all tensors, in main memory, because weights are among them and would not fit on their device
     together."""
-    return torch.autograd.graph.save_on_cpu() if is_offloaded(model) else _layers_run_again(model)
+    return torch.autograd.graph.save_on_cpu() if is_offloaded(model) else _layers_run_again(model, tap)
 
 
 @contextmanager
-def _layers_run_again(model: Any) -> Iterator[None]:
+def _layers_run_again(model: Any, tap: Tap) -> Iterator[None]:
+    def call(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        if threading.get_ident() != tap.thread:
+            return run(*args, **options)  # another thread uses the model
+        again = partial(run_again, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+        return again(run, *args, **options)
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), tap.running_again()
+
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and "forward" not in vars(m)]
     try:
         for layer in layers:
-            layer.forward = partial(run_again, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            layer.forward = partial(call, layer.forward)
         yield
     finally:
         for layer in layers:

@@ -41,6 +41,16 @@ class Tap:
         self.order: dict[int, int] = {}  # by id of the attention module: layers in the order in which they are called
         self.hook: Hook | None = None
         self.thread = threading.get_ident()
+        self._again: int | None = None  # the thread of autograd's in which a layer runs again
+
+    @contextmanager
+    def running_again(self) -> Iterator[None]:
+        """While a layer of a forward of this tap runs again in a backward pass: on GPUs that is in another thread."""
+        self._again = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._again = None
 
     def attention(
         self,
@@ -53,7 +63,7 @@ class Tap:
         dropout: float = 0.0,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if threading.get_ident() != self.thread:
+        if threading.get_ident() not in (self.thread, self._again):
             attend = getattr(type(key), "attention", own_attention)  # new keys of a packed cache have their own
             past: tuple[torch.Tensor, torch.Tensor | None]
             past = attend(Call(module, query, key, value, attention_mask, scaling, dropout, options))
