@@ -5,6 +5,7 @@
     python benchmarks/attend.py --section window [--only 1,8,4] [--bits 4 3 2] [--out benchmarks/results/h200]
     python benchmarks/attend.py --section moments [--only 1,8,4] [--bits 4 3 2] [--out benchmarks/results/h200]
     python benchmarks/attend.py --section widths [--only 1,8,4] [--out benchmarks/results/h200]
+    python benchmarks/attend.py --section ragged [--only lognormal] [--bits 4 3 2] [--out benchmarks/results/h200]
 
 Shapes are (batch, KV heads, group, tokens, head_dim). Two of them are also timed with several query tokens a sequence,
 as in speculative decoding, each of which sees all tokens. Codes are those of random normal keys and values. A shape
@@ -26,16 +27,22 @@ without: `over_plain` is the one's time over the other's. The file is attend_mom
 Section widths times a decode step as calibrated presets have it, with a wave and a metric, 4 exact first and 128 exact
 last tokens, for every pair of widths of keys and values. `over_same` is its time over the mean of two other steps:
 one with the keys' width on both sides, one with the values'. The file is attend_widths.json.
+
+Section ragged times one decode step of batches whose sequences differ in length, with a schedule for any lengths, and
+of some whose sequences are equally long; with and without a wave and a metric, as section moments, and of keys and
+values of different widths. `of_read_ceiling` is the bytes of all pages over the time and the read bandwidth.
+`over_mean` of two widths is the time over the mean of the times of either width. The file is attend_ragged.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -78,6 +85,8 @@ QUERY_TOKENS = (2, 4, 8, 16)
 QUERY_SHAPES = [(16, 8, 4, 32768, 128), (1, 8, 4, 8192, 128)]
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 Shape = tuple[int, int, int, int, int]
+RAGGED_PLANS = [("4", 0), ("3", 0), ("2", 0), ("5", 64), ("4", 64), ("3", 64), ("2", 64), ("5,4", 64), ("4,3", 64),
+                ("3,2", 64)]  # bits, or bits of keys and of values; pairs of the wave  # fmt: skip
 
 
 def tensors(
@@ -316,12 +325,130 @@ def with_moments(args: argparse.Namespace) -> None:
     print(report.save(args.out))
 
 
+class Mix(NamedTuple):
+    """Sequences by their lengths; the last query_tokens of each attend. equal: the schedule is for equal lengths."""
+
+    lengths: list[int]
+    kv_heads: int = 8
+    group: int = 4
+    query_tokens: int = 1
+    equal: bool = False
+
+
+def mixes() -> dict[str, Mix]:
+    numbers = random.Random(1)
+
+    def draw(least: int, most: int, batch: int) -> list[int]:
+        return [numbers.randint(least, most) for _ in range(batch)]
+
+    lognormal = [int(min(max(numbers.lognormvariate(8, 1), 64), 32768)) for _ in range(64)]
+    return {
+        "64 lognormal": Mix(lognormal),
+        "128 of 200 to 8000": Mix(draw(200, 8000, 128)),
+        "256 of 100 to 2000": Mix(draw(100, 2000, 256)),
+        "8 of 1k to 16k": Mix(draw(1024, 16384, 8)),
+        "1 of 128k, 15 of 1k": Mix([131072] + 15 * [1024]),
+        "64 lognormal, 2 query tokens": Mix(lognormal, query_tokens=2),
+        "64 lognormal, 8 query tokens": Mix(lognormal, query_tokens=8),
+        "16 of 32k, said to be any": Mix(16 * [32768]),
+        "64 of 4k, said to be any": Mix(64 * [4096]),
+        "16 of 32k": Mix(16 * [32768], equal=True),
+        "64 of 4k": Mix(64 * [4096], equal=True),
+        "1 of 8k": Mix([8192], equal=True),
+        "1 of 32k": Mix([32768], equal=True),
+        "16 of 32k, 1 KV head": Mix(16 * [32768], kv_heads=1, group=16, equal=True),
+    }
+
+
+def hold(mix: Mix, plan: Plan) -> ops.PackedKV:
+    """A cache of the mix's lengths: pages of random tokens in a random order."""
+    counts = [-(-n // plan.page_tokens) for n in mix.lengths]
+    _, k, v = tensors((1, mix.kv_heads, 1, 64 * plan.page_tokens, plan.head_dim), 0)
+    transforms = moments(plan, mix.kv_heads)
+    some = ops.pack(k, v, plan, transforms=transforms).pages
+    generator = torch.Generator("cuda").manual_seed(1)
+    pages = some[torch.randint(len(some), (sum(counts),), device="cuda", generator=generator)]
+    table = torch.zeros((len(counts), max(counts)), dtype=torch.int32, device="cuda")
+    order, at = torch.randperm(sum(counts), device="cuda", generator=generator).int(), 0
+    for row, n in zip(table, counts):
+        row[:n] = order[at : at + n]
+        at += n
+    lengths = torch.tensor(mix.lengths, dtype=torch.int32, device="cuda")
+    return ops.PackedKV(pages, table, lengths, plan, max(mix.lengths), transforms)
+
+
+def queries(mix: Mix, plan: Plan) -> torch.Tensor:
+    return tensors((len(mix.lengths), mix.kv_heads, mix.group, 1, plan.head_dim), 1, query_tokens=mix.query_tokens)[0]
+
+
+def check_mix(mix: Mix, plan: Plan) -> float:
+    """As `check`, of sequences of 5 to 700 tokens."""
+    cut = mix._replace(lengths=[700, 5, 129, 640, 300], kv_heads=min(mix.kv_heads, 2), equal=False)
+    packed, q = hold(cut, plan), queries(cut, plan)
+    out = ops.attend(q, packed, schedule=ops.schedule(q, packed)).double()
+    words, transforms = plan.words, packed.transforms
+    k, v = torch.ops.turboquant.dequantize(words, packed.pages, packed.block_table, packed.lengths, 700, **transforms)
+    worst = 0.0
+    for b, n in enumerate(cut.lengths):
+        seen = torch.ones(cut.query_tokens, n, dtype=torch.bool, device="cuda").tril(n - cut.query_tokens)
+        exact = F.scaled_dot_product_attention(
+            q[b].double(), k[b, :, :n].double(), v[b, :, :n].double(), attn_mask=seen, enable_gqa=True
+        )
+        exact = torch.where(seen.any(1)[:, None], exact, 0)
+        worst = max(worst, float((out[b] - exact).abs().max() / exact.abs().max()))
+    return worst
+
+
+def timed_mix(mix: Mix, plan: Plan) -> dict[str, Any]:
+    torch.cuda.empty_cache()
+    error = check_mix(mix, plan)
+    if not error < 5e-3:  # bf16 outputs round at 4e-3
+        raise AssertionError(f"{mix}, {plan}: attend is off by {error}")
+    packed, q = hold(mix, plan), queries(mix, plan)
+    nbytes = packed.pages.nbytes
+    pages = [packed.pages, *(packed.pages.clone() for _ in range(copies(nbytes) - 1))]
+    schedule = ops.schedule(q, packed, lengths=mix.lengths if mix.equal else None)
+    attend = partial(torch.ops.turboquant.attend, schedule=schedule.table, **packed.transforms)
+    calls = [lambda each=each: attend(plan.words, q, each, packed.block_table, packed.lengths) for each in pages]
+    kernel = ops.attend_kernel(q, packed, schedule=schedule)
+    return {"kernel": kernel, "bytes": nbytes, "error": error} | microseconds(calls, "cuda")
+
+
+def ragged(args: argparse.Namespace) -> None:
+    report, read = Report("attend_ragged", "cuda"), ceilings("cuda")["read_tbps"]
+    report.add("ceilings", {}, {"read_tbps": read})
+    for name, mix in mixes().items():
+        if not name.startswith(args.only):
+            continue
+        times: dict[tuple[str, int], float] = {}
+        for bits, pairs in RAGGED_PLANS:
+            if not set(bits.split(",")) <= {*args.bits, "5"}:
+                continue
+            widths = [int(b) for b in bits.split(",")]
+            plan = Plan(128, widths[0], widths[-1], wave_pairs=pairs, metric=4 if pairs else None)
+            metrics = timed_mix(mix, plan)
+            metrics["of_read_ceiling"] = round(metrics["bytes"] / metrics["us"] / 1e6 / float(read), 3)
+            times[bits, pairs] = metrics["us"]
+            if len(widths) > 1:
+                mean = (times[str(widths[0]), pairs] + times[str(widths[1]), pairs]) / 2
+                metrics["over_mean"] = round(metrics["us"] / mean, 3)
+            sizes = {"batch": len(mix.lengths), "kv_heads": mix.kv_heads, "group": mix.group, "head_dim": 128,
+                     "tokens": sum(mix.lengths), "query_tokens": mix.query_tokens}  # fmt: skip
+            where = {"lengths": name} | sizes | {"bits": bits, "wave_pairs": pairs, "metric": plan.metric}
+            report.add("ragged", where, metrics)
+            print(f"{name:28} {bits:4} {pairs:2} {metrics['us']:8.2f} us {metrics['of_read_ceiling']:.3f}",
+                  metrics.get("over_mean", ""), metrics["kernel"], flush=True)  # fmt: skip
+    print(report.save(args.out))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--bits", nargs="+", default=["4", "3", "2", "5,4,3,0"], help="widths; commas: one per 32-channel group"
     )
-    parser.add_argument("--section", choices=("attend", "heads", "window", "moments", "widths"), default="attend")
+    parser.add_argument(
+        "--section", choices=("attend", "heads", "window", "moments", "widths", "ragged"), default="attend"
+    )
     parser.add_argument("--only", default="", help="shapes that start so, such as 1,8,4")
     parser.add_argument("--out", default=RESULTS / "local")
     args = parser.parse_args()
@@ -331,6 +458,8 @@ def main() -> None:
         return with_moments(args)
     if args.section == "widths":
         return pairs_of_widths(args)
+    if args.section == "ragged":
+        return ragged(args)
     report = Report("attend" if args.section == "attend" else "attend_heads", "cuda")
     ceiling = ceilings("cuda")
     report.add("ceilings", {}, ceiling)

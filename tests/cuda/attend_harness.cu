@@ -2,10 +2,11 @@
  * make harness builds it into build/cuda-harness.
  *   attend_harness check [filter [k/n]]
  *                                      every case whose name contains the filter, or of those every n-th, from the k-th on (k counts from
- *                                      0), so that n processes share them: the answers are what takes long; exit status 1 if one fails
+ *                                      0), so that n processes share them: the answers are what takes long; exit status 1 if one fails.
+ *                                      A filter that starts with attend_ is one of kernels' names
  *   attend_harness time [filter]       median times of decode shapes, inputs rotated beyond the L2 cache, in a CUDA graph; pages are
- *                                      shuffled unless TQ_HARNESS_IN_ORDER is set; TQ_HARNESS_UNEVEN: as if
- *                                      lengths might differ */
+ *                                      shuffled unless TQ_HARNESS_IN_ORDER is set
+ * TQ_HARNESS_UNEVEN: as if lengths might differ, where a case or a shape says otherwise */
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -197,6 +198,24 @@ struct DeviceArray {
 };
 
 /* ---- one case ---- */
+
+/** The name of the kernel that runs a case. */
+static std::string kernel_of(const Case &c)
+{
+    tq_plan plan = make_plan(c);
+    tq_error error;
+    tq_attend_params p = {};
+    int longest = 0;
+    for (int n : c.lengths) longest = std::max(longest, n);
+    p.layer.batch = (int)c.lengths.size(), p.layer.kv_heads = c.heads, p.layer.sinks = c.sinks;
+    p.layer.window = c.window, p.layer.dtype = c.dtype;
+    p.layer.max_pages = (std::max(0, longest - c.sinks - c.window) + c.page_tokens - 1) / c.page_tokens + c.spare_pages;
+    p.query_tokens = c.tokens, p.query_heads = c.heads * c.group, p.causal = c.causal, p.sliding_window = c.sliding;
+    p.schedule_kind = c.even ? TQ_SCHEDULE_EQUAL : TQ_SCHEDULE_LINE, p.softmax_scale = 1, p.softcap = c.softcap;
+    char name[TQ_CUDA_KERNEL_NAME_BYTES];
+    TQ(tq_cuda_attend_kernel(&plan, &p, nullptr, name, &error));
+    return name;
+}
 
 static bool run_case(const Case &c)
 {
@@ -629,8 +648,13 @@ int main(int argc, char **argv)
         printf("k/n: %s, not such as 0/16\n", argv[3]);
         return 2;
     }
-    for (auto &c : all_cases())
-        if ((!filter || c.name.find(filter) != std::string::npos) && named++ % every == first)
+    const bool of_kernels = filter && !strncmp(filter, "attend_", 7);
+    auto cases = all_cases();
+    if (getenv("TQ_HARNESS_UNEVEN"))
+        for (Case &c : cases) c.even = 0;
+    for (auto &c : cases)
+        if ((!filter || (of_kernels ? kernel_of(c) : c.name).find(filter) != std::string::npos) &&
+            named++ % every == first)
             run++, wrong += !run_case(c);
     printf("%d cases, %d wrong\n", run, wrong);
     return wrong || !run ? 1 : 0; // a filter that names no case has checked nothing
