@@ -12,13 +12,12 @@ import reference_ragged as slow
 from cases import FAR, aligned_pages, keywords, make_case, random_moments, random_transform
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-from test_ops import ACCURACY, DENSE, DTYPES, MIXED, PLAN, ROUNDING, array, needs_cuda, on, tensor  # noqa: E402
+from test_ops import ACCURACY, DENSE, DEVICES, DTYPES, MIXED, PLAN, ROUNDING, array, needs_cuda, on, tensor  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from turboquant import ops  # noqa: E402
 
 tq = torch.ops.turboquant
-DEVICES = ["cpu"]  # CUDA refuses all of this
 WAVE = ref.plan(128, 3, 4, wave_pairs=64, metric=3)
 SMALL = ref.plan(64, 4, 4, page_tokens=32, wave_pairs=32)  # pages so small that tails lie in two of them
 PLANS = {"plain": PLAN, "mixed": MIXED, "dense": DENSE, "wave": WAVE, "small pages": SMALL}
@@ -359,22 +358,101 @@ def test_the_bound_of_workspace_holds(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_cuda)])
-def test_cuda_refuses_it_by_name(device: str, rng: np.random.Generator) -> None:
-    case = Ragged(rng, PLAN, [1, 1], [9, 40])
-    case.append()
-    arguments = case.attend(device)
-    with pytest.raises(RuntimeError, match="attend: `query_start_loc` must be absent: CUDA has no kernels for it yet"):
-        tq.attend(PLAN.words, **arguments)
-    whole = {name: x for name, x in arguments.items() if name not in ("query_start_loc", "max_query_len", "q")}
-    q, none = torch.zeros(2, 4, 1, 64, device=device), torch.zeros(2, dtype=torch.int32, device=device)
-    for name in ("ends", "position_offset"):
-        with pytest.raises(RuntimeError, match=f"attend: `{name}` must be absent: CUDA has no kernels for it yet"):
-            tq.attend(PLAN.words, q, **whole | {name: none})
-    out = torch.zeros(2, 1, 4, 64, device=device).transpose(1, 2)
-    tq.attend.out(PLAN.words, q, **whole, out=torch.zeros_like(q))
-    tq.attend.out(PLAN.words, q, **whole, out=out)  # with one query these are the strides of a contiguous one
-    with pytest.raises(RuntimeError, match="attend: `out` must be contiguous on CUDA"):
-        tq.attend.out(PLAN.words, q, **whole, out=torch.zeros(4, 2, 1, 64, device=device).transpose(0, 1))
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("schedule", ["line", "equal", "none"])
+@pytest.mark.parametrize("plan", [WAVE, ref.plan(128, 4, 4, wave_pairs=64, metric=5), PLAN], ids=["3", "4", "plain"])
+def test_a_graph_serves_other_batches(
+    plan: ref.Plan, schedule: str, tokens: int, device: str, rng: np.random.Generator
+) -> None:
+    """A graph of `schedule`, `append` and `attend` gives what the calls give, whatever its arrays hold by then."""
+    batch, group, slots = 6, 4, 3
+    key, value = (random_transform(rng, plan, 2) for _ in range(2))
+    turns, moments = random_moments(rng, plan, 2)
+    transforms = on(device, keywords(replace(key, turns=turns, moments=moments), value))
+
+    def draw(*size: int) -> Tensor:
+        return torch.from_numpy(rng.standard_normal(size).astype(np.float32)).to(device, torch.bfloat16)
+
+    pages = torch.from_numpy(aligned_pages(40, 2, plan.record_bytes)).to(device)
+    table = torch.from_numpy(rng.permutation(40)[:36].reshape(6, 6).astype(np.int32)).to(device)
+    full = torch.full((batch,), 768, dtype=torch.int32, device=device)
+    tq.append(plan.words, *(draw(batch, 2, 768, plan.head_dim) for _ in "kv"), full, pages, table, **transforms)
+    exact = {name: draw(9, 2, 4, plan.head_dim) for name in ("sink_k", "sink_v")}
+    exact |= {name: draw(20, 2, slots, plan.head_dim) for name in ("window_k", "window_v")}
+    k, v = (draw(batch * tokens, 2, plan.head_dim) for _ in range(2))
+    q, wide = draw(batch * tokens, 2 * group, plan.head_dim), draw(batch * tokens, 2 * group, 2 * plan.head_dim)
+    sizes = dict(lengths=(batch,), query_start_loc=(batch + 1,), sink_rows=(batch,), tail_rows=(batch, 2))
+    held = {name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in sizes.items()}
+    ragged = dict(max_query_len=tokens, **{name: held[name] for name in list(sizes)[1:]})
+    line = torch.zeros((ops.schedule_rows(batch, held["lengths"].device), 4), dtype=torch.int32, device=device)
+    given = {"line": line, "equal": line[:0], "none": None}[schedule]
+    lse = torch.zeros(batch * tokens, 2 * group, device=device)
+
+    def step(out: Tensor) -> None:
+        if schedule == "line":
+            tq.schedule(plan.words, line, q, pages, table, held["lengths"], sinks=4, window=2, **ragged)
+        tq.append(plan.words, k, v, held["lengths"], pages, table, **exact, **transforms, **ragged)
+        tq.attend.out(
+            plan.words, q, pages, table, held["lengths"], window=2, schedule=given, out=out, lse=lse,
+            **exact, **transforms, **ragged,
+        )  # fmt: skip
+
+    def fill(lengths: list[int], counts: list[int]) -> None:
+        loc = np.concatenate([[0], np.cumsum(counts)])
+        rows = rng.permutation(9)[:batch], rng.permutation(20)[: 2 * batch].reshape(batch, 2)
+        absent = [np.where(rng.random(x.shape) < 0.3, -1, x) for x in rows]
+        for name, x in zip(sizes, (np.array(lengths), loc, *absent), strict=True):
+            held[name].copy_(torch.from_numpy(x.astype(np.int32)))
+
+    fill([300, 4, 129, 700, 66, 31], [tokens] * batch)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(wide[..., : plan.head_dim])
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(wide[..., : plan.head_dim])
+    for lengths, counts in (
+        ([301, 5, 130, 701, 67, 32], [tokens] * batch),
+        ([90, 700, 400, 9, 7, 0], [1, tokens, 1, tokens, 0, 0]),
+        ([0, 0, 0, 0, 0, 0], [0] * batch),
+        ([768, 768, 768, 768, 768, 768], [tokens] * batch),
+    ):
+        fill(lengths, counts)
+        wide.fill_(7)
+        lse.fill_(7)
+        graph.replay()
+        got, got_lse, n = wide.clone(), lse.clone(), sum(counts)
+        wide.fill_(7)
+        lse.fill_(7)
+        step(wide[..., : plan.head_dim])
+        assert torch.equal(got, wide) and torch.equal(got_lse, lse)
+        assert (got[n:] == 7).all() and (got[..., plan.head_dim :] == 7).all() and (got_lse[n:] == 7).all()
+        assert bool(torch.isfinite(got[:n]).all()) and not bool((got_lse[:n] == 7).any())
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_cuda)])
+@pytest.mark.parametrize("batch,schedule,strategy", [(1, None, "fused"), (64, "line", "split"), (64, "equal", "fused")])
+def test_serving_runs_fast_kernels(
+    batch: int, schedule: str | None, strategy: str, device: str, rng: np.random.Generator
+) -> None:
+    """Steps of one token, with rows of sinks and a wave."""
+    plan = ref.plan(128, 4, 4, wave_pairs=64, metric=5)
+    turns, moments = random_moments(rng, plan, 8)
+    wave = ref.Transform(turns=turns, moments=moments)
+    sizes = {"block_table": (batch, 64), "lengths": (batch,), "query_start_loc": (batch + 1,), "sink_rows": (batch,)}
+    arrays: dict[str, Any] = {name: torch.zeros(x, dtype=torch.int32, device=device) for name, x in sizes.items()}
+    arrays |= {name: torch.zeros(2, 8, 4, 128, device=device).bfloat16() for name in ("sink_k", "sink_v")}
+    pool = torch.zeros((4, 8, plan.record_bytes), dtype=torch.uint8, device=device)
+    line = torch.zeros((ops.schedule_rows(batch, pool.device), 4), dtype=torch.int32, device=device)
+    q = torch.zeros(batch, 32, 128, device=device).bfloat16()
+    arguments = arrays | on(device, keywords(wave)) | dict(pages=pool, max_query_len=1)
+    arguments["schedule"] = {None: None, "line": line, "equal": line[:0]}[schedule]
+    assert tq.attend_kernel(plan.words, q, **arguments).startswith(f"attend_{strategy}_4bit_d128_4x")
+    k = torch.zeros(batch, 8, 128, device=device).bfloat16()
+    kept = {name: x for name, x in arguments.items() if name != "schedule"}
+    assert tq.append_kernel(plan.words, k, k, **kept) == "append_one_token"
 
 
 REFUSED: dict[str, tuple[str, Any, str]] = {

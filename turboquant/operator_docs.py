@@ -54,8 +54,7 @@ query_start_loc: int32 [batch + 1]: the batch is ragged. q, k, v and out are [to
     [tokens, query_heads], and those of sequence b are rows ``query_start_loc[b]`` up to ``query_start_loc[b + 1]``,
     ascending. They are its last tokens. A sequence without any, or of length 0, is padding: block table and rows of
     the first are not read. Rows that no sequence has are not read; `attend.out` does not write them, `attend` returns
-    0 (lse -inf). Not with fresh_k; with a ring in window_k at most one query a sequence. CUDA refuses it, and
-    sink_rows, tail_rows, ends and position_offset, so far.
+    0 (lse -inf). Not with fresh_k; with a ring in window_k at most one query a sequence.
 max_query_len: the most tokens of a sequence in a ragged batch, on the host.
 sink_rows: int32 [batch]: exact tokens are by index ("Exact tokens by index" in turboquant.h). Every token has a place
     in the pages, and packed index is position. sink_k and sink_v are [rows, kv_heads, sinks, head_dim]; the first
@@ -73,10 +72,10 @@ ends: int32 [batch], in 0..lengths: queries see positions below alone. ``lengths
 position_offset: int32 [batch], added to the positions of a wave alone, modulo 2^32; None: 0. Calls that read a token
     give the same as the one that stored it.
 attend.out: [batch, query_heads, query_tokens, head_dim], or in a ragged batch [tokens, query_heads, head_dim], like
-    q, dense in the last dimension, written; lse and workspace may be given too.
+    q, dense in the last dimension, written; lse and workspace may be given too. On CUDA its other strides are multiples
+    of 4.
 workspace: uint8 of at least the bytes that `attend_workspace` returns, aligned to 256 bytes (64 on a CPU), whose
-    contents are lost. None: memory of torch's allocator. On CUDA `attend_workspace` is refused so far, and so are an
-    out and an lse that are not contiguous.
+    contents are lost. None: memory of torch's allocator.
 """
 
 _ENTRY = re.compile(r"((?:[\w.]+, )*[\w.]+): ")

@@ -25,7 +25,7 @@ struct DequantizeSide {
 
 struct DequantizeArgs {
     const uint8_t *pages;
-    const int32_t *block_table, *lengths;
+    const int32_t *block_table, *lengths, *offsets; // offsets: of positions, or NULL
     int64_t n_pages, page_bytes, record_bytes;
     int32_t kv_heads, batch, max_pages, max_tokens, head_dim, groups, group_channels, page_tokens, rotation, tiles;
     DequantizeSide side[2];
@@ -100,7 +100,8 @@ __global__ void __launch_bounds__(32 * WARPS) dequantize(const __grid_constant__
         const int64_t at = (((int64_t)b * a.kv_heads + h) * a.max_tokens + first + token) * a.head_dim;
         const bool stored = token < count;
         if (stored && a.rotation == TQ_ROTATION_HADAMARD) hadamard_row(row, a.head_dim, a.signs, true, lane);
-        if (stored && side_index == 0 && a.moments.any()) residual_to_key(a.moments, h, a.sinks + first + token, row);
+        if (stored && side_index == 0 && a.moments.any())
+            residual_to_key(a.moments, h, first_position(a.sinks, a.offsets, b) + first + token, row);
         for (int c = lane; c < a.head_dim; c += 32)
             store_number(side.out, at + c, a.dtype, !stored ? 0.0f : centre ? __fadd_rn(row[c], centre[c]) : row[c]);
     }
@@ -140,7 +141,6 @@ tq_status tq_cuda_dequantize(const tq_plan *plan, const tq_layer *layer, int32_t
                              void *v, void *workspace, size_t workspace_bytes, void *stream, tq_error *error)
 {
     TQ_CUDA_TRY(tq_check_dequantize(plan, layer, max_tokens, static_cast<float *>(k), static_cast<float *>(v), error));
-    TQ_CUDA_TRY(check_cuda_layer(*layer, error));
     TQ_CUDA_TRY(check_plan(*plan, error));
     const tq_layer &l = *layer;
     if (l.sinks > INT32_MAX / 2)
@@ -165,6 +165,7 @@ tq_status tq_cuda_dequantize(const tq_plan *plan, const tq_layer *layer, int32_t
     args.pages = l.pages;
     args.block_table = l.block_table;
     args.lengths = l.lengths;
+    args.offsets = l.position_offset;
     args.n_pages = l.n_pages;
     args.page_bytes = tq_page_stride(plan, &l);
     args.record_bytes = plan->record_bytes;

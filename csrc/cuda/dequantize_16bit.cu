@@ -67,7 +67,7 @@ struct Side {
 
 struct Args {
     const uint8_t *pages;
-    const int32_t *block_table, *lengths;
+    const int32_t *block_table, *lengths, *offsets; // offsets: of positions, or NULL
     int64_t n_pages, page_bytes, record_bytes;
     int32_t kv_heads, batch, max_pages, max_tokens, head_dim, groups, page_tokens, rotation, sinks;
     int32_t tiles;     // token tiles of a sequence
@@ -407,17 +407,18 @@ __device__ __forceinline__ void rows_of_side(const Args &a, char *memory)
             }
         float sums[4][OWN]; // in local memory
         if constexpr (WAVE) {
+            const int zero = first_position(a.sinks, a.offsets, b);
             if (turned_to != b) {
                 turned_to = b;
 #pragma unroll
                 for (int i = 0; i < OWN; i++)
-                    wave[i].start(a.matrices.oscillations(head_index)[own_channel + i], a.sinks + first + g);
+                    wave[i].start(a.matrices.oscillations(head_index)[own_channel + i], zero + first + g);
             }
             if (most_pairs > 1)
 #pragma unroll 1
                 for (int i = 0; i < 4 * OWN; i++)
                     sums[i / OWN][i % OWN] =
-                        sum_of_pairs(a.moments, h, own_channel + i % OWN, a.sinks + first + i / OWN * 8 + g);
+                        sum_of_pairs(a.moments, h, own_channel + i % OWN, zero + first + i / OWN * 8 + g);
         }
         float factor[OWN], centre[OWN];
 #pragma unroll
@@ -539,6 +540,7 @@ tq_status dequantize_16bit(const tq_plan &plan, const tq_layer &layer, int32_t m
     a.pages = layer.pages;
     a.block_table = layer.block_table;
     a.lengths = layer.lengths;
+    a.offsets = layer.position_offset;
     a.n_pages = layer.n_pages;
     a.page_bytes = tq_page_stride(&plan, &layer);
     a.record_bytes = plan.record_bytes;

@@ -9,7 +9,9 @@
  *     returns: no synchronisation, no allocation, no read of device memory by the host. It can be captured in a CUDA
  *     graph, and a replay sees whatever lengths, starts, block_table and other contents the arrays hold then.
  *   - The host cannot see the arrays. Contents that are an error in turboquant.h are made harmless instead: a length is
- *     clamped to 0..capacity, a start to 0..length, channels of pairs to 0..head_dim-1. A page index outside
+ *     clamped to 0..capacity, a start to 0..length, query_start_loc to an ascending sequence in 0..total_tokens with at
+ *     most query_tokens of each, channels of pairs to 0..head_dim-1. A row of sinks or tails that is not there is absent,
+ *     as -1 is. A page index outside
  *     0..n_pages-1 reads no page: its tokens weigh nothing (attend) or decode to 0 (dequantize); and append drops what it
  *     would write there. No contents can make a kernel read outside the named arrays or write outside its outputs.
  *   - Results are the same from run to run on one device; they do not depend on other streams.
@@ -18,7 +20,6 @@
  *     fails (`got` is its cudaError_t). After an error nothing was queued.
  *   - Positions are 32-bit: append and attend refuse sinks + window + max_pages * page_tokens of 2^30 and more.
  *   - `threads` of params is ignored.
- *   - Ragged batches, exact tokens by index, `ends`, position_offset, and strides of out and lse are TQ_E_UNSUPPORTED.
  *
  * Workspaces: bytes from the matching _workspace_bytes, 256-byte aligned, on the device, of any contents. One workspace
  * may serve calls of any shape and kind that it is large enough for, one after another (one stream, or streams ordered
@@ -75,7 +76,10 @@ TQ_API tq_status tq_cuda_append_kernel(const tq_plan *plan, const tq_append_para
  *  Moments:   with amplitudes of norm 1,000 and softmax_scale * |q| = 1, the wave's part of a logit is within 1e-3 of
  *             float64, at any position (attend/rows/wave.cuh).
  *  Alignment: q, out, sinks, window and fresh tokens to four of their numbers (8 or 16 bytes), their strides to
- *             multiples of 4; moments to 16 bytes. */
+ *             multiples of 4; moments to 16 bytes.
+ *  Ragged batches and exact tokens by index take the same kernels, chosen for query_tokens queries of every sequence;
+ *             sequences with fewer leave rows of a thread block unused. The batched form has the same results, bit for
+ *             bit, under the same schedule. */
 typedef struct {
     int64_t opaque[TQ_CUDA_CALL_WORDS];
 } tq_cuda_attend_call;
@@ -84,7 +88,7 @@ typedef struct {
  *  times on the same device while its arrays exist. workspace_bytes: what the call needs. */
 TQ_API tq_status tq_cuda_attend_prepare(const tq_plan *plan, const tq_attend_params *params, tq_cuda_attend_call *call,
                                         size_t *workspace_bytes, tq_error *error);
-/** tq_attend_workspace_bound: TQ_E_UNSUPPORTED so far. */
+/** tq_attend_workspace_bound on the current device. */
 TQ_API tq_status tq_cuda_attend_workspace_bound(const tq_plan *plan, const tq_attend_params *params, size_t *bytes,
                                                 tq_error *error);
 /** Queues the call. workspace: 256-byte aligned; its contents are lost. */
@@ -94,9 +98,10 @@ TQ_API tq_status tq_cuda_attend(const tq_cuda_attend_call *call, void *workspace
 /** Cuts a batch into work for tq_cuda_attend, on the device, from the lengths at that point of the stream; waits for
  *  nothing, so that a CUDA graph can hold it. One schedule serves all layers of a step with the same sizes in params
  *  and the same bytes a page; a call that differs in these cuts its work itself. Results with and without a schedule
- *  are equal, bit for bit. A call with a schedule uses lengths and starts as they were when it was made.
- *  params    as for tq_cuda_attend with TQ_SCHEDULE_LINE. Of pointers only lengths and starts are read. A call that
- *            differs in whether starts is NULL cuts its work itself.
+ *  are equal, bit for bit. A call with a schedule uses lengths and starts as they were when it was made; what else the
+ *  arrays below hold must not change in between, or results are of no use.
+ *  params    as for tq_cuda_attend with TQ_SCHEDULE_LINE. Of pointers only lengths, starts, ends, query_start_loc,
+ *            sink_rows and tail_rows are read. A call that differs in which of them are NULL cuts its work itself.
  *  schedule  [rows, 4] int32 on the device, 16-byte aligned, written. rows: see TQ_SCHEDULE_ROWS. */
 TQ_API tq_status tq_cuda_schedule(const tq_plan *plan, const tq_attend_params *params, int32_t *schedule, int64_t rows,
                                   void *stream, tq_error *error);

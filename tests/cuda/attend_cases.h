@@ -26,12 +26,17 @@ struct Case {
     bool no_lse = false;      /* nobody asks for the log-sum-exp */
     bool same_values = false; /* all of the largest level, with a scale of 1 */
     float softcap = 0, query_size = 3, scale_sign = 1;
-    int even = 1;                          /* what is said of the lengths */
-    int pairs = 0, metric = 0;             /* of the wave; 1 + the metric's rank */
-    float wave_size = 5;                   /* norm of its amplitudes */
-    bool neighbours = false;               /* pairs are channels 2 i and 2 i + 1, not i and i + head_dim / 2 */
-    int released = 0;                      /* earlier positions are stored nowhere */
-    int spare_pages = 0;                   /* extra columns of the block table, as if the cache could grow */
+    int even = 1;                 /* what is said of the lengths */
+    int pairs = 0, metric = 0;    /* of the wave; 1 + the metric's rank */
+    float wave_size = 5;          /* norm of its amplitudes */
+    bool neighbours = false;      /* pairs are channels 2 i and 2 i + 1, not i and i + head_dim / 2 */
+    int released = 0;             /* earlier positions are stored nowhere */
+    int spare_pages = 0;          /* extra columns of the block table, as if the cache could grow */
+    std::vector<int> counts = {}; /* of a ragged batch: query tokens of each sequence, `tokens` at most */
+    bool by_index = false;        /* sinks and window are in rows, of which some are absent */
+    int slots = 0;                /* of a row of tails */
+    std::vector<int> ends = {}, offsets = {};
+    bool strided = false;                  /* out and lse */
     std::function<double(int, int)> boost; /* (position, length) -> factor on the key */
     std::function<double(int, int)> value_boost;
 };
@@ -169,6 +174,70 @@ static void add_moments(std::vector<Case> *cases)
             add_absent("bits " + std::string(bits) + ", group " + std::to_string(group),
                        [=](Case &c) { c.key_bits = bits, c.group = group; });
     add("one query of zeros", [](Case &c) { c.query_size = 0, c.wave_size = 1000, c.lengths = {500}; });
+}
+
+/** Ragged batches and exact tokens by index, for every strategy. */
+static void add_ragged(std::vector<Case> *cases)
+{
+    auto add = [&](std::string name, auto change) {
+        Case c;
+        change(c);
+        c.name = "ragged: " + name;
+        cases->push_back(c);
+    };
+    const std::vector<int> lengths = {700, 0, 129, 300, 2, 1500, 64, 4}, ones = {1, 0, 1, 1, 1, 0, 1, 0},
+                           chunks = {1, 5, 40, 0, 7, 1, 64, 3};
+    for (const char *bits : {"2", "3", "4", "43", "5310", "8"})
+        for (int d : {128, 64, 80, 256})
+            for (int group : {1, 4, 12})
+                for (bool moments : {false, true})
+                    for (int how = 0; how < 4; how++) {
+                        const bool many = how % 2, one = how / 2;
+                        std::string tag = std::string(bits) + " bits, dim " + std::to_string(d) + ", group " +
+                                          std::to_string(group) + (moments ? ", wave" : "") + (many ? ", chunks" : "") +
+                                          (one ? ", alone" : "");
+                        if (many && group == 12 && (d == 256 || *bits == '8')) continue; /* takes long */
+                        add(tag, [&](Case &c) {
+                            c.key_bits = bits, c.head_dim = d, c.group = group, c.heads = 2, c.strided = true;
+                            c.lengths = one ? std::vector<int>{900} : lengths, c.counts = many ? chunks : ones;
+                            if (one) c.counts = {many ? 9 : 1};
+                            c.tokens = many ? one ? 9 : 64 : 1, c.even = group != 4, c.by_index = true, c.sinks = 4;
+                            if (many) c.slots = 60, c.window = 50, c.centres = c.steps = true;
+                            if (group == 4) c.spare_pages = 150, c.softcap = 30;
+                            if (group == 12) c.dtype = TQ_F32;
+                            if (moments) c.pairs = d / 2, c.metric = 5, c.query_size = 1, c.wave_size = 20;
+                            if (moments) c.offsets.assign(c.lengths.size(), 12345), c.offsets[0] = -700;
+                            if (c.lengths.size() > 1 && group == 1) c.ends = {600, 0, 129, 299, 1, 90, 0, 4};
+                        });
+                    }
+    for (int pt : {32, 64, 96})
+        for (bool causal : {true, false})
+            add("pages of " + std::to_string(pt) + (causal ? "" : ", not causal"), [&](Case &c) {
+                c.page_tokens = pt, c.lengths = lengths, c.counts = chunks, c.tokens = 64, c.causal = causal;
+                c.by_index = true, c.sinks = 3, c.slots = c.window = 32, c.key_bits = "3", c.sliding = causal ? 200 : 0;
+            });
+    add("own rings", [&](Case &c) {
+        c.lengths = lengths, c.counts = ones, c.sinks = 4, c.window = 40, c.ends = lengths, c.ends[0] = 690;
+    });
+    add("starts, dense rotation", [&](Case &c) {
+        c.lengths = lengths, c.counts = chunks, c.tokens = 64, c.rotation = TQ_ROTATION_DENSE, c.dtype = TQ_F32;
+        c.starts = {17, 0, 128, 3, 2, 900, 0, 0}, c.by_index = true, c.sinks = 4;
+    });
+    add("fine", [&](Case &c) {
+        c.fine = true, c.key_bits = "8532100000000014", c.lengths = lengths, c.counts = chunks, c.tokens = 64;
+        c.by_index = true, c.sinks = 4, c.slots = 64, c.window = 64;
+    });
+    for (int batch : {64, 300, 1000})
+        for (const char *bits : {"3", "4"})
+            for (int even : {0, 1})
+                add(std::to_string(batch) + " sequences, " + bits + " bits" + (even ? "" : ", uneven"), [&](Case &c) {
+                    for (int i = 0; i < batch; i++) {
+                        c.lengths.resize(i + 1, i * 37 % 400);
+                        c.counts.resize(i + 1, i % 5 != 3 && i < batch * 3 / 4);
+                    }
+                    c.heads = 1, c.key_bits = bits, c.even = even, c.by_index = true, c.sinks = 4, c.pairs = 64;
+                    c.metric = 5, c.query_size = 1, c.wave_size = 20, c.strided = true;
+                });
 }
 
 static std::vector<Case> all_cases()
@@ -537,6 +606,7 @@ static std::vector<Case> all_cases()
         add("12 rows, three kernels, bits " + std::string(bits),
             [&](Case &c) { c.key_bits = bits, c.group = 12, c.even = 0, c.lengths = {1500, 700, 3}; });
     add_moments(&cases);
+    add_ragged(&cases);
     return cases;
 }
 

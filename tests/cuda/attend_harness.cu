@@ -237,8 +237,13 @@ static bool run_case(const Case &c)
             if (level_of(bits, code) > level_of(bits, largest)) largest = code;
         return largest;
     };
-    int max_packed = 0, from = c.released, first_page = std::max(0, from - c.sinks) / pt;
-    for (int n : c.lengths) max_packed = std::max(max_packed, n - c.sinks - c.window);
+    const bool ragged = !c.counts.empty();
+    const int packed_from = c.by_index ? 0 : c.sinks, packed_to = c.by_index ? 0 : c.window; /* without a page */
+    std::vector<int32_t> query_start_loc = {0};
+    for (int n : c.counts) query_start_loc.push_back(query_start_loc.back() + n);
+    auto count_of = [&](int b) { return ragged ? c.counts[b] : T; };
+    int max_packed = 0, from = c.released, first_page = std::max(0, from - packed_from) / pt;
+    for (int n : c.lengths) max_packed = std::max(max_packed, n - packed_from - packed_to);
     int all_pages = (max_packed + pt - 1) / pt, used_pages = all_pages - std::min(first_page, all_pages);
     int max_pages = all_pages + c.spare_pages, n_pages = B * used_pages + 3;
     Moments moments(moment_sizes(c), plan, random);
@@ -262,7 +267,7 @@ static bool run_case(const Case &c)
     std::vector<Doubles> exact[2], packed[2];
     std::vector<uint8_t> pages((size_t)n_pages * H * plan.record_bytes, 0xff);
     for (int b = 0; b < B; b++) {
-        int n = c.lengths[b], n_packed = std::max(0, n - c.sinks - c.window),
+        int n = c.lengths[b], n_packed = std::max(0, n - packed_from - packed_to),
             start = c.starts.empty() ? 0 : c.starts[b];
         for (int i = first_page; i < (n_packed + pt - 1) / pt; i++)
             table[(size_t)b * max_pages + i] = order[b * used_pages + i - first_page];
@@ -272,8 +277,8 @@ static bool run_case(const Case &c)
                 exact[side].push_back(Doubles((size_t)std::max(0, n - from) * d));
                 packed[side].push_back(Doubles((size_t)std::max(0, n - from) * d, NAN));
                 for (double &x : exact[side].back()) x = rounded(normal(random), c.dtype);
-                for (int j = std::max(0, from - c.sinks); j < n_packed; j++) {
-                    int position = c.sinks + j, token = j % pt, tile = token / 32, i = token % 32;
+                for (int j = std::max(0, from - packed_from); j < n_packed; j++) {
+                    int position = packed_from + j, token = j % pt, tile = token / 32, i = token % 32;
                     if (position < start) continue; /* never stored */
                     uint8_t *record =
                         &pages[((size_t)order[b * used_pages + j / pt - first_page] * H + h) * plan.record_bytes];
@@ -294,7 +299,7 @@ static bool run_case(const Case &c)
                                     (c.steps ? steps[side][h * groups + g] : 1);
                     }
                     unrotate(plan, matrix[side], x);
-                    if (side == 0) moments.apply(h, position, x);
+                    if (side == 0) moments.apply(h, position + (c.offsets.empty() ? 0 : c.offsets[b]), x);
                     if (c.centres)
                         for (int ch = 0; ch < d; ch++) x[ch] += centre[side][h * d + ch];
                 }
@@ -302,22 +307,64 @@ static bool run_case(const Case &c)
     }
     const int64_t there = c.no_pages ? 0 : n_pages;
     auto is_absent = [&](int b, int position) {
-        const int32_t page = table[(size_t)b * max_pages + (position - c.sinks) / pt];
+        const int32_t page = table[(size_t)b * max_pages + (position - packed_from) / pt];
         return page < 0 || page >= there;
     };
     if (c.absent) /* of three pages one stays */
         for (size_t i = 0; i < table.size(); i++)
             if (i % 3 != 1) table[i] = i % 3 ? (int32_t)(n_pages + (i * 2654435761u >> 4)) : i % 2 ? n_pages : -1;
 
+    /* rows of exact tokens by index */
+    const int sink_row_count = B + 1, tail_row_count = 2 * B + 1;
+    std::vector<int32_t> sink_rows, tail_rows;
+    for (int b = 0; b < B && c.by_index; b++) {
+        sink_rows.push_back(b % 3 == 2 ? -1 : b % 5 == 4 ? sink_row_count : B - b);
+        for (int j = 0; j < 2 && c.slots; j++)
+            tail_rows.push_back(b % 4 == 1 + j ? -1 : b % 7 == 5 ? tail_row_count : 2 * B - 2 * b - j);
+    }
+    auto has_sinks = [&](int b) { return !c.by_index || (sink_rows[b] >= 0 && sink_rows[b] < sink_row_count); };
+    auto tail_row = [&](int b, int page) {
+        const int32_t row = c.slots ? tail_rows[2 * b + page % 2] : -1;
+        return row < tail_row_count ? row : -1;
+    };
+    auto tail_from = [&](int b) { /* the first position that is read from rows of tails */
+                                  const int n = c.lengths[b], page = (n - 1) / pt, first = std::max(0, n - c.window);
+                                  if (!c.window || !n || tail_row(b, page) < 0) return n;
+                                  return first < page * pt && tail_row(b, page - 1) < 0 ? page * pt : first;
+    };
+
     /* dense arrays */
     std::vector<uint8_t> q, sinks[2], window[2], fresh[2];
     Doubles qd;
-    for (int i = 0; i < B * H * G * T * d; i++) {
+    const int unused = 2; /* tokens of a ragged batch that no sequence has */
+    const size_t rows = ragged ? (size_t)(query_start_loc[B] + unused) * H * G : (size_t)B * H * G * T;
+    auto row_of = [&](int b, int h, int i) {
+        return ragged ? (size_t)(query_start_loc[b] + i) * H * G + h : ((size_t)b * H * G + h) * T + i;
+    };
+    for (size_t i = 0; i < rows * d; i++) {
         float x = rounded(c.query_size * normal(random), c.dtype);
         qd.push_back(x);
         append_number(q, x, c.dtype);
     }
-    for (int b = 0; b < B; b++)
+    auto put_token = [&](std::vector<uint8_t> &to, size_t at, const Doubles &x, int position) {
+        std::vector<uint8_t> row;
+        for (int ch = 0; ch < d; ch++) append_number(row, (float)x[(size_t)position * d + ch], c.dtype);
+        std::copy(row.begin(), row.end(), to.begin() + at * row.size());
+    };
+    for (int side = 0; side < 2 && c.by_index; side++) {
+        const size_t row_bytes = (size_t)d * (c.dtype == TQ_F32 ? 4 : 2);
+        sinks[side].assign((size_t)sink_row_count * H * c.sinks * row_bytes, 0xff);
+        window[side].assign((size_t)tail_row_count * H * c.slots * row_bytes, 0xff);
+        for (int b = 0; b < B; b++)
+            for (int h = 0; h < H; h++) {
+                const Doubles &x = exact[side][b * H + h];
+                for (int i = 0; i < std::min(c.sinks, c.lengths[b]) && has_sinks(b); i++)
+                    put_token(sinks[side], ((size_t)sink_rows[b] * H + h) * c.sinks + i, x, i);
+                for (int i = tail_from(b); i < c.lengths[b]; i++)
+                    put_token(window[side], ((size_t)tail_row(b, i / pt) * H + h) * c.slots + i % c.slots, x, i);
+            }
+    }
+    for (int b = 0; b < B && !c.by_index; b++)
         for (int h = 0; h < H; h++)
             for (int side = 0; side < 2; side++) {
                 const Doubles &x = exact[side][b * H + h];
@@ -346,10 +393,12 @@ static bool run_case(const Case &c)
                                            join_numbers(H, centre[1], steps[1])};
     DeviceArray d_q(q), d_pages(pages), d_table(table), d_lengths(c.lengths), d_starts(c.starts), d_sk(sinks[0]),
         d_sv(sinks[1]), d_wk(window[0]), d_wv(window[1]), d_fk(fresh[0]), d_fv(fresh[1]), d_kn(numbers[0]),
-        d_vn(numbers[1]), d_mk(matrix[0]), d_mv(matrix[1]), d_turns(moments.turns);
-    size_t rows = (size_t)B * H * G * T, out_bytes = rows * d * (c.dtype == TQ_F32 ? 4 : 2);
+        d_vn(numbers[1]), d_mk(matrix[0]), d_mv(matrix[1]), d_turns(moments.turns), d_loc(query_start_loc),
+        d_sink_rows(sink_rows), d_tail_rows(tail_rows), d_ends(c.ends), d_offsets(c.offsets);
+    const size_t out_row = c.strided ? 2 * d : d, lse_row = c.strided ? 3 : 1;
+    size_t out_bytes = rows * out_row * (c.dtype == TQ_F32 ? 4 : 2);
     std::vector<uint8_t> poison(out_bytes, 0xff), out(out_bytes);
-    std::vector<float> lse(rows, NAN);
+    std::vector<float> lse(rows * lse_row, NAN);
     DeviceArray d_out(std::vector<uint8_t>(out_bytes + shift)), d_lse(lse);
     tq_attend_params p = {};
     p.layer.batch = B, p.query_tokens = T, p.query_heads = H * G, p.layer.kv_heads = H, p.layer.sinks = c.sinks,
@@ -358,7 +407,20 @@ static bool run_case(const Case &c)
     p.schedule_kind = c.even ? TQ_SCHEDULE_EQUAL : TQ_SCHEDULE_LINE, p.softmax_scale = c.scale_sign / sqrtf((float)d),
     p.softcap = c.softcap;
     p.layer.n_pages = there, p.q = behind(d_q), p.q_stride_batch = (int64_t)H * G * T * d,
-    p.q_stride_head = (int64_t)T * d, p.q_stride_token = d;
+    p.q_stride_head = ragged ? d : (int64_t)T * d, p.q_stride_token = ragged ? (int64_t)H * G * d : d;
+    if (ragged) p.query_start_loc = d_loc.as<int32_t>(), p.total_tokens = query_start_loc[B] + unused;
+    if (c.by_index) {
+        p.layer.sink_rows = d_sink_rows.as<int32_t>(), p.layer.n_sink_rows = sink_row_count;
+        if (c.slots) p.layer.tail_rows = d_tail_rows.as<int32_t>(), p.layer.n_tail_rows = tail_row_count;
+        p.layer.tail_slots = c.slots;
+    }
+    p.ends = d_ends.as<int32_t>(), p.layer.position_offset = d_offsets.as<int32_t>();
+    if (c.strided) {
+        const int64_t q_strides[] = {p.q_stride_batch, p.q_stride_head, p.q_stride_token};
+        int64_t *out_strides[] = {&p.out_stride_batch, &p.out_stride_head, &p.out_stride_token},
+                *lse_strides[] = {&p.lse_stride_batch, &p.lse_stride_head, &p.lse_stride_token};
+        for (int i = 0; i < 3; i++) *out_strides[i] = 2 * q_strides[i], *lse_strides[i] = q_strides[i] / d * 3;
+    }
     p.layer.pages = d_pages.as<uint8_t>(), p.layer.block_table = d_table.as<int32_t>(),
     p.layer.lengths = d_lengths.as<int32_t>(), p.starts = d_starts.as<int32_t>();
     p.layer.sink_k = behind(d_sk), p.layer.sink_v = behind(d_sv), p.layer.window_k = behind(d_wk),
@@ -395,23 +457,31 @@ static bool run_case(const Case &c)
         if (out_bytes) CUDA(cudaMemcpy(out.data(), p.out, out_bytes, cudaMemcpyDeviceToHost));
         if (!run) again = out;
     }
-    if (rows) CUDA(cudaMemcpy(lse.data(), d_lse.at, rows * 4, cudaMemcpyDeviceToHost));
+    if (rows) CUDA(cudaMemcpy(lse.data(), d_lse.at, lse.size() * 4, cudaMemcpyDeviceToHost));
+    size_t bound;
+    TQ(tq_cuda_attend_workspace_bound(&plan, &p, &bound, &error));
+    if (bound < workspace_bytes) printf("%zu bytes of workspace, above the bound of %zu\n", workspace_bytes, bound);
 
     double worst = 0, largest = 0, worst_lse = 0, largest_logit = 0;
-    bool pattern = true, repeats = again == out;
+    bool pattern = bound >= workspace_bytes, repeats = again == out;
+    std::vector<bool> written(rows);
     for (int b = 0; b < B; b++)
         for (int h = 0; h < H * G; h++)
-            for (int i = 0; i < T; i++) {
-                size_t row = ((size_t)b * H * G + h) * T + i;
-                int n = c.lengths[b], position = n - T + i, start = c.starts.empty() ? 0 : c.starts[b],
+            for (int i = 0; i < count_of(b); i++) {
+                size_t row = row_of(b, h, i);
+                written[row] = true;
+                int n = c.lengths[b], position = n - count_of(b) + i, start = c.starts.empty() ? 0 : c.starts[b],
                     kv = b * H + h / G;
                 int lo = start, hi = c.causal ? position + 1 : n, newest = (c.causal ? position + 1 : n) - c.window;
                 if (c.sliding) lo = std::max(lo, position - c.sliding + 1);
+                if (!c.ends.empty()) hi = std::min(hi, c.ends[b]);
                 std::vector<std::pair<double, const double *>> terms;
                 double top = -INFINITY;
                 for (int j = std::max(lo, 0); j < hi; j++) {
-                    bool is_exact = j < c.sinks || j >= newest;
-                    if (is_exact && j >= c.sinks && !c.fresh && j < n - c.window) continue; /* no longer in the ring */
+                    bool is_exact =
+                        c.by_index ? (j < c.sinks && has_sinks(b)) || j >= tail_from(b) : j < c.sinks || j >= newest;
+                    if (is_exact && !c.by_index && j >= c.sinks && !c.fresh && j < n - c.window)
+                        continue; /* no longer in the ring */
                     if (!is_exact && is_absent(b, j)) continue;
                     const double *k = &(is_exact ? exact : packed)[0][kv][(size_t)(j - from) * d],
                                  *v = &(is_exact ? exact : packed)[1][kv][(size_t)(j - from) * d];
@@ -430,19 +500,25 @@ static bool run_case(const Case &c)
                     sum += w;
                     for (int ch = 0; ch < d; ch++) want[ch] += w * t.second[ch];
                 }
-                if (!c.no_lse && terms.empty() != (lse[row] == -INFINITY)) pattern = false;
+                if (!c.no_lse && terms.empty() != (lse[row * lse_row] == -INFINITY)) pattern = false;
                 if (!c.no_lse && !terms.empty())
-                    worst_lse = std::max(worst_lse, fabs(lse[row] - (top + log(sum))) /
+                    worst_lse = std::max(worst_lse, fabs(lse[row * lse_row] - (top + log(sum))) /
                                                         (c.pairs ? 1 : std::max(1.0, fabs(top) / 10)));
-                if (!c.no_lse && !terms.empty() && !(fabs(lse[row]) < INFINITY)) pattern = false;
+                if (!c.no_lse && !terms.empty() && !(fabs(lse[row * lse_row]) < INFINITY)) pattern = false;
                 for (int ch = 0; ch < d; ch++) {
-                    double w = sum > 0 ? want[ch] / sum : 0, got = read_number(out, row * d + ch, c.dtype);
+                    double w = sum > 0 ? want[ch] / sum : 0, got = read_number(out, row * out_row + ch, c.dtype);
                     double ulp = c.dtype == TQ_F32 ? 0 : fabs(w) * (c.dtype == TQ_F16 ? 1.0 / 2048 : 1.0 / 256);
                     largest = std::max(largest, fabs(w));
                     if (!(got == got)) pattern = false;
                     worst = std::max(worst, fabs(got - w) - ulp);
                 }
             }
+    const size_t row_bytes = rows ? out_bytes / rows : 0;
+    for (size_t row = 0; row < rows; row++) { /* what is not a row's is not written */
+        const size_t used = written[row] ? row_bytes * d / out_row : 0;
+        for (size_t i = used; i < row_bytes; i++) pattern = pattern && out[row * row_bytes + i] == 0xff;
+        for (size_t i = written[row]; i < lse_row; i++) pattern = pattern && !(lse[row * lse_row + i] < INFINITY);
+    }
     double relative = largest > 0 ? worst / largest : worst, allowed = c.dtype == TQ_F32 ? 3e-4 : 1e-3;
     allowed = std::max(
         allowed, std::min(2.5e-5 * largest_logit, 1e-2)); /* the query has 16 bits: a logit's error grows with it */

@@ -19,9 +19,8 @@ __global__ void __launch_bounds__(32 * COPY_WARPS) copy_exact(const __grid_const
     const Work work = work_of(a, blockIdx.x / (unsigned)blocks);
     wait_for_stream();
     const Span span = span_of(a, work.b);
-    const int position = exact_position(a, span, (int)(blockIdx.x % (unsigned)blocks * COPY_WARPS + threadIdx.x / 32));
-    if (position >= 0)
-        copy_exact_row<TQ_CUDA_MAX_HEAD_DIM / 32>(a, work, head_of(a, work), span, position, threadIdx.x % 32);
+    const int r = (int)(blockIdx.x % (unsigned)blocks * COPY_WARPS + threadIdx.x / 32);
+    copy_exact_row<TQ_CUDA_MAX_HEAD_DIM / 32>(a, work, head_of(a, work), span, r, threadIdx.x % 32);
 }
 
 tq_status launch_copy_exact(const AppendArgs &args, cudaStream_t stream, tq_error *error)
@@ -56,7 +55,7 @@ AppendSide side_of(const tq_plan &plan, const tq_append_params &p, bool is_value
     side.fresh = (const char *)(is_value ? p.v : p.k);
     side.ring = (char *)(is_value ? p.layer.window_v : p.layer.window_k);
     side.sinks = (char *)(is_value ? p.layer.sink_v : p.layer.sink_k);
-    side.stride_batch = bytes * (is_value ? p.v_stride_batch : p.k_stride_batch);
+    side.stride_batch = p.query_start_loc ? 0 : bytes * (is_value ? p.v_stride_batch : p.k_stride_batch);
     side.stride_head = bytes * (is_value ? p.v_stride_head : p.k_stride_head);
     side.stride_token = bytes * (is_value ? p.v_stride_token : p.k_stride_token);
     side.rotation = transform.rotation;
@@ -89,8 +88,13 @@ tq_status make_args(const tq_plan &plan, const tq_append_params &p, int64_t *fla
     args->batch = p.layer.batch;
     args->tokens = p.tokens;
     args->kv_heads = p.layer.kv_heads;
-    args->sinks = p.layer.sinks;
-    args->window = p.layer.window;
+    args->total_tokens = p.total_tokens;
+    args->sinks = tq_unpacked_sinks(&p.layer);
+    args->window = tq_unpacked_window(&p.layer);
+    if (tq_is_indexed(&p.layer))
+        args->rows = {p.layer.sink_rows,   p.layer.tail_rows,
+                      p.layer.sinks,       p.layer.tail_rows ? p.layer.tail_slots : 0,
+                      p.layer.n_sink_rows, p.layer.n_tail_rows};
     args->max_pages = p.layer.max_pages;
     args->dtype = p.layer.dtype;
     args->head_dim = plan.head_dim;
@@ -99,7 +103,7 @@ tq_status make_args(const tq_plan &plan, const tq_append_params &p, int64_t *fla
     args->rotation = plan.rotation;
     args->scale = plan.scale;
     args->sides = plan.value.tile_bytes ? 2 : 1;
-    const int64_t capacity = (int64_t)p.layer.sinks + p.layer.window + (int64_t)p.layer.max_pages * plan.page_tokens;
+    const int64_t capacity = tq_capacity(&plan, &p.layer);
     if (capacity > INT32_MAX / 2) // sums of positions and tiles are 32-bit; attend refuses more as well
         return fail(error, TQ_E_VALUE, "max_pages", -1, p.layer.max_pages, "fewer: positions are 32-bit");
     args->capacity = (int32_t)capacity;
@@ -110,7 +114,7 @@ tq_status make_args(const tq_plan &plan, const tq_append_params &p, int64_t *fla
     for (int i = 0; i < plan.tries; i++) args->factors[i] = tq_tries(plan.tries)[i];
     args->heads = divisor_of(p.layer.kv_heads);
     args->batches = divisor_of(p.layer.batch);
-    args->window_slots = divisor_of(p.layer.window);
+    args->window_slots = divisor_of(tq_window_slots(&p.layer));
     args->page_tokens = divisor_of(plan.page_tokens);
     args->n_pages = p.layer.n_pages;
     args->page_bytes = tq_page_stride(&plan, &p.layer);
@@ -118,6 +122,8 @@ tq_status make_args(const tq_plan &plan, const tq_append_params &p, int64_t *fla
     args->row_bytes = (int64_t)plan.head_dim * (p.layer.dtype == TQ_F32 ? 4 : 2);
     args->lengths = p.layer.lengths;
     args->block_table = p.layer.block_table;
+    args->query_start_loc = p.query_start_loc;
+    args->position_offset = p.layer.position_offset;
     args->pages = p.layer.pages;
     args->flag = flag;
     args->side[0] = side_of(plan, p, false);
@@ -127,12 +133,6 @@ tq_status make_args(const tq_plan &plan, const tq_append_params &p, int64_t *fla
     const Books &books = of_codebooks<Books>(plan, fill_books);
     for (int bits = 1; bits <= TQ_MAX_BITS; bits++) args->books[bits] = books.bits[bits];
     return TQ_OK;
-}
-
-tq_status refuse_ragged(const tq_append_params &p, tq_error *error)
-{
-    TQ_CUDA_TRY(refuse_on_cuda("query_start_loc", p.query_start_loc, error));
-    return check_cuda_layer(p.layer, error);
 }
 
 tq_status launch_append_prefill(const AppendArgs &args, cudaStream_t stream, tq_error *error)
@@ -187,10 +187,9 @@ tq_status tq_cuda_append(const tq_plan *plan, const tq_append_params *params, in
                          tq_error *error)
 {
     TQ_CUDA_TRY(tq_check_append(plan, params, error));
-    TQ_CUDA_TRY(refuse_ragged(*params, error));
     const tq_append_params &p = *params;
     TQ_CUDA_TRY(check_limits(*plan, p, error));
-    if (!p.layer.batch || !p.layer.kv_heads || !p.tokens) return TQ_OK;
+    if (!p.layer.batch || !p.layer.kv_heads || !p.tokens || (p.query_start_loc && !p.total_tokens)) return TQ_OK;
     AppendArgs args;
     TQ_CUDA_TRY(make_args(*plan, p, flag, &args, error));
     const cudaStream_t stream = (cudaStream_t)stream_pointer;
@@ -209,7 +208,6 @@ tq_status tq_cuda_append(const tq_plan *plan, const tq_append_params *params, in
 tq_status tq_cuda_append_kernel(const tq_plan *plan, const tq_append_params *params, char *name, tq_error *error)
 {
     TQ_CUDA_TRY(tq_check_append_sizes(plan, params, error));
-    TQ_CUDA_TRY(refuse_ragged(*params, error));
     TQ_CUDA_TRY(check_limits(*plan, *params, error));
     if (!name) return fail(error, TQ_E_VALUE, "name", -1, 0, "a pointer, not NULL");
     const bool any = params->layer.batch && params->layer.kv_heads && params->tokens;

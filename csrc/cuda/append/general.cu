@@ -75,7 +75,7 @@ __device__ __forceinline__ void encode_tile(const Args &a, const Work &work, con
 #pragma unroll
         for (int k = 0; k < PER_LANE; k++)
             if (lane + 32 * k < a.head_dim) row[lane + 32 * k] = x[k];
-        if (moments) key_to_residual(a.moments, work.h, base + i + a.sinks, row);
+        if (moments) key_to_residual(a.moments, work.h, wave_position(a, work, base + i + a.sinks), row);
     }
     if (dense) {
         __syncthreads();
@@ -126,9 +126,9 @@ __device__ __forceinline__ void append_tile(const Args &a, const Work &work, con
     __syncthreads();
 }
 
-/** Of a multiprocessor, by registers; of rows that are not settled as many as the compiler makes of them. */
+/** Of a multiprocessor, by registers. */
 template <int PER_LANE, bool FINE, class Args>
-constexpr int BLOCKS = !Args::SETTLED ? 0
+constexpr int BLOCKS = !Args::SETTLED ? (PER_LANE == 2 && !FINE ? 4 : 2)
                        : PER_LANE > 4 ? 2
                        : FINE         ? 3
                                       : 4;
@@ -150,11 +150,8 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS<PER_LANE, FINE, Args>)
          tile += blocks)
         append_tile<PER_LANE, FINE>(a, work, head, span, tile * TOKENS, shared, warp, lane);
     if (blocks > 1) return;
-    for (int r = warp;; r += WARPS) {
-        const int position = exact_position(a, span, r);
-        if (position < 0) break;
-        copy_exact_row<PER_LANE>(a, work, head, span, position, lane);
-    }
+#pragma unroll 1
+    for (int r = warp; copy_exact_row<PER_LANE>(a, work, head, span, r, lane);) r += WARPS;
 }
 
 } // namespace

@@ -128,6 +128,17 @@ __device__ __forceinline__ auto books_of(const AppendArgs &a, const AppendSide &
     else return SliceBooks<FINE>(a, side, lane);
 }
 
+/** Exact copies by index of the newest token. */
+template <class Args, int PER_LANE>
+__device__ __forceinline__ void store_in_rows(const Args &a, const Work &work, int position,
+                                              const uint32_t (&bits)[PER_LANE], int lane)
+{
+    char *sink = position < a.rows.sinks ? sink_at(a, work, position) : nullptr,
+         *tail = a.rows.slots ? tail_at(a, work, position) : nullptr;
+    if (sink) store_bits(a, sink, bits, lane);
+    if (tail) store_bits(a, tail, bits, lane);
+}
+
 /** RESIDUALS: of keys with a wave or a metric, where that is known outside. */
 template <int PER_LANE, bool FINE, bool IS_KEY, int BITS, bool RESIDUALS, class Args>
 __device__ __forceinline__ void append_one(const Args &a, const Work &work, float *row, uint8_t *codes, int lane)
@@ -146,7 +157,8 @@ __device__ __forceinline__ void append_one(const Args &a, const Work &work, floa
     const Span span = span_of(a, work.b);
     uint32_t fresh_bits[PER_LANE], old_bits[PER_LANE];
     float x[PER_LANE], centre[PER_LANE];
-    load_bits(a, head.fresh, fresh_bits, lane);
+    if (a.query_start_loc && !span.length) return; // k has no token of it
+    load_bits(a, fresh_row(a, work, head, span, span.length - 1), fresh_bits, lane);
     // A key becomes a residual while the table says where its page is: what that takes is loaded as early as the key.
     const bool moments = Args::USUAL ? RESIDUALS : IS_KEY && has_moments(a, work);
     [[maybe_unused]] WarpResidual<PER_LANE> residual;
@@ -172,6 +184,7 @@ __device__ __forceinline__ void append_one(const Args &a, const Work &work, floa
     numbers_of_bits(a, fresh_bits, x);
     if (mend_numbers(a, x, fresh_bits) && lane == 0) report_bad(a.flag, work, position);
     if (to_sinks || to_ring) store_bits(a, slot, fresh_bits, lane);
+    if (a.rows.sinks || a.rows.slots) store_in_rows(a, work, position, fresh_bits, lane);
     if (RESIDUALS ? !packs : !record) return;
     if constexpr (Args::SETTLED) // while the old row is on its way
         if (head.centre && !moments) rotate_registers(a, flips, centre, lane);
@@ -186,12 +199,12 @@ __device__ __forceinline__ void append_one(const Args &a, const Work &work, floa
             centre[k] = 0.0f;
         }
         if constexpr (RESIDUALS) {
-            residual.take(a.head_dim, a.moments.metric, span.first + a.sinks, row, x, lane);
+            residual.take(a.head_dim, a.moments.metric, wave_position(a, work, span.first + a.sinks), row, x, lane);
         } else {
 #pragma unroll
             for (int k = 0; k < PER_LANE; k++)
                 if (lane + 32 * k < a.head_dim) row[lane + 32 * k] = x[k];
-            key_to_residual(a.moments, work.h, span.first + a.sinks, row);
+            key_to_residual(a.moments, work.h, wave_position(a, work, span.first + a.sinks), row);
 #pragma unroll
             for (int k = 0; k < PER_LANE; k++) x[k] = lane + 32 * k < a.head_dim ? row[lane + 32 * k] : 0.0f;
         }
@@ -272,7 +285,10 @@ template <int PER_LANE> tq_status launch_usual(const AppendArgs &args, cudaStrea
                                                : append_one_token_usual<PER_LANE, false, Args>;
         return launch(kernel, warps_of(args), 32, 0, stream, error, a);
     };
+    const bool whole = !args.query_start_loc && !args.position_offset && !args.rows.sinks && !args.rows.slots;
+    if (args.tries && whole) return with(SearchArgs<WholeArgs<UsualArgs<PER_LANE>>>{{{{{args}}}}});
     if (args.tries) return with(SearchArgs<UsualArgs<PER_LANE>>{{{{args}}}});
+    if (whole) return with(WholeArgs<UsualArgs<PER_LANE>>{{{args}}});
     return with(UsualArgs<PER_LANE>{{args}});
 }
 

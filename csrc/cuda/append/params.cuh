@@ -39,19 +39,27 @@ struct AppendSide {
     float coded_channels;
 };
 
+/** Exact tokens by index; all 0 without. Then AppendArgs has no sinks and no window, because every token is packed. */
+struct ExactRows {
+    const int32_t *sink_rows, *tail_rows;
+    int32_t sinks, slots, n_sink_rows, n_tail_rows;
+};
+
 /** Everything a block knows when it starts; in constant memory. */
 struct AppendArgs {
     static constexpr bool USUAL = false, SETTLED = false, SEARCHES = false; // or UsualArgs, SettledArgs, SearchArgs
-    int32_t batch, tokens, kv_heads, sinks, window, max_pages, dtype;
-    int32_t head_dim, groups, rotation, scale, sides; // sides: 1 without values
-    int32_t capacity;                                 // the largest length
-    int32_t tile_tokens;                              // 32, or 64 with groups of 16
+    int32_t batch, tokens, kv_heads, sinks, window, max_pages, dtype;       // tokens: of a sequence, at most
+    int32_t total_tokens;                                                   // of k and v, with query_start_loc
+    int32_t head_dim, groups, rotation, scale, sides;                       // sides: 1 without values
+    int32_t capacity;                                                       // the largest length
+    int32_t tile_tokens;                                                    // 32, or 64 with groups of 16
     float factor;  // of a rotation of one pass; of settled rows (docs/rounding.md, "Settled rows") of the scale
     int32_t tries; // docs/rounding.md, "Tries"; 0 unless SEARCHES
     float factors[7];
     Divisor heads, batches, window_slots, page_tokens;
     int64_t n_pages, page_bytes, record_bytes, row_bytes;
-    const int32_t *lengths, *block_table;
+    const int32_t *lengths, *block_table, *query_start_loc, *position_offset;
+    ExactRows rows;
     uint8_t *pages;
     int64_t *flag;
     AppendSide side[2]; // keys, values
@@ -72,6 +80,12 @@ template <int PER_LANE> struct UsualArgs : SettledArgs {
     static constexpr int32_t head_dim = 32 * PER_LANE, groups = PER_LANE, rotation = TQ_ROTATION_HADAMARD,
                              scale = TQ_SCALE_EDEN;
     static constexpr int64_t row_bytes = 2 * head_dim;
+};
+
+/** Of a batch that is not ragged, without exact tokens by index and offsets. What the compiler then leaves out takes up to 20 registers. */
+template <class Args> struct WholeArgs : Args {
+    static constexpr const int32_t *query_start_loc = nullptr, *position_offset = nullptr;
+    static constexpr ExactRows rows = {};
 };
 
 /** Of a plan with tries. */
@@ -100,17 +114,24 @@ inline int64_t append_tiles(const AppendArgs &args)
 
 // ---- one sequence: which tokens ----
 
-/** length: after the append; before: of it, negative where the new tokens start with padding; packed indices first .. last - 1
- *  (position - sinks) are to be encoded. */
+/** length: after the append, and 0 for a sequence without new tokens; before: of it, negative where the new tokens start with padding;
+ *  packed indices first .. last - 1 (position - sinks) are to be encoded. fresh: the first new token in k and v. */
 struct Span {
-    int32_t length, before, first, last;
+    int32_t length, before, first, last, fresh;
 };
 
-__device__ __forceinline__ Span span_of(const AppendArgs &a, int b)
+template <class Args> __device__ __forceinline__ Span span_of(const Args &a, int b)
 {
     Span s;
+    int tokens = a.tokens;
     s.length = max(0, min(a.lengths[b], a.capacity));
-    s.before = s.length - a.tokens;
+    s.fresh = 0;
+    if (a.query_start_loc) {
+        s.fresh = min(max(a.query_start_loc[b], 0), a.total_tokens);
+        tokens = min(min(max(a.query_start_loc[b + 1], s.fresh), a.total_tokens) - s.fresh, tokens);
+        if (!tokens) s.length = 0;
+    }
+    s.before = s.length - tokens;
     const int exact = a.sinks + a.window;
     s.first = max(0, max(0, s.before) - exact);
     s.last = max(s.first, s.length - exact);
@@ -134,6 +155,12 @@ __device__ __forceinline__ Work work_of(const AppendArgs &a, uint32_t i)
     return w;
 }
 
+/** The position that a key's wave is turned by. */
+template <class Args> __device__ __forceinline__ int wave_position(const Args &a, const Work &w, int position)
+{
+    return a.position_offset ? (int)((uint32_t)position + (uint32_t)a.position_offset[w.b]) : position;
+}
+
 /** Whether rows become residuals, their centre subtracted, before they are rotated. */
 __device__ __forceinline__ bool has_moments(const AppendArgs &a, const Work &w)
 {
@@ -141,7 +168,7 @@ __device__ __forceinline__ bool has_moments(const AppendArgs &a, const Work &w)
 }
 
 struct Head {
-    const char *fresh;  // row i at fresh + i * stride_token of the side
+    const char *fresh;  // new token i of the sequence at fresh + (span.fresh + i) * stride_token of the side
     char *ring, *sinks; // rows of row_bytes
     const float *matrix, *centre, *steps;
 };
@@ -165,12 +192,36 @@ template <class Args> __device__ __forceinline__ char *ring_row(const Args &a, c
     return head.ring + a.window_slots.remainder((uint32_t)position) * a.row_bytes;
 }
 
+template <class Args>
+__device__ __forceinline__ const char *fresh_row(const Args &a, const Work &w, const Head &head, const Span &s,
+                                                 int position)
+{
+    return head.fresh + (s.fresh + position - s.before) * a.side[w.side].stride_token;
+}
+
+/** Where the exact copy of a position is stored, of those by index; NULL if its row is absent. */
+__device__ __forceinline__ char *sink_at(const AppendArgs &a, const Work &w, int position)
+{
+    const uint32_t row = (uint32_t)a.rows.sink_rows[w.b];
+    if (row >= (uint32_t)a.rows.n_sink_rows) return nullptr;
+    return a.side[w.side].sinks + (((int64_t)row * a.kv_heads + w.h) * a.rows.sinks + position) * a.row_bytes;
+}
+
+__device__ __forceinline__ char *tail_at(const AppendArgs &a, const Work &w, int position)
+{
+    const uint32_t row =
+        (uint32_t)a.rows.tail_rows[2 * (int64_t)w.b + (a.page_tokens.quotient((uint32_t)position) & 1)];
+    if (row >= (uint32_t)a.rows.n_tail_rows) return nullptr;
+    return a.side[w.side].ring +
+           (((int64_t)row * a.kv_heads + w.h) * a.rows.slots + a.window_slots.remainder((uint32_t)position)) *
+               a.row_bytes;
+}
+
 /** The row of a position, before this append has written anything. */
 __device__ __forceinline__ const char *source_row(const AppendArgs &a, const Work &w, const Head &head, const Span &s,
                                                   int position)
 {
-    return position < s.before ? ring_row(a, head, position)
-                               : head.fresh + (position - s.before) * a.side[w.side].stride_token;
+    return position < s.before ? ring_row(a, head, position) : fresh_row(a, w, head, s, position);
 }
 
 /** What the block table has for packed index `index`. */
@@ -305,34 +356,64 @@ __host__ __device__ __forceinline__ int code_stride(int tiles) { return 32 * til
 
 // ---- tokens that stay exact ----
 
-/** Row r of those that this append adds to sinks and ring: its position, or -1 if there are fewer. Sinks first, then backwards
- *  from the newest. */
-__device__ __forceinline__ int exact_position(const AppendArgs &a, const Span &s, int r)
+struct ExactCopy {
+    int position; // -1: there is none
+    char *to;     // NULL: its row is absent
+};
+
+/** Copy r of those that an append makes in rows: new sinks, then of the last two pages the newest `slots` each. */
+__device__ __forceinline__ ExactCopy copy_to_rows(const AppendArgs &a, const Work &w, const Span &s, int r)
 {
-    const int fresh = max(0, s.before), in_sinks = max(0, min(a.sinks, s.length) - fresh);
-    if (r < in_sinks) return fresh + r;
-    const int position = s.length - 1 - (r - in_sinks);
-    return position >= max(max(fresh, a.sinks), s.length - a.window) ? position : -1;
+    const int fresh = max(0, s.before), in_sinks = max(0, min(a.rows.sinks, s.length) - fresh);
+    if (r < in_sinks) return {fresh + r, sink_at(a, w, fresh + r)};
+    r -= in_sinks;
+    int end = s.length;
+#pragma unroll 1
+    for (int page = 0; page < 2 && a.rows.slots && end > 0; page++) {
+        const int begin = end - 1 - (int)a.page_tokens.remainder((uint32_t)(end - 1)),
+                  first = max(max(begin, end - a.rows.slots), fresh);
+        if (first + r < end) return {first + r, tail_at(a, w, first + r)};
+        r -= max(end - first, 0);
+        end = begin;
+    }
+    return {-1, nullptr};
 }
 
+/** Row r of those that this append adds to sinks and ring, or to rows. Sinks first, then backwards from the newest. */
+__device__ __forceinline__ ExactCopy exact_copy(const AppendArgs &a, const Work &w, const Head &head, const Span &s,
+                                                int r)
+{
+    if (a.rows.sinks || a.rows.slots) return copy_to_rows(a, w, s, r);
+    const int fresh = max(0, s.before), in_sinks = max(0, min(a.sinks, s.length) - fresh);
+    if (r < in_sinks) return {fresh + r, head.sinks + (fresh + r) * a.row_bytes};
+    const int position = s.length - 1 - (r - in_sinks);
+    if (position < max(max(fresh, a.sinks), s.length - a.window)) return {-1, nullptr};
+    return {position, ring_row(a, head, position)};
+}
+
+/** The most copies of a sequence. */
 inline int64_t exact_rows(const AppendArgs &args)
 {
-    int64_t most = (int64_t)args.sinks + args.window;
-    return most < args.tokens ? most : args.tokens;
+    const int64_t in_sinks = args.sinks + args.rows.sinks, others = (int64_t)args.window + 2 * (int64_t)args.rows.slots,
+                  tokens = args.tokens;
+    return (in_sinks < tokens ? in_sinks : tokens) + (others < tokens ? others : tokens);
 }
 
-/** One warp copies one row. */
+/** One warp copies one row; false if there are fewer than r + 1. */
 template <int PER_LANE>
-__device__ __forceinline__ void copy_exact_row(const AppendArgs &a, const Work &w, const Head &head, const Span &s,
-                                               int position, int lane)
+__device__ __forceinline__ bool copy_exact_row(const AppendArgs &a, const Work &w, const Head &head, const Span &s,
+                                               int r, int lane)
 {
-    char *to = position < a.sinks ? head.sinks + position * a.row_bytes : ring_row(a, head, position);
+    const ExactCopy copy = exact_copy(a, w, head, s, r);
+    if (copy.position < 0) return false;
+    if (!copy.to) return true;
     uint32_t bits[PER_LANE];
     float x[PER_LANE];
-    load_bits(a, head.fresh + (position - s.before) * a.side[w.side].stride_token, bits, lane);
+    load_bits(a, fresh_row(a, w, head, s, copy.position), bits, lane);
     numbers_of_bits(a, bits, x);
-    if (mend_numbers(a, x, bits) && lane == 0) report_bad(a.flag, w, position);
-    store_bits(a, to, bits, lane);
+    if (mend_numbers(a, x, bits) && lane == 0) report_bad(a.flag, w, copy.position);
+    store_bits(a, copy.to, bits, lane);
+    return true;
 }
 
 } // namespace tq

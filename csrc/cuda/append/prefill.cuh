@@ -125,10 +125,11 @@ __device__ __forceinline__ void load_pass(const AppendArgs &a, const Work &work,
                                           int first, uint8_t *rows, int lane)
 {
     constexpr int AT_ONCE = 32 / S::PIECES;
-    const int token = lane / S::PIECES, piece = lane % S::PIECES * 16, fresh = first + a.sinks - span.before;
+    const int token = lane / S::PIECES, piece = lane % S::PIECES * 16,
+              fresh = first + a.sinks - span.before;                                     // of the sequence's new tokens
     const bool all_new = fresh >= 0 && first >= span.first && first + PASS <= span.last; // the usual case
     const int64_t stride = a.side[!IS_KEY].stride_token;
-    const char *from = head.fresh + (fresh + token) * stride + piece;
+    const char *from = head.fresh + (span.fresh + fresh + token) * stride + piece;
     if (all_new) {
 #pragma unroll
         for (int r = 0; r < PASS; r += AT_ONCE)
@@ -617,8 +618,8 @@ __device__ __forceinline__ void encode_pass(const FragmentsArgs &a, const Work &
     Numbers<S> z;
     if constexpr (S::MOMENTS && IS_KEY) {
         residual_rows<S>(a, raw, tables.signs, tables,
-                         *reinterpret_cast<HeadResidual<S::DIM> *>(memory + S::AT_RESIDUAL), first + a.sinks, advances,
-                         lane, z.x);
+                         *reinterpret_cast<HeadResidual<S::DIM> *>(memory + S::AT_RESIDUAL),
+                         wave_position(a, work, first + a.sinks), advances, lane, z.x);
         rotate_chunks(z);
     } else {
         rotate_rows<S, IS_KEY>(raw, bf16, largest, matrix, tables, centre, lane, z);

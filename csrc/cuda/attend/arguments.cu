@@ -56,6 +56,20 @@ void fill_tables(const tq_codebook *books, AttendTables *to)
 
 } // namespace
 
+void fill_ragged(const tq_plan &plan, const tq_attend_params &p, AttendArgs *args)
+{
+    AttendArgs &a = *args;
+    a.varies = p.query_start_loc || p.ends || tq_is_indexed(&p.layer);
+    a.unpacked_sinks = tq_unpacked_sinks(&p.layer);
+    a.unpacked_window = tq_unpacked_window(&p.layer);
+    a.recent = p.causal && !p.layer.tail_rows ? p.layer.window : FAR_BACK;
+    a.by_slots = divisor_of(tq_window_slots(&p.layer));
+    a.by_page = divisor_of(plan.page_tokens);
+    a.out_strides = tq_strides_of_out(&plan, &p);
+    a.lse_strides = tq_strides_of_lse(&p);
+    if (p.query_start_loc) a.p.q_stride_batch = a.out_strides.batch = a.lse_strides.batch = 0;
+}
+
 tq_status fill_args(const tq_plan &plan, const tq_attend_params &p, Launch *l, tq_error *error)
 {
     memset(l, 0, sizeof *l);
@@ -67,7 +81,7 @@ tq_status fill_args(const tq_plan &plan, const tq_attend_params &p, Launch *l, t
     a.rotation_factor = (float)(1 / sqrt((double)plan.head_dim));
     a.plan_groups = plan.groups;
     a.fine = tq_tile_is_16(&plan);
-    int64_t capacity = (int64_t)p.layer.sinks + p.layer.window + (int64_t)a.p.layer.max_pages * plan.page_tokens;
+    const int64_t capacity = tq_capacity(&plan, &p.layer);
     if (capacity > INT32_MAX / 2)
         return fail(error, TQ_E_VALUE, "max_pages", -1, p.layer.max_pages, "fewer: positions are 32-bit");
     a.capacity = (int32_t)capacity;
@@ -85,11 +99,10 @@ tq_status fill_args(const tq_plan &plan, const tq_attend_params &p, Launch *l, t
     a.page_bytes = (uint32_t)page_bytes;
     a.group = p.layer.kv_heads ? p.query_heads / p.layer.kv_heads : 0;
     a.by_group = divisor_of(a.group);
-    a.by_window = divisor_of(p.layer.window);
     int64_t rows = (int64_t)a.group * p.query_tokens;
     if (rows > INT32_MAX / 2) return fail(error, TQ_E_VALUE, "query_tokens", -1, p.query_tokens, "fewer");
-    a.rows = (int32_t)rows;
-    if (!p.layer.batch) a.rows = 0;
+    a.rows = p.layer.batch && (!p.query_start_loc || p.total_tokens) ? (int32_t)rows : 0;
+    fill_ragged(plan, p, &a);
     copy_side(plan, plan.key, &a.key);
     copy_side(plan, plan.value, &a.value);
     a.signs = signs_of(plan);

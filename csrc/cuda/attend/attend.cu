@@ -117,36 +117,20 @@ tq_status check_alignment(const tq_attend_params *p, tq_error *error)
         int64_t stride, length; /* of a dimension; with one element the stride is ignored */
     } strides[] = {{"q", p->q_stride_batch, p->layer.batch},
                    {"q", p->q_stride_head, p->query_heads},
-                   {"q", p->q_stride_token, p->query_tokens},
+                   {"q", p->q_stride_token, p->query_start_loc ? p->total_tokens : p->query_tokens},
                    {"fresh_k", p->fresh_k_stride_batch, p->layer.batch},
                    {"fresh_k", p->fresh_k_stride_head, p->layer.kv_heads},
                    {"fresh_k", p->fresh_k_stride_token, p->query_tokens},
                    {"fresh_v", p->fresh_v_stride_batch, p->layer.batch},
                    {"fresh_v", p->fresh_v_stride_head, p->layer.kv_heads},
-                   {"fresh_v", p->fresh_v_stride_token, p->query_tokens}};
+                   {"fresh_v", p->fresh_v_stride_token, p->query_tokens},
+                   {"out", p->out_stride_batch, p->layer.batch},
+                   {"out", p->out_stride_head, p->query_heads},
+                   {"out", p->out_stride_token, p->query_start_loc ? p->total_tokens : p->query_tokens}};
     for (auto &x : strides)
         if (x.length > 1 && x.stride % 4)
             return fail(error, TQ_E_VALUE, x.name, -1, (double)x.stride, "of strides that are multiples of 4 on CUDA");
     return TQ_OK;
-}
-
-tq_status refuse_ragged(const tq_plan &plan, const tq_attend_params &p, tq_error *error)
-{
-    tq_attend_params dense = p;
-    dense.out_stride_batch = dense.out_stride_head = dense.out_stride_token = 0;
-    dense.lse_stride_batch = dense.lse_stride_head = dense.lse_stride_token = 0;
-    const int64_t sizes[3] = {p.layer.batch, p.query_heads, p.query_tokens};
-    auto differ = [&](const tq_row_strides &x, const tq_row_strides &y) {
-        return (sizes[0] > 1 && x.batch != y.batch) || (sizes[1] > 1 && x.head != y.head) ||
-               (sizes[2] > 1 && x.token != y.token);
-    };
-    TQ_CUDA_TRY(refuse_on_cuda("query_start_loc", p.query_start_loc, error));
-    TQ_CUDA_TRY(refuse_on_cuda("ends", p.ends, error));
-    if (differ(tq_strides_of_out(&plan, &p), tq_strides_of_out(&plan, &dense)))
-        return fail(error, TQ_E_UNSUPPORTED, "out", -1, 1, "contiguous on CUDA");
-    if (p.lse && differ(tq_strides_of_lse(&p), tq_strides_of_lse(&dense)))
-        return fail(error, TQ_E_UNSUPPORTED, "lse", -1, 1, "contiguous on CUDA");
-    return check_cuda_layer(p.layer, error);
 }
 
 /* ---- the choice ---- */
@@ -217,7 +201,6 @@ tq_status tq_cuda_attend_prepare(const tq_plan *plan, const tq_attend_params *pa
 {
     TQ_CUDA_TRY(tq_check_attend(plan, params, error));
     TQ_CUDA_TRY(check_plan(*plan, error));
-    TQ_CUDA_TRY(refuse_ragged(*plan, *params, error));
     TQ_CUDA_TRY(check_alignment(params, error));
     if (!call_) return fail(error, TQ_E_VALUE, "call", -1, 0, "a pointer, not NULL");
     if (!workspace_bytes) return fail(error, TQ_E_VALUE, "workspace_bytes", -1, 0, "a pointer, not NULL");
@@ -238,8 +221,16 @@ tq_status tq_cuda_attend_prepare(const tq_plan *plan, const tq_attend_params *pa
 tq_status tq_cuda_attend_workspace_bound(const tq_plan *plan, const tq_attend_params *params, size_t *bytes,
                                          tq_error *error)
 {
-    (void)plan, (void)params, (void)bytes;
-    return fail(error, TQ_E_UNSUPPORTED, "device", -1, 1, "a CPU: CUDA says the bytes of single calls alone");
+    TQ_CUDA_TRY(tq_check_attend_sizes(plan, params, error));
+    TQ_CUDA_TRY(check_plan(*plan, error));
+    if (!bytes) return fail(error, TQ_E_VALUE, "bytes", -1, 0, "a pointer, not NULL");
+    if (!tq_is_plain(plan)) return attend_blocks_bound(*plan, *params, bytes, error);
+    DeviceFacts device;
+    Launch launch;
+    TQ_CUDA_TRY(current_device(&device, error));
+    TQ_CUDA_TRY(fill_args(*plan, *params, &launch, error));
+    *bytes = workspace_bound(launch.args, device);
+    return TQ_OK;
 }
 
 tq_status tq_cuda_attend(const tq_cuda_attend_call *call_, void *workspace, size_t workspace_bytes, void *stream,
@@ -265,7 +256,6 @@ tq_status tq_cuda_attend_kernel(const tq_plan *plan, const tq_attend_params *par
     Device device;
     TQ_CUDA_TRY(tq_check_attend_sizes(plan, params, error));
     TQ_CUDA_TRY(check_plan(*plan, error));
-    TQ_CUDA_TRY(refuse_ragged(*plan, *params, error));
     if (!name) return fail(error, TQ_E_VALUE, "name", -1, 0, "a pointer, not NULL");
     if (!gpu) {
         TQ_CUDA_TRY(look_at_device(&device, error));
@@ -281,7 +271,6 @@ tq_status tq_cuda_schedule(const tq_plan *plan, const tq_attend_params *params, 
 {
     TQ_CUDA_TRY(tq_check_attend_sizes(plan, params, error));
     TQ_CUDA_TRY(check_plan(*plan, error));
-    TQ_CUDA_TRY(refuse_ragged(*plan, *params, error));
     if (params->layer.batch && !params->layer.lengths)
         return fail(error, TQ_E_VALUE, "lengths", -1, 0, "a pointer, not NULL");
     if (!schedule || (uintptr_t)schedule % 16)

@@ -27,6 +27,7 @@
 #ifndef TQ_CUDA_ATTEND_PARAMS_H
 #define TQ_CUDA_ATTEND_PARAMS_H
 #include "cuda/tile/levels.h"
+#include "turboquant_checks.h"
 
 namespace tq
 {
@@ -43,6 +44,7 @@ constexpr int FUSED_BLOCK_BYTES = 64; /* shared memory for the segment of a bloc
 constexpr int END_ROWS = 16;          /* the most rows of a block of prepare or combine */
 constexpr int QUERY_BASE = 254;       /* a query number is hi * 254 + lo, both in -127..127 */
 constexpr int QUERY_LIMIT = 127 * QUERY_BASE + QUERY_BASE / 2 - 1; /* the largest whose hi rounds to 127 */
+constexpr int32_t FAR_BACK = 1 << 30;                              /* as many positions as there can be */
 constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.69314718055994531f;
 
 /** Small types: the arguments should leave room in a multiprocessor's 2 KB of constants (measured.md). */
@@ -135,10 +137,14 @@ struct AttendArgs {
     int32_t unit_tokens, page_units; /* units of a page: 1 or 2 */
     bool last_is_short;              /* the last unit of a page has fewer tiles than the others, or than its kernel's */
     bool sees_all;                   /* units have one size, and only causality hides tokens */
-    const uint8_t *absent_record;    /* read where an entry of a block table names no page: NO_PAGE everywhere */
-    uint32_t page_limit;             /* pages that an entry of a block table can name */
-    uint32_t page_bytes;             /* stride of pages */
-    Divisor by_group, by_window;     /* divisions by query heads per KV head, and by slots of a ring */
+    bool varies;                     /* what rows see follows from more arrays than lengths and starts */
+    int32_t unpacked_sinks, unpacked_window; /* positions before and behind the packed ones: tq_unpacked_sinks */
+    int32_t recent; /* exact positions up to its own that a row sees, sinks apart; FAR_BACK: all */
+    tq_row_strides out_strides, lse_strides; /* numbers; of ragged ones `batch` is 0 */
+    const uint8_t *absent_record;        /* read where an entry of a block table names no page: NO_PAGE everywhere */
+    uint32_t page_limit;                 /* pages that an entry of a block table can name */
+    uint32_t page_bytes;                 /* stride of pages */
+    Divisor by_group, by_slots, by_page; /* divisions by query heads per KV head, slots of a ring, tokens of a page */
     int32_t group, rows, tile_rows, row_tiles, team_warps, teams, stages, stage_bytes;
     int32_t exact_parts, exact_tokens;  /* parts of each KV head (attend_fused: 1 if any), tokens of a part */
     int32_t prepare_rows, combine_rows; /* rows of a block; they divide tile_rows */

@@ -70,7 +70,8 @@ __device__ __forceinline__ float *load_tile(const AppendArgs &a, bool is_dense, 
 #pragma unroll
         for (int k = 0; k < BLOCK_GROUPS; k++)
             if (lane + 32 * k < a.head_dim) row[lane + 32 * k] = x[k];
-        if (has_moments(a, work)) key_to_residual(a.moments, work.h, tile.base + i + a.sinks, row);
+        if (has_moments(a, work))
+            key_to_residual(a.moments, work.h, wave_position(a, work, tile.base + i + a.sinks), row);
     }
     __syncwarp(); // whose warp goes on with them
     if (!is_dense) return shared.rows;
@@ -161,11 +162,8 @@ __global__ void __launch_bounds__(32 * WARPS) append_blocks(const __grid_constan
          tile += blocks)
         append_tile(args, work, head, span, tile * TQ_TILE, shared, warp, lane);
     if (blocks > 1) return;
-    for (int r = warp;; r += WARPS) {
-        const int position = exact_position(a, span, r);
-        if (position < 0) break;
-        copy_exact_row<BLOCK_GROUPS>(a, work, head, span, position, lane);
-    }
+#pragma unroll 1
+    for (int r = warp; copy_exact_row<BLOCK_GROUPS>(a, work, head, span, r, lane);) r += WARPS;
 }
 
 } // namespace

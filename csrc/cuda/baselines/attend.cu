@@ -13,7 +13,9 @@
 //   softmax   a warp a row; and decode the tile's values      values    a thread a channel, for all rows
 #include <math.h>
 
+#include "cuda/attend/choose/cut.h"
 #include "cuda/attend/rows/exact.cuh"
+#include "cuda/attend/rows/output.cuh"
 #include "cuda/baselines/blocks.cuh"
 
 namespace tq
@@ -148,10 +150,11 @@ struct SetView {
     int32_t packed_tiles, exact_tokens, tiles;
 };
 
-/** Positions of the set's first and last row. */
+/** Positions of the set's first and last row; if it has no row, two of a row that there is not. */
 __device__ __forceinline__ Range positions_of(const AttendArgs &a, const RowSet &s, const Sequence &seq)
 {
-    const int first = s.row_tile * SET_ROWS, last = min(first + SET_ROWS, a.rows) - 1;
+    const int rows = a.group * queries_of(a, s.b).count, first = s.row_tile * SET_ROWS,
+              last = min(first + SET_ROWS, rows) - 1;
     return {seq.first_position + first / a.group, seq.first_position + last / a.group};
 }
 
@@ -159,12 +162,13 @@ __device__ __forceinline__ SetView view_of(const AttendArgs &a, const RowSet &s,
 {
     const Range rows = positions_of(a, s, seq);
     const int32_t lo = seen(a, seq, rows.lo).lo, hi = seen(a, seq, rows.hi).hi;
-    SetView v;
+    SetView v = {};
+    if (rows.hi < rows.lo) return v;
     v.packed = {seen_packed(a, seq, rows.lo).lo, seen_packed(a, seq, rows.hi).hi};
-    v.exact = view_exact(a, seq); // of all rows of the sequence
+    v.exact = view_exact(a, seq, s.b); // of all rows of the sequence
     v.exact.sinks = {max(v.exact.sinks.lo, lo), min(v.exact.sinks.hi, hi)};
     v.exact.recent = {max(v.exact.recent.lo, lo), min(v.exact.recent.hi, hi)};
-    if (a.p.causal) v.exact.recent.lo = max(v.exact.recent.lo, rows.lo - a.p.layer.window + 1);
+    v.exact.recent.lo = max(v.exact.recent.lo, rows.lo - a.recent + 1);
     v.packed_tiles = v.packed.count() ? (v.packed.hi - 1) / TQ_TILE - v.packed.lo / TQ_TILE + 1 : 0;
     v.exact_tokens = v.exact.sinks.count() + v.exact.recent.count();
     v.tiles = v.packed_tiles + (v.exact_tokens + TQ_TILE - 1) / TQ_TILE;
@@ -180,12 +184,11 @@ struct RowView {
     __device__ __forceinline__ RowView(const AttendBlocksArgs &args, const RowSet &s, const Sequence &seq, int row)
     {
         const AttendArgs &a = args.attend;
-        int32_t token, head;
-        const bool real = find_row(a, s, row, token, head);
-        const int32_t p = seq.first_position + token;
-        packed = seen_packed(a, seq, p), seen = tq::seen(a, seq, p);
-        if (!real) packed.hi = packed.lo, seen.hi = seen.lo;
-        recent_lo = a.p.causal ? max(seen.lo, p - a.p.layer.window + 1) : seen.lo;
+        const RowPlace place = find_row(a, s, row);
+        const int32_t p = seq.first_position + place.token;
+        packed = seen_packed(a, seq, p), seen = seen_exact(a, seq, s.b, p);
+        if (!place.real) packed.hi = packed.lo, seen.hi = seen.lo;
+        recent_lo = max(seen.lo, p - a.recent + 1);
         bias = args.biases[s.segment * SET_ROWS + row];
     }
     __device__ __forceinline__ bool sees_packed(int32_t index) const { return index >= packed.lo && index < packed.hi; }
@@ -314,7 +317,9 @@ __device__ __forceinline__ void attend_packed(const AttendBlocksArgs &args, cons
     __syncthreads();
     float x = product(shared.tile, stride, shared.projected, args.key_width);
     if (args.moments.pairs)
-        x += wave_product(args.moments, shared.waves, a.p.layer.sinks + first + (int)threadIdx.x / PIECES);
+        x += wave_product(args.moments, shared.waves,
+                          first_position(a.unpacked_sinks, a.p.layer.position_offset, s.b) + first +
+                              (int)threadIdx.x / PIECES);
     put_score(a, shared, x + row.bias, row.sees_packed(first + (int)threadIdx.x / PIECES));
     __syncthreads();
     softmax(shared, totals, true);
@@ -461,9 +466,8 @@ __global__ void __launch_bounds__(SET_THREADS) combine_kernel(const __grid_const
         if (32 * k < width) rows[row * width + lane + 32 * k] = packed[k];
     const RestoredRows restored =
         restore_rows(args.plan, side, s.h, BlockRows(args.plan, rows, width, SET_ROWS, rows + MATRIX_TOKENS * width));
-    int32_t token, head;
-    if (!find_row(a, s, row, token, head)) return;
-    const int64_t at = ((int64_t)s.b * a.p.query_heads + head) * a.p.query_tokens + token;
+    const Output output(a, s, row);
+    if (!output.is_there()) return;
     const float *centre = centre_of(side, s.h);
     const bool nothing = totals.sum == 0.0f;
     const float inverse = nothing ? 0.0f : 1.0f / totals.sum;
@@ -473,9 +477,10 @@ __global__ void __launch_bounds__(SET_THREADS) combine_kernel(const __grid_const
         if (c >= a.head_dim) continue;
         const float x =
             restored.result[row * restored.stride + c] + exact[k] + (centre ? centre[c] * totals.rounded_sum : 0.0f);
-        store_number(a.p.out, at * a.head_dim + c, a.p.layer.dtype, nothing ? 0.0f : x * inverse);
+        store_number(a.p.out, output.at(a.out_strides) + c, a.p.layer.dtype, nothing ? 0.0f : x * inverse);
     }
-    if (a.p.lse && lane == 0) a.p.lse[at] = nothing ? -INFINITY : (totals.max + log2f(totals.sum)) * LN_2;
+    if (a.p.lse && lane == 0)
+        a.p.lse[output.at(a.lse_strides)] = nothing ? -INFINITY : (totals.max + log2f(totals.sum)) * LN_2;
 }
 
 // ---- host ----
@@ -507,9 +512,8 @@ tq_status make_args(const tq_plan &plan, const tq_attend_params &p, char *base, 
     a.page_tokens = plan.page_tokens;
     a.group = p.layer.kv_heads ? p.query_heads / p.layer.kv_heads : 0;
     a.by_group = divisor_of(a.group);
-    a.by_window = divisor_of(p.layer.window);
-    const int64_t capacity = (int64_t)p.layer.sinks + p.layer.window + (int64_t)a.p.layer.max_pages * plan.page_tokens,
-                  rows = (int64_t)a.group * p.query_tokens;
+    fill_ragged(plan, p, &a);
+    const int64_t capacity = tq_capacity(&plan, &p.layer), rows = (int64_t)a.group * p.query_tokens;
     if (capacity > INT32_MAX / 2)
         return fail(error, TQ_E_VALUE, "max_pages", -1, p.layer.max_pages, "fewer: positions are 32-bit");
     if (rows > INT32_MAX / 2) return fail(error, TQ_E_VALUE, "query_tokens", -1, p.query_tokens, "fewer");
@@ -518,7 +522,7 @@ tq_status make_args(const tq_plan &plan, const tq_attend_params &p, char *base, 
     a.rows = (int32_t)rows;
     a.tile_rows = SET_ROWS;
     a.row_tiles = (a.rows + SET_ROWS - 1) / SET_ROWS;
-    if (!p.layer.batch || !rows) return TQ_OK;
+    if (!p.layer.batch || !rows || (p.query_start_loc && !p.total_tokens)) return TQ_OK;
     *sets = (int64_t)p.layer.batch * p.layer.kv_heads * a.row_tiles;
     block_plan_of(plan, a.p.layer, &args->plan);
     TQ_CUDA_TRY(count_splits(args, *sets, error));
@@ -545,6 +549,20 @@ tq_status attend_blocks_bytes(const tq_plan &plan, const tq_attend_params &param
     AttendBlocksArgs args;
     int64_t sets;
     return make_args(plan, params, nullptr, &args, &sets, bytes, error);
+}
+
+tq_status attend_blocks_bound(const tq_plan &plan, const tq_attend_params &params, size_t *bytes, tq_error *error)
+{
+    AttendBlocksArgs args;
+    int64_t sets;
+    DeviceFacts device;
+    TQ_CUDA_TRY(make_args(plan, params, nullptr, &args, &sets, bytes, error));
+    TQ_CUDA_TRY(current_device(&device, error));
+    if (!sets) return TQ_OK;
+    /* Smaller calls have fewer sets, but perhaps more splits of each: sets * splits stays below this. */
+    const int64_t parts = 4 * (int64_t)device.processors + sets - sets * args.splits;
+    *bytes += sizeof(float) * SET_ROWS * (size_t)(parts > 0 ? parts : 0) * args.part_floats;
+    return TQ_OK;
 }
 
 tq_status attend_blocks(const tq_plan &plan, const tq_attend_params &params, void *workspace, size_t workspace_bytes,

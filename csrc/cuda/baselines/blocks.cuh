@@ -94,6 +94,8 @@ inline void block_plan_of(const tq_plan &plan, const tq_layer &layer, BlockPlan 
 // ---- the launchers, behind the checks of all plans ----
 
 tq_status attend_blocks_bytes(const tq_plan &plan, const tq_attend_params &params, size_t *bytes, tq_error *error);
+/** What calls with these arguments or smaller ones need at most. */
+tq_status attend_blocks_bound(const tq_plan &plan, const tq_attend_params &params, size_t *bytes, tq_error *error);
 tq_status attend_blocks(const tq_plan &plan, const tq_attend_params &params, void *workspace, size_t workspace_bytes,
                         cudaStream_t stream, tq_error *error);
 tq_status dequantize_blocks(const tq_plan &plan, const BlockPlan &blocks, const tq_layer &layer, int32_t max_tokens,

@@ -12,7 +12,7 @@ constexpr int WARPS = 4, TOKENS = MATRIX_TOKENS;
 struct DequantizeBlocksArgs {
     BlockPlan plan;
     KeyMoments moments;
-    const int32_t *lengths;
+    const int32_t *lengths, *offsets;               // offsets: of positions, or NULL
     int32_t batch, max_tokens, sinks, dtype, parts; // parts: of a sequence, TOKENS tokens each
     void *out[2];                                   // [batch, kv_heads, max_tokens, head_dim]
 };
@@ -45,7 +45,8 @@ __global__ void __launch_bounds__(32 * WARPS) dequantize_blocks_kernel(const __g
     }
     if (!is_value && a.moments.any()) {
         for (int i = threadIdx.x / 32; i < stored; i += WARPS)
-            residual_to_key(a.moments, h, a.sinks + first + i, restored.result + i * restored.stride);
+            residual_to_key(a.moments, h, first_position(a.sinks, a.offsets, b) + first + i,
+                            restored.result + i * restored.stride);
         __syncthreads();
     }
     const float *centre = centre_of(side, h);
@@ -62,9 +63,11 @@ tq_status dequantize_blocks(const tq_plan &plan, const BlockPlan &blocks, const 
                             tq_dtype dtype, void *k, void *v, cudaStream_t stream, tq_error *error)
 {
     const int32_t parts = (max_tokens - 1) / TOKENS + 1;
-    DequantizeBlocksArgs args = {
-        blocks, key_moments_of(plan, layer.key), layer.lengths, layer.batch, max_tokens, layer.sinks, dtype, parts,
-        {k, v}};
+    DequantizeBlocksArgs args = {blocks,        key_moments_of(plan, layer.key),
+                                 layer.lengths, layer.position_offset,
+                                 layer.batch,   max_tokens,
+                                 layer.sinks,   dtype,
+                                 parts,         {k, v}};
     size_t shared_bytes = 0;
     for (const tq_side *side : {&plan.key, &plan.value}) {
         const size_t rows = sizeof(float) * (LEVEL_TABLE + TQ_TILE * ((size_t)TQ_TILE * side->tiles + 16)),

@@ -53,19 +53,6 @@ struct HadamardSigns {
     uint32_t word[2][TQ_CUDA_MAX_HEAD_DIM / 32]; /* tq_plan.signs of head_dim <= 256 */
 };
 
-/** For what only CPUs do: TQ_E_UNSUPPORTED that names the argument. */
-inline tq_status refuse_on_cuda(const char *argument, bool is_there, tq_error *error)
-{
-    return is_there ? fail(error, TQ_E_UNSUPPORTED, argument, -1, 1, "absent: CUDA has no kernels for it yet") : TQ_OK;
-}
-
-inline tq_status check_cuda_layer(const tq_layer &l, tq_error *error)
-{
-    TQ_CUDA_TRY(refuse_on_cuda("sink_rows", l.sink_rows, error));
-    TQ_CUDA_TRY(refuse_on_cuda("tail_rows", l.tail_rows, error));
-    return refuse_on_cuda("position_offset", l.position_offset, error);
-}
-
 inline HadamardSigns signs_of(const tq_plan &plan)
 {
     HadamardSigns signs;

@@ -11,6 +11,12 @@
 namespace tq
 {
 
+/** The position of packed index 0 of a sequence, as waves count: with the offset of the sequence, modulo 2^32. */
+__device__ __forceinline__ int32_t first_position(int32_t sinks, const int32_t *offsets, int32_t b)
+{
+    return offsets ? (int32_t)((uint32_t)sinks + (uint32_t)offsets[b]) : sinks;
+}
+
 /** A phase in units of 2^-32 turns. */
 __host__ __device__ __forceinline__ uint32_t phase_of(uint32_t increment, int64_t position)
 {

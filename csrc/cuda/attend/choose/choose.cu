@@ -94,6 +94,29 @@ tq_status choose_kernel(const tq_plan &plan, const Device &device, Launch *launc
     return is_fused(KERNELS[launch->kernel.row].strategy) ? TQ_OK : cut_split(plan, device, launch, error);
 }
 
+size_t workspace_bound(const AttendArgs &a, const DeviceFacts &device)
+{
+    constexpr int64_t MOST_WARPS = 20, MOST_TILE_ROWS = 128, MOST_PREPARED = 16, ARRAYS = 8, F = sizeof(float);
+    const int64_t heads = (int64_t)a.p.layer.batch * a.p.layer.kv_heads, width = TQ_TILE * (int64_t)a.groups,
+                  of_warp = a.rows <= 4   ? 4
+                            : a.rows <= 8 ? 8
+                                          : 16,
+                  processors = device.processors;
+    if (!a.rows) return 0;
+    /* FUSED: at most MOST_WARPS / 2 blocks of a multiprocessor leave parts of their rows. */
+    const int64_t fused = MOST_WARPS / 2 * processors * of_warp * (4 + 2 * width) * F;
+    /* SPLIT: rows are padded to whole tiles. A slot is a part of a warp's rows, or of a segment's that two teams share. */
+    const int64_t padding = a.rows + 31 < MOST_TILE_ROWS ? a.rows + 31 : MOST_TILE_ROWS,
+                  rows = heads * (a.rows + padding), slots = MOST_WARPS * processors * of_warp + rows,
+                  prepared = sizeof(SegmentParts) + sizeof(RowArgs) + 64 * (int64_t)a.groups +
+                             a.wave.steps * WAVE_STEP * (int64_t)sizeof(float2);
+    /* Exact tokens have many parts, of at least 8 tokens, where that makes few blocks; otherwise of 32 or more (cut_ends). */
+    const int64_t tokens = most_exact_tokens(a.p), parts = (tokens + 31) / 32 < 16 ? (tokens + 31) / 32 : 16,
+                  few = tokens ? 2 * processors * MOST_PREPARED : 0, exact = few > rows * parts ? few : rows * parts;
+    const int64_t split = rows * prepared + (slots + exact) * ((int64_t)sizeof(RowTotals) + width * F) + ARRAYS * 256;
+    return (size_t)(split > fused ? split : fused);
+}
+
 tq_status name_of_choice(const tq_plan &plan, const tq_attend_params &params, const Device &device, char *name,
                          tq_error *error)
 {

@@ -51,7 +51,8 @@ inline int width_with_own_kernels(const tq_plan &plan)
 /** The most exact tokens of a sequence. */
 inline int64_t most_exact_tokens(const tq_attend_params &p)
 {
-    return p.layer.window ? (int64_t)p.layer.sinks + p.layer.window + (p.query_tokens - 1) : p.layer.sinks;
+    const int64_t older = p.layer.window && !p.layer.tail_rows ? p.query_tokens - 1 : 0; /* which early rows see */
+    return (int64_t)p.layer.sinks + p.layer.window + older;
 }
 
 /** The layout of a unit in a stage, and the copies that fill it. */
@@ -67,7 +68,7 @@ inline void lay_out_stage(const tq_plan *plan, int tiles, AttendArgs *args)
     a.value.at_scales = a.key.at_scales + 2 * plan->page_tokens; /* as far on as in the page: scales are one piece */
     a.stage_bytes = a.value.at_scales + tiles * 2 * TQ_TILE;
     a.last_is_short = page_tiles != a.page_units * tiles;
-    a.sees_all = !a.last_is_short && !a.p.starts && !a.p.sliding_window;
+    a.sees_all = !a.last_is_short && !a.p.starts && !a.p.sliding_window && !a.varies;
     for (int second = 0; second < a.page_units; second++) {
         CopyArgs *copies = a.copies[second];
         int here = page_tiles - second * tiles < tiles ? page_tiles - second * tiles : tiles;
@@ -128,12 +129,17 @@ tq_status check_schedule_rows(int32_t batch, int64_t rows, const DeviceFacts &de
 
 /** The arguments that depend on plan and sizes alone; sets launch->args.rows to 0 if there is nothing to do. */
 tq_status fill_args(const tq_plan &plan, const tq_attend_params &params, Launch *launch, tq_error *error);
+/** Of these what ragged batches, exact tokens by index and strides decide. args->p: a copy of p. */
+void fill_ragged(const tq_plan &plan, const tq_attend_params &p, AttendArgs *args);
 /** The arguments that depend on the kernel: the factors of its bytes. */
 void fill_factors(const tq_plan &plan, Launch *launch);
 
 /** Lays workspace out at `base` (NULL: only its size) and returns its bytes. Fused: parts of blocks that are not
  *  clusters. */
 size_t lay_out_fused_workspace(Launch *launch, char *base);
+/** Bytes that no call with these arguments exceeds, nor one with a smaller batch, fewer query tokens or fewer pages.
+ *  args: as fill_args leaves them. */
+size_t workspace_bound(const AttendArgs &args, const DeviceFacts &device);
 size_t lay_out_split_workspace(Launch *launch, char *base);
 
 } // namespace tq

@@ -114,7 +114,7 @@ struct ExactTokens {
         : next(turn), end(0)
     {
         if (!any) return;
-        view = view_exact(a, seq);
+        view = view_exact(a, seq, s.b);
         end = view.sinks.count() + view.recent.count();
         load(a, s, seq, lane);
     }
@@ -186,10 +186,8 @@ __device__ __forceinline__ void attend_exact_of_warp(const AttendArgs &a, const 
     float top = -INFINITY, sum = 0;
     float4 o[ROWS];
     if (any) {
-        int32_t query_token, head;
-        bool real = find_row(a, s, own, query_token, head);
         int64_t at = query_at(a, s, own);
-        ExactSight sight(a, seq, query_token, real);
+        ExactSight sight(a, seq, s.b, find_row(a, s, own));
         Quad raw[ROWS];
         float4 q[ROWS];
 #pragma unroll
@@ -372,7 +370,7 @@ __device__ __forceinline__ void prepare_rows(const AttendArgs &a, const RowSet &
     PreparedRows to = {reinterpret_cast<uint32_t *>(space.queries()), space.rows(), space.wave()};
 #pragma unroll 1
     for (int first = first_row_of_warp(a, warp), i = first; i < FusedSpace<V>::ROWS; i += a.fused.warps) {
-        if (i >= s.n) {
+        if (i >= s.n || (a.p.query_start_loc && !find_row(a, s, i).real)) {
             leave_row_empty<4, V::WAVE>(a, i, to, lane);
             continue;
         }
@@ -481,12 +479,13 @@ __device__ __forceinline__ BlockStart<V::RUN> start_block(const AttendArgs &a, c
                     h); /* the first, if none is skipped */
     uint32_t flip = lane_signs<4>(a, lane), entry = guess.entry(a);
     QueryScale<4> scale(a, lane);
-    int64_t query = query_at(a, set, first_row_of_warp(a, warp));
+    int64_t query = a.p.query_start_loc ? -1 : query_at(a, set, first_row_of_warp(a, warp));
     WaveConstants<V::TILES * V::RUN> wave_constants;
     if (has_wave<V>(a)) wave_constants = WaveConstants<V::TILES * V::RUN>(a, lane);
     compute_here(query), compute_here(entry), compute_here(flip), compute_here(scale.factor[0]),
         compute_here(scale.levels[0]);
     wait_for_previous();
+    if (a.p.query_start_loc) query = query_at(a, set, first_row_of_warp(a, warp));
 
     /* All loads are in flight together. Queries come first, because their processing takes the longest: an instruction
      * that waits for a load stalls all instructions after it. */
@@ -520,6 +519,7 @@ __device__ __forceinline__ BlockStart<V::RUN> start_block(const AttendArgs &a, c
     FusedBlock block = {set, rank, active, view};
     if (FRUGAL && threadIdx.x == 0) *space.block() = block;
     if (has_wave<V>(a)) fill_wave_table(a, wave_constants, increments);
+    if constexpr (V::WAVE) wave_load.turn_on(a, b, lane);
     prepare_rows<V>(a, set, seq, load, wave_load, metric, scale, flip, space, warp, lane);
     if (warp == 0) /* warp 0 has the fewest rows */
         space.value_scale()[lane] = ValueScale<4>(a, set, lane).pair();
@@ -551,6 +551,9 @@ template <class V, bool FRUGAL> __device__ __forceinline__ void attend_fused(con
     if (start.works) attend_share(a, ring, start.ahead, space, warp, lane);
     else if (thread < FusedSpace<V>::ROWS) *space.totals(team, thread) = make_float4(-INFINITY, 0, 0, 0);
     if (FRUGAL) start.block = *space.block();
+    else
+        compute_here(start.block.set.b),
+            compute_here(start.block.set.h); /* nothing made of them before is kept until here */
     if (exact_last<V>(a)) {
         const FusedBlock &block = start.block;
         Sequence seq = load_sequence(a, block.set.b);

@@ -56,7 +56,6 @@ __global__ void __launch_bounds__(32 * MERGE_WARPS) merge_parts_kernel(const __g
     int warp = threadIdx.x / 32, lane = threadIdx.x & 31, segment = blockIdx.x / a.rows,
         row = blockIdx.x - segment * a.rows, n = a.fused.sharing, b = segment / a.p.layer.kv_heads;
     RowSet s = {b, segment - b * a.p.layer.kv_heads, 0, segment, 0, a.rows};
-    Output output(a, s, row);
     ValueScale<4> scale(a, lane);
     uint32_t flip = lane_signs<4>(a, lane);
     const float *at = a.sums + ((int64_t)segment * n * a.rows + row) * part_floats(a);
@@ -64,6 +63,7 @@ __global__ void __launch_bounds__(32 * MERGE_WARPS) merge_parts_kernel(const __g
     RowPart sum;
     wait_for_previous(); /* also for kernels before attend_fused, which lets this one start before it waits for them */
     ValueSteps<4> steps(a, s.h, lane); /* loaded together with the parts */
+    Output output(a, s, row);          /* the same, of a ragged batch */
 #pragma unroll 1
     for (int k = warp; k < n; k += MERGE_WARPS * AT_ONCE) {
         RowPart parts[AT_ONCE + 1];

@@ -21,11 +21,25 @@ struct ExactView {
     Range sinks, recent;
 };
 
-__device__ __forceinline__ ExactView view_exact(const AttendArgs &a, const Sequence &s)
+/** `seen` for exact tokens; seen_packed knows of `ends` by itself. */
+__device__ __forceinline__ Range seen_exact(const AttendArgs &a, const Sequence &s, int32_t b, int32_t p)
 {
-    Range first = seen(a, s, s.first_position), last = seen(a, s, s.length - 1);
+    Range r = seen(a, s, p);
+    if (a.p.ends) r.hi = min(r.hi, a.p.ends[b]);
+    return r;
+}
+
+__device__ __forceinline__ ExactView view_exact(const AttendArgs &a, const Sequence &s, int32_t b)
+{
+    Range first = seen_exact(a, s, b, s.first_position), last = seen_exact(a, s, b, s.length - 1);
     ExactView v = {{first.lo, min(last.hi, min(a.p.layer.sinks, s.length))}, {0, 0}};
+    if (a.p.layer.sink_rows && !has_sinks(a, b)) v.sinks.hi = v.sinks.lo;
     if (!a.p.layer.window) return v;
+    if (a.p.layer.tail_rows) {
+        v.recent = {max(first.lo, tail_begin(a, b, s.length)), last.hi};
+        if (has_sinks(a, b)) v.recent.lo = max(v.recent.lo, a.p.layer.sinks);
+        return v;
+    }
     int32_t stored = a.p.fresh_k ? max(s.first_position, 0) : s.length; /* length that the ring belongs to */
     v.recent = {max(max(first.lo, a.p.layer.sinks), stored - a.p.layer.window), last.hi};
     if (a.p.causal) v.recent.lo = max(v.recent.lo, s.first_position - a.p.layer.window + 1);
@@ -56,10 +70,12 @@ __device__ __forceinline__ ExactState exact_state(const AttendArgs &a)
 __device__ __forceinline__ ExactToken exact_token(const AttendArgs &a, const RowSet &s, const Sequence &seq,
                                                   const ExactView &view, int32_t i)
 {
-    int64_t head = (int64_t)s.b * a.p.layer.kv_heads + s.h, at_k, at_v;
+    int64_t at_k, at_v;
     int32_t bytes = dtype_bytes(a.p.layer.dtype), position = view.sinks.lo + i;
     const void *k = a.p.layer.sink_k, *v = a.p.layer.sink_v;
     if (i < view.sinks.count()) {
+        const int32_t row = a.p.layer.sink_rows ? a.p.layer.sink_rows[s.b] : s.b;
+        const int64_t head = (int64_t)row * a.p.layer.kv_heads + s.h;
         at_k = at_v = (head * a.p.layer.sinks + position) * a.head_dim;
     } else {
         position = view.recent.lo + i - view.sinks.count();
@@ -70,7 +86,10 @@ __device__ __forceinline__ ExactToken exact_token(const AttendArgs &a, const Row
             at_v = s.b * a.p.fresh_v_stride_batch + s.h * a.p.fresh_v_stride_head + token * a.p.fresh_v_stride_token;
         } else {
             k = a.p.layer.window_k, v = a.p.layer.window_v;
-            at_k = at_v = (head * a.p.layer.window + a.by_window.remainder(position)) * a.head_dim;
+            int32_t row = s.b;
+            if (a.p.layer.tail_rows) row = a.p.layer.tail_rows[2 * (int64_t)row + (a.by_page.quotient(position) & 1)];
+            const int64_t head = (int64_t)row * a.p.layer.kv_heads + s.h;
+            at_k = at_v = (head * a.by_slots.divisor + a.by_slots.remainder(position)) * a.head_dim;
         }
     }
     return {static_cast<const char *>(k) + at_k * bytes, static_cast<const char *>(v) + at_v * bytes, position, 0};
@@ -81,17 +100,17 @@ __device__ __forceinline__ float dot_quads(float4 x, float4 y, float sum)
     return fmaf(x.x, y.x, fmaf(x.y, y.y, fmaf(x.z, y.z, fmaf(x.w, y.w, sum))));
 }
 
-/** Positions that query token `token` may see; of the ring's tokens only the last `window`. */
+/** Positions that a row may see; of the ring's tokens only the last `window`. */
 struct ExactSight {
     Range visible;
     int32_t recent_lo;
 
-    __device__ __forceinline__ ExactSight(const AttendArgs &a, const Sequence &seq, int32_t token, bool real)
+    __device__ __forceinline__ ExactSight(const AttendArgs &a, const Sequence &seq, int32_t b, const RowPlace &row)
     {
-        int32_t p = seq.first_position + token;
-        visible = seen(a, seq, p);
-        if (!real) visible.hi = visible.lo;
-        recent_lo = a.p.causal ? max(visible.lo, p - a.p.layer.window + 1) : visible.lo;
+        int32_t p = seq.first_position + row.token;
+        visible = seen_exact(a, seq, b, p);
+        if (!row.real) visible.hi = visible.lo;
+        recent_lo = max(visible.lo, p - a.recent + 1);
     }
     /** The token's base-2 logit from its product with the query; -inf if the query does not see it. */
     __device__ __forceinline__ float logit(const AttendArgs &a, int32_t position, float dot) const
@@ -133,9 +152,7 @@ __device__ __forceinline__ void exact_scores(const AttendArgs &a, const RowSet &
         }
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) q[g] = to_float4(raw[g], a.p.layer.dtype);
-        int32_t query_token, head;
-        bool real = find_row(a, s, row, query_token, head);
-        ExactSight sight(a, seq, query_token, real);
+        ExactSight sight(a, seq, s.b, find_row(a, s, row));
 #pragma unroll 1
         for (int i = first + lane / 8; i < first + tokens; i += 4) {
             ExactToken token = x.tokens[min(i, n - 1)];
@@ -210,7 +227,7 @@ __device__ __forceinline__ void exact_values(const AttendArgs &a, int32_t n, con
 template <int GROUPS> __device__ __forceinline__ void attend_exact(const AttendArgs &a, const RowSet &s, int32_t part)
 {
     Sequence seq = load_sequence(a, s.b);
-    ExactView view = view_exact(a, seq);
+    ExactView view = view_exact(a, seq, s.b);
     ExactState x = exact_state(a);
     int32_t first = part * a.exact_tokens, end = min(first + a.exact_tokens, view.sinks.count() + view.recent.count());
     int ways = ways_of(a), width = TQ_TILE * a.groups;

@@ -83,15 +83,20 @@ template <int GROUPS> struct ValueScale {
 
 /** Where a row's results are written. */
 struct Output {
-    int64_t row; /* of out and lse; -1 for padding rows of the tile */
+    int32_t b, token, head; /* token: of out and lse; -1 for rows that are not real */
     const float *centre;
 
     __device__ __forceinline__ Output(const AttendArgs &a, const RowSet &s, int i)
-        : row(-1), centre(a.p.layer.value.centre)
+        : b(s.b), centre(a.p.layer.value.centre)
     {
-        int32_t token, head;
-        if (find_row(a, s, i, token, head)) row = ((int64_t)s.b * a.p.query_heads + head) * a.p.query_tokens + token;
+        const RowPlace row = find_row(a, s, i);
+        token = row.real ? row.at : -1, head = row.head;
         if (centre) centre += s.h * a.p.layer.value.stride_head;
+    }
+    __device__ __forceinline__ bool is_there() const { return token >= 0; }
+    __device__ __forceinline__ int64_t at(const tq_row_strides &s) const
+    {
+        return b * s.batch + head * s.head + token * s.token;
     }
 
     /** Adds value centre and exact sums to an un-rotated row. */
@@ -114,17 +119,18 @@ struct Output {
     __device__ __forceinline__ void write(const AttendArgs &a, const LaneRow<GROUPS> &x, const MergedRow &m,
                                           int lane) const
     {
-        if (row < 0) return;
+        if (!is_there()) return;
+        const int64_t row = at(a.out_strides);
         float inverse = __fdividef(1.0f, fmaxf(m.sum, 1e-30f)); /* the largest weight is 1, if there is any */
 #pragma unroll
         for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) {
             int c = x.channel(k, lane);
             if (c >= a.head_dim) continue;
             float4 y = m.sum > 0 ? x.quad[k] : make_float4(0, 0, 0, 0);
-            store_quad(a.p.out, row * a.head_dim + c, a.p.layer.dtype,
+            store_quad(a.p.out, row + c, a.p.layer.dtype,
                        make_float4(y.x * inverse, y.y * inverse, y.z * inverse, y.w * inverse));
         }
-        if (a.p.lse && lane == 0) a.p.lse[row] = m.sum > 0 ? (m.max + __log2f(m.sum)) * LN_2 : -INFINITY;
+        if (a.p.lse && lane == 0) a.p.lse[at(a.lse_strides)] = m.sum > 0 ? (m.max + __log2f(m.sum)) * LN_2 : -INFINITY;
     }
 };
 

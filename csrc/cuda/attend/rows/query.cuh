@@ -21,21 +21,29 @@ __device__ __forceinline__ RowSet find_rows(const AttendArgs &a, int32_t block, 
     return {b, in / a.row_tiles, in % a.row_tiles, segment, (block - segment * sets) * n, n};
 }
 
-/** Row i of the set, as (query token, query head); false for padding rows of the tile. */
-__device__ __forceinline__ bool find_row(const AttendArgs &a, const RowSet &s, int i, int32_t &token, int32_t &head)
+/** A row: its query token, counted in its sequence and in q, and its query head. */
+struct RowPlace {
+    int32_t token, at, head;
+    bool real; /* false for padding rows of the tile, and where the sequence has fewer query tokens */
+};
+
+/** Row i of the set. */
+__device__ __forceinline__ RowPlace find_row(const AttendArgs &a, const RowSet &s, int i)
 {
-    int32_t row = s.row_tile * a.tile_rows + s.first + i;
-    token = a.p.query_tokens == 1 ? 0 : a.by_group.quotient(row);
-    head = s.h * a.group + row - token * a.group;
-    return row < a.rows;
+    const int32_t row = s.row_tile * a.tile_rows + s.first + i,
+                  token = a.p.query_tokens == 1 ? 0 : a.by_group.quotient(row),
+                  head = s.h * a.group + row - token * a.group;
+    if (!a.p.query_start_loc) return {token, token, head, row < a.rows};
+    const Queries queries = queries_of(a, s.b);
+    return {token, queries.first + token, head, row < a.rows && token < queries.count};
 }
 
-/** The index of a row's first number in q, or -1 for padding rows of the tile. */
+/** The index of a row's first number in q, or -1 if it is not real. */
 __device__ __forceinline__ int64_t query_at(const AttendArgs &a, const RowSet &s, int i)
 {
-    int32_t token, head;
-    if (!find_row(a, s, i, token, head)) return -1;
-    return s.b * a.p.q_stride_batch + head * a.p.q_stride_head + token * a.p.q_stride_token;
+    const RowPlace row = find_row(a, s, i);
+    if (!row.real) return -1;
+    return s.b * a.p.q_stride_batch + row.head * a.p.q_stride_head + row.at * a.p.q_stride_token;
 }
 
 /** Rows in shared memory, [.. pitch] floats, at the start of it in prepare and combine. */
@@ -248,6 +256,17 @@ template <int GROUPS> struct WaveLoad {
             amplitude[k] = is_there ? amplitudes[i] : make_float2(0, 0);
         }
     }
+    /** By the offset of a sequence, which is added to the positions of all its keys. */
+    __device__ __forceinline__ void turn_on(const AttendArgs &a, int32_t b, int lane)
+    {
+        if (!a.p.layer.position_offset || !a.wave.steps) return;
+        const int32_t offset = a.p.layer.position_offset[b];
+#pragma unroll
+        for (int k = 0; k < PAIRS; k++)
+            if (lane + 32 * k < a.wave.pairs)
+                amplitude[k] =
+                    turned(amplitude[k], turn(phase_of(a.p.layer.key.turns[3 * (lane + 32 * k) + 2], offset)));
+    }
 };
 
 /** The same for its metric. */
@@ -308,6 +327,15 @@ __device__ __forceinline__ void undo_metric(const AttendArgs &a, const MetricLoa
         }
         x = times(x, inverse[k]);
     }
+}
+
+/** A KV head's wave for a sequence. */
+template <int GROUPS>
+__device__ __forceinline__ WaveLoad<GROUPS> load_wave(const AttendArgs &a, const RowSet &s, int lane)
+{
+    WaveLoad<GROUPS> wave(a, s.h, lane);
+    wave.turn_on(a, s.b, lane);
+    return wave;
 }
 
 constexpr float WAVE_SIZE = 64; /* the largest number that put_wave writes; leaves room in fp16 for smaller ones */
@@ -419,9 +447,7 @@ __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s
                                             float wave, const PreparedRows &to, int lane)
 {
     constexpr int QUADS = LaneRow<GROUPS>::QUADS;
-    int32_t token, head;
-    find_row(a, s, i, token, head); /* true: padding rows are not prepared here */
-    Range packed = seen_packed(a, seq, seq.first_position + token);
+    Range packed = seen_packed(a, seq, seq.first_position + find_row(a, s, i).token); /* real rows alone come here */
     float number[4 * QUADS],
         largest = fmaxf(1e-30f, 1e-7f * wave); /* keeps the wave's terms finite in units of scores */
 #pragma unroll
@@ -495,7 +521,7 @@ template <int GROUPS> __device__ __forceinline__ void prepare_queries(const Atte
     if (dense) { /* the whole block rotates all rows, in shared memory */
         for (int i = warp; i < s.n; i += warps) {
             float bias = take_query<GROUPS>(a, s, QueryLoad<GROUPS>(a, s, i, lane), row, lane);
-            waves[i] = put_wave<GROUPS>(a, WaveLoad<GROUPS>(a, s.h, lane), row, shared_row(a, i),
+            waves[i] = put_wave<GROUPS>(a, load_wave<GROUPS>(a, s, lane), row, shared_row(a, i),
                                         to.wave_of(a, s.first + i), lane);
             undo_metric<GROUPS>(a, MetricLoad<GROUPS>(a, s.h, lane), row, lane);
             row.store(shared_row(a, i), TQ_TILE * a.groups, lane);
@@ -505,7 +531,7 @@ template <int GROUPS> __device__ __forceinline__ void prepare_queries(const Atte
     }
 #pragma unroll 1
     for (int i = warp; i < s.n; i += warps) {
-        if (s.row_tile * a.tile_rows + s.first + i >= a.rows) {
+        if (!find_row(a, s, i).real) {
             leave_row_empty<GROUPS>(a, s.first + i, to, lane);
             continue;
         }
@@ -515,8 +541,8 @@ template <int GROUPS> __device__ __forceinline__ void prepare_queries(const Atte
             row.load(shared_row(a, i), TQ_TILE * a.groups, lane);
         } else {
             bias = take_query<GROUPS>(a, s, QueryLoad<GROUPS>(a, s, i, lane), row, lane);
-            wave = put_wave<GROUPS>(a, WaveLoad<GROUPS>(a, s.h, lane), row, shared_row(a, i),
-                                    to.wave_of(a, s.first + i), lane);
+            wave = put_wave<GROUPS>(a, load_wave<GROUPS>(a, s, lane), row, shared_row(a, i), to.wave_of(a, s.first + i),
+                                    lane);
             undo_metric<GROUPS>(a, MetricLoad<GROUPS>(a, s.h, lane), row, lane);
             rotate_lanes<GROUPS>(a, row, shared_row(a, i), lane_signs<GROUPS>(a, lane), false, lane);
         }

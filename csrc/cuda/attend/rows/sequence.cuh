@@ -20,41 +20,97 @@ struct Range {
     __device__ __forceinline__ int32_t count() const { return max(hi - lo, 0); }
 };
 
-/** A sequence, with its lengths clamped to valid ones. */
+/** Query tokens of a sequence, and where the first of them is in q, out and lse. */
+struct Queries {
+    int32_t first, count;
+};
+
+__device__ __forceinline__ Queries queries_of(const AttendArgs &a, int32_t b)
+{
+    if (!a.p.query_start_loc) return {0, a.p.query_tokens};
+    const int32_t first = min(max(a.p.query_start_loc[b], 0), a.p.total_tokens),
+                  end = min(max(a.p.query_start_loc[b + 1], first), a.p.total_tokens);
+    return {first, min(end - first, a.p.query_tokens)};
+}
+
+/** A sequence, with its lengths clamped to valid ones. Without query tokens it is empty. */
 struct Sequence {
     int32_t length, start, first_position; /* of query token 0; may be negative */
+    Range packed;                          /* packed indices that are read from pages, as far as a row sees them */
 };
 
 /** A schedule is rows of four numbers: {key, units of the line, 0, 0}; for each team {b, sequence_at, length, start} of
- *  the sequence in which its piece begins (Cursor); {length, start} of each sequence, two in a row. */
+ *  the sequence in which its piece begins (Cursor); of each sequence what sequence_of reads. */
 __device__ __forceinline__ bool is_schedule_of(const AttendArgs &a, const int4 &head)
 {
     return head.x == a.schedule_key;
 }
 
-__device__ __forceinline__ const int2 *scheduled_sequences(const AttendArgs &a, const int4 *schedule)
+__device__ __forceinline__ const int4 *scheduled_sequences(const AttendArgs &a, const int4 *schedule)
 {
-    return reinterpret_cast<const int2 *>(schedule + 1 + a.schedule_teams);
+    return schedule + 1 + a.schedule_teams;
 }
 
+/** A sequence of a call in which nothing varies. */
 __device__ __forceinline__ Sequence make_sequence(const AttendArgs &a, int32_t length, int32_t start)
 {
     Sequence s;
     s.length = min(max(length, 0), a.capacity);
     s.start = min(max(start, 0), s.length);
     s.first_position = s.length - a.p.query_tokens;
+    s.packed = {0, INT32_MAX};
     return s;
+}
+
+/** From what a schedule has of a sequence: {length, start, query tokens, 2 * packed.hi + (1 if it has a row of sinks)}. */
+__device__ __forceinline__ Sequence sequence_of(const AttendArgs &a, const int4 &scheduled)
+{
+    Sequence s = make_sequence(a, scheduled.x, scheduled.y);
+    if (!a.varies) return s;
+    s.first_position = s.length - scheduled.z;
+    s.packed = {scheduled.w & 1 ? a.p.layer.sinks : 0, scheduled.w >> 1};
+    return s;
+}
+
+__device__ __forceinline__ bool has_sinks(const AttendArgs &a, int32_t b)
+{
+    return a.p.layer.sink_rows && (uint32_t)a.p.layer.sink_rows[b] < (uint32_t)a.p.layer.n_sink_rows;
+}
+
+/** The first position that a sequence has in rows of tails; its length if it has none there. */
+__device__ __forceinline__ int32_t tail_begin(const AttendArgs &a, int32_t b, int32_t length)
+{
+    const tq_layer &l = a.p.layer;
+    if (!l.tail_rows || !l.window || !length) return length;
+    const auto has_row = [&](int32_t page) {
+        return (uint32_t)l.tail_rows[2 * (int64_t)b + (page & 1)] < (uint32_t)l.n_tail_rows;
+    };
+    const int32_t page = a.by_page.quotient(length - 1), begin = max(length - l.window, 0),
+                  last_page = page * a.page_tokens;
+    if (!has_row(page)) return length;
+    return begin < last_page && !has_row(page - 1) ? last_page : begin;
+}
+
+/** What schedules have of a sequence, from the call's arrays. */
+__device__ __forceinline__ int4 look_up_sequence(const AttendArgs &a, int32_t b)
+{
+    int32_t length = a.p.layer.lengths[b], start = a.p.starts ? a.p.starts[b] : 0;
+    if (!a.varies) return make_int4(length, start, a.p.query_tokens, 0);
+    const int32_t queries = queries_of(a, b).count;
+    length = queries ? min(max(length, 0), a.capacity) : 0;
+    int32_t end = tail_begin(a, b, length);
+    if (a.p.ends) end = min(end, max(a.p.ends[b] - a.unpacked_sinks, 0));
+    return make_int4(length, start, queries, 2 * end + has_sinks(a, b));
 }
 
 __device__ __forceinline__ Sequence load_sequence(const AttendArgs &a, int32_t b)
 {
-    int32_t length = a.p.layer.lengths[b], start = a.p.starts ? a.p.starts[b] : 0;
+    int4 found = look_up_sequence(a, b);
     if (a.schedule) {
-        int4 head = __ldcg(a.schedule);
-        int2 then = __ldcg(scheduled_sequences(a, a.schedule) + b);
-        if (is_schedule_of(a, head)) length = then.x, start = then.y;
+        int4 head = __ldcg(a.schedule), then = __ldcg(scheduled_sequences(a, a.schedule) + b);
+        if (is_schedule_of(a, head)) found = then;
     }
-    return make_sequence(a, length, start);
+    return sequence_of(a, found);
 }
 
 /** Positions that a query at position p may see at all. */
@@ -69,7 +125,7 @@ __device__ __forceinline__ Range seen(const AttendArgs &a, const Sequence &s, in
 __device__ __forceinline__ Range seen_packed(const AttendArgs &a, const Sequence &s, int32_t p)
 {
     Range r = seen(a, s, p);
-    return {max(r.lo - a.p.layer.sinks, 0), r.hi - a.p.layer.window - a.p.layer.sinks};
+    return {max(r.lo - a.unpacked_sinks, s.packed.lo), min(r.hi - a.unpacked_window - a.unpacked_sinks, s.packed.hi)};
 }
 
 /** The unit of a packed token, if all units have the same size. */
@@ -99,7 +155,7 @@ struct PackedView {
 __device__ __forceinline__ PackedView view_packed(const AttendArgs &a, const Sequence &s)
 {
     if (a.sees_all) { /* as below, with a fifth of the instructions, which delay a block's first page */
-        int32_t end = s.length - a.p.layer.window - a.p.layer.sinks;
+        int32_t end = s.length - a.unpacked_window - a.unpacked_sinks;
         return {{0, end > 0 ? equal_unit_of(a, end - 1) + 1 : 0}, {0, a.p.causal ? end - (a.p.query_tokens - 1) : end}};
     }
     Range first = seen_packed(a, s, s.first_position), last = seen_packed(a, s, s.length - 1);

@@ -322,8 +322,8 @@ template <int TILES> struct WaveSums {
 __device__ __forceinline__ void turn_to_middle(const AttendArgs &a, const WaveSpace &space, int32_t first, int tokens,
                                                int lane)
 {
-    const uint32_t next = a.p.layer.sinks + first + tokens / 2; /* half a position behind the middle */
-    __syncwarp();                                               /* all lanes have read the last unit's turns */
+    const uint32_t next = a.unpacked_sinks + first + tokens / 2; /* half a position behind the middle */
+    __syncwarp();                                                /* all lanes have read the last unit's turns */
 #pragma unroll 2
     for (int i = lane; i < WAVE_STEP * a.wave.steps; i += 32) {
         const int32_t increment = space.increments[i];

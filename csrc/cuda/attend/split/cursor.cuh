@@ -68,7 +68,7 @@ struct Cursor {
         if (at >= end) return;
         if (scheduled) {
             b = mine.x, sequence_at = mine.y;
-            view = view_packed(a, make_sequence(a, mine.z, mine.w));
+            view = view_packed(a, a.varies ? load_sequence(a, b) : make_sequence(a, mine.z, mine.w));
             return;
         }
 #pragma unroll 1

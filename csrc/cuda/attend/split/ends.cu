@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(END_THREADS) combine_kernel(const __grid_const
     wait_for_previous();
     int2 blocks = __ldcg(reinterpret_cast<const int2 *>(a.segments + s.segment));
     RowParts packed = packed_parts(a, s, {blocks.x, blocks.y}, i), exact = exact_parts(a, s, i);
-    if (output.row < 0) packed.n = exact.n = 0;
+    if (!output.is_there()) packed.n = exact.n = 0;
     PartLoads<GROUPS> loads;
     loads.load(packed, way, ways, width, lane);
     MergedRow m =

@@ -21,11 +21,8 @@ __global__ void __launch_bounds__(32 * SCHEDULE_WARPS)
         if (!thread) schedule[0] = make_int4(0, 0, 0, 0);
         return;
     }
-    int2 *sequences = const_cast<int2 *>(scheduled_sequences(a, schedule));
-    for (int32_t b = thread; b < a.p.layer.batch; b += gridDim.x * blockDim.x) {
-        const Sequence s = load_sequence(a, b);
-        sequences[b] = make_int2(s.length, s.start);
-    }
+    int4 *sequences = const_cast<int4 *>(scheduled_sequences(a, schedule));
+    for (int32_t b = thread; b < a.p.layer.batch; b += gridDim.x * blockDim.x) sequences[b] = look_up_sequence(a, b);
     if (piece >= a.schedule_teams) return;
     const Cursor cursor(a, piece, a.schedule_teams, lane);
     if (lane) return;
