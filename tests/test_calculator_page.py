@@ -22,6 +22,7 @@ pytest.importorskip("turboquant._core")
 from turboquant import sizes
 from turboquant.cli import calc, main
 from turboquant.cli.calc_table import GPUS, MODELS
+from turboquant.named_specs import named_or_bits
 
 BROWSER = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="chromium is not there: apt install chromium")
@@ -106,7 +107,7 @@ def expected(one: dict[str, Any]) -> dict[str, tuple[Callable[[int], int], list[
     caches: dict[str, Any] = {name: (item, lambda n, item=item: sizes.full_bytes(model, batch, n, item))
                               for name, item in calc.FULL.items()}  # fmt: skip
     if not model.refused:
-        spec = calc.spec_named(one["spec"])
+        spec = named_or_bits(one["spec"], "--spec")
         caches[one["spec"]] = spec, lambda n: sum(sizes.packed_parts(model, spec, batch, n).values())
     rows = {}
     for name, (stored, size) in caches.items():

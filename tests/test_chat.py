@@ -41,7 +41,7 @@ def test_turns_on_one_cache(monkeypatch, capsys):
     made, plain = [], TurboQuantCache.__init__
     monkeypatch.setattr(TurboQuantCache, "__init__", lambda self, *a, **k: made.append(1) or plain(self, *a, **k))
     talk(monkeypatch, "Marley was dead, to begin with.", "", "There is no doubt whatever about that.")
-    assert main(["chat", DEMO, "--tokens", "12", "--temperature", "0", "--spec", "compact"]) == 0
+    assert main(["chat", DEMO, "--tokens", "12", "--temperature", "0", "--spec", "3"]) == 0
     out, err = capsys.readouterr()
     (first, held, full), (second, _, later) = numbers(err)
     assert second > first + 12 and full < later and held > 0 and len(made) == 1
@@ -76,6 +76,7 @@ def test_a_chat_template(monkeypatch, capsys):
     (["--temperature", "-1"], "--temperature must be in 0..100, got -1.0"),
     (["--spec", "calibrated-3"], "--profile must name a file for calibrated-3"),
     (["--spec", "defalt"], "did you mean 'default'"),
+    (["--spec", "9"], "--spec must be a preset or a number of bits, got 9.0"),
 ])  # fmt: skip
 def test_wrong_options(options, wants, capsys):
     with pytest.raises(SystemExit) as ended:

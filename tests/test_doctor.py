@@ -155,6 +155,11 @@ def test_folders_and_presets_that_are_none(tmp_path, capsys):
     assert "cannot be made: Validation error for field 'hidden_size'\n" in capsys.readouterr().out
     assert main(["doctor", str(DEMO), "--spec", "calibrated-3"]) == 1
     assert "make one with turboquant.calibrate" in lines(capsys.readouterr().out)["preset"][1]
+    assert main(["doctor", str(DEMO), "--spec", "3"]) == 0
+    assert lines(capsys.readouterr().out)["preset"] == (
+        "ok",
+        "3 fits: 3 bits on average; exact are the first 4 tokens and the last 128",
+    )
     nowhere = str(tmp_path / "none")
     for arguments, wants in (
         ([str(DEMO), "--spec", "defalt"], "--spec must be a preset, got 'defalt': did you mean 'default'"),

@@ -243,12 +243,12 @@ def test_keys_of_esm_get_a_bit_in_every_group():
     assert (allocate(energy, 4, whole_keys=True) == allocate(energy, 4)).all()  # too few bits for that
 
 
-def test_command_lines(folder, monkeypatch, tmp_path, capsys):
+def test_command_lines(folder, monkeypatch, tmp_path, capsys, caplog):
     monkeypatch.chdir(tmp_path)
     model, train, test = (str(folder / name) for name in ("model", "train.fasta", "test.fasta"))
     assert main(["calibrate", model, "--fasta", train, "--out", "c.safetensors", "--tokens", "200"]) == 0
     shown = capsys.readouterr()
-    assert "1 of 9 proteins are left out, the first: `" in shown.err
+    assert "1 of 9 proteins are left out, the first: `" in caplog.text
     assert "160 tokens, 3 layers" in shown.out and "| bits | none |" in shown.out
     options = ["--profile", "c.safetensors", "--proteins", "2", "--json", "q.json"]
     assert main(["eval", model, "--fasta", test, "--spec", "default,calibrated-3", *options]) == 0
@@ -282,7 +282,7 @@ def test_scan_command(folder, monkeypatch, tmp_path):
         assert [rows[20][n] for n in ("position", "wild_type", "mutation")] == ["2", protein(12, 0)[1], "A"]
 
 
-def test_a_scan_goes_on_past_what_the_model_cannot_read(folder, tmp_path, capsys, monkeypatch):
+def test_a_scan_goes_on_past_what_the_model_cannot_read(folder, tmp_path, caplog, monkeypatch):
     """Letters of no amino acid, a stop codon inside, and an entry without a sequence: the others are scanned, a long
     one in windows, and what was left out is listed at the end. `eval` and `calibrate` leave out the long one too."""
     monkeypatch.chdir(tmp_path)
@@ -302,14 +302,14 @@ def test_a_scan_goes_on_past_what_the_model_cannot_read(folder, tmp_path, capsys
         assert [row["protein"] for row in csv.DictReader(file)] == (
             ["good"] * 200 + ["long"] * 63 * 20 + ["dot"] * 60 + ["last"] * 80
         )
-    said = capsys.readouterr().err.splitlines()
-    at = said.index("left out 4 of 8 proteins:")
-    assert all("last: 4 residues" not in line for line in said[at:])
+    assert "1 of 4, good: 10 residues" in caplog.messages
+    head, *said = caplog.messages[-1].splitlines()
+    assert head == "left out 4 of 8 proteins:" and len(said) == 4
     for name, why in (("nothing", "must have a sequence"), ("foreign", "must be in ASCII"),
                       ("ambiguous", "got 'J'"), ("stop", "got '*'")):  # fmt: skip
-        assert any(name in line and why in line for line in said[at + 1 :]), name
+        assert any(name in line and why in line for line in said), name
     assert main(["eval", model, "--fasta", "p.fa", "--spec", "default", "--proteins", "3"]) == 0
-    assert "5 of 8 proteins are left out" in capsys.readouterr().err
+    assert "5 of 8 proteins are left out" in caplog.text
 
 
 @pytest.mark.parametrize("stdout", ["-", "/dev/stdout"])
@@ -346,7 +346,7 @@ def test_fasta_compressed_by_gzip(tmp_path):
             read_fasta(file)
 
 
-def test_sequences_that_are_not_of_proteins_are_said(folder, tmp_path, capsys):
+def test_sequences_that_are_not_of_proteins_are_said(folder, tmp_path, caplog):
     file = tmp_path / "a.fa"
     for sequence in ("acgtacgtnnn", "ACGUACGUACGURACGUACGU"):
         file.write_text(f">p\nMKTAYIAKQR\n>d\n{sequence}\n")
@@ -356,7 +356,7 @@ def test_sequences_that_are_not_of_proteins_are_said(folder, tmp_path, capsys):
     with pytest.warns(UserWarning, match="1 of 1 headers are those of a PIR file, the first 'P1;CRAB'"):
         read_fasta(file)
     assert main(["esm-scan", str(file), "--model", str(folder / "model"), "--csv", str(tmp_path / "s.csv")]) == 0
-    assert "warning: " in capsys.readouterr().err
+    assert "a.fa: 1 of 1 headers are those of a PIR file" in caplog.text
     file.write_text(">a\nGAGAGSGAGAGSGAGAGS\n>b\nACGT\n>P1\nMKTAYIAKQR\n")  # silk, a short peptide, not PIR
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -333,8 +333,11 @@ def test_calibrate_and_eval(calibrated, book, tmp_path, capsys):
     assert {"tokens_until_parted", "equal_64"} <= set(row["metrics"]) and "equal_256" not in row["metrics"]
     assert row["metrics"]["effective_bits"] == 3 + 16 / 64 and 0 < row["metrics"]["kl_divergence"] < 0.2
     common[-1] = "16"
-    assert main([*common, "--spec", "default", "--set", "window=64", "--set", "key_bits=5"]) == 0
-    assert "exact: 4 sinks, 64 window" in capsys.readouterr().out
+    assert main([*common, "--spec", "default,4", "--set", "window=64", "--set", "key_bits=5"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("exact: 4 sinks, 64 window") == 1
+    of_preset, of_bits = (row.split("|")[2:] for row in shown.splitlines() if row.startswith(("| default |", "| 4 |")))
+    assert of_preset == of_bits  # which are 4 for values
     assert main([*common, "--spec", "default", "--json", "-"]) == 0
     shown = capsys.readouterr()
     row = json.loads(shown.out)["rows"][0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 
 import models
 import numpy as np
@@ -123,6 +124,22 @@ def test_the_command_writes_what_measure_finds(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["measure", str(DEMO), "-o", str(tmp_path)])
     assert "--out must be a file" in capsys.readouterr().err
+
+
+def test_the_command_without_a_tokenizer_says_so_in_a_line(tmp_path, caplog, capsys):
+    """And `chat`, which cannot do without, says what is missing."""
+    models.tiny().save_pretrained(folder := tmp_path / "model")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert main(["measure", str(folder), "-o", str(tmp_path / "p")]) == 0
+    (line,) = [one for one in caplog.messages if "random token ids" in one]
+    why = f"{str(folder)!r} (no tokenizer.json, nor another file that makes one)"
+    assert line.startswith("the model is measured on random token ids, because no tokenizer can be read at ")
+    assert why in line and line.endswith("Add the tokenizer's files to the model's folder, or pass `tokenizer`.")
+    with pytest.raises(SystemExit):
+        main(["chat", str(folder)])
+    wants = f"chat: MODEL must be a folder or a name with the files of a tokenizer (tokenizer.json): no tokenizer can be read at {why}"  # noqa: E501
+    assert wants in capsys.readouterr().err
 
 
 def test_bits(model):

@@ -262,7 +262,7 @@ def test_presets():
 def test_unknown_presets():
     with pytest.raises(ValueError, match="got 'defalt': did you mean 'default'"):
         preset("defalt")
-    with pytest.raises(ValueError, match="got 'xyz': such as 'default', .*\\? `turboquant presets` lists them"):
+    with pytest.raises(ValueError, match="got 'xyz': `turboquant presets` lists them"):
         preset("xyz")
     with pytest.raises(ValueError, match="did you mean .*'skainet-balanced'"):
         preset("SKaiNET-balance")

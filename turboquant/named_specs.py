@@ -11,7 +11,7 @@ from typing import Any
 from .spec import LEAST_AVERAGE, MOST_SIDE_BITS, CacheSpec
 from .tables import table
 
-__all__ = ["OTHERS", "OURS", "named", "of_bits", "preset", "presets", "print_presets", "resolve"]
+__all__ = ["OTHERS", "OURS", "named", "named_or_bits", "of_bits", "preset", "presets", "print_presets", "resolve"]
 
 # Switches off the defaults of CacheSpec that no other scheme has.
 _OFF: dict[str, Any] = {"centre": "none", "metric": "none", "sinks": 0, "window": 0}
@@ -94,9 +94,18 @@ def named(name: str, argument: str) -> CacheSpec:
         return CacheSpec(budget=average)
     if name not in _PRESETS:
         near = difflib.get_close_matches(name.lower(), _PRESETS, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(map(repr, near))}" if near else f"such as {', '.join(map(repr, OURS))}"
-        raise ValueError(f"{argument} must be a preset, got {name!r}: {hint}? `turboquant presets` lists them")
+        hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+        raise ValueError(f"{argument} must be a preset, got {name!r}: {hint}`turboquant presets` lists them")
     return _PRESETS[name]
+
+
+def named_or_bits(text: str, argument: str) -> CacheSpec:
+    """What an option names: a preset, or the preset default with this number of bits. Errors as of `named`."""
+    try:
+        bits = float(text)
+    except ValueError:
+        return named(text, argument)
+    return of_bits(bits, argument)
 
 
 def of_bits(bits: Any, argument: str) -> CacheSpec:

@@ -15,7 +15,7 @@ from typing import Any
 from turboquant import sizes
 from turboquant.cli import calc
 from turboquant.cli.calc_table import GPUS, ITEM_BYTES, MODELS, TIMED, TIMED_BYTES, TIMES
-from turboquant.named_specs import OTHERS, OURS
+from turboquant.named_specs import OTHERS, OURS, named_or_bits
 from turboquant.plan import PAGE_TOKENS
 from turboquant.spec import CacheSpec
 
@@ -32,7 +32,7 @@ def numbers() -> dict[str, Any]:
     return {
         "models": {name: _model(calc.read_model(name)) for name in MODELS},
         "groups": SPECS,
-        "specs": {name: _spec(calc.spec_named(name)) for names in SPECS.values() for name in names},
+        "specs": {name: _spec(named_or_bits(name, "--spec")) for names in SPECS.values() for name in names},
         "full": calc.FULL,
         "gpus": {name: {"speed": speed, "measured": name in TIMES, "times": TIMES.get(name, TIMES["h100"]),
                         "scale": 1.0 if name in TIMES else GPUS["h100"] / speed} for name, speed in GPUS.items()},
@@ -59,7 +59,7 @@ def _model(model: sizes.Model) -> dict[str, Any]:
         "about": str(model),
         "refused": model.refused,
         "layers": [(count, one.reads(1), one.stores(1), one.window) for one, count in layers],
-        "packed": {name: _packed(model, calc.spec_named(name)) for name in names},
+        "packed": {name: _packed(model, named_or_bits(name, "--spec")) for name in names},
     }
 
 

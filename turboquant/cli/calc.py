@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..arguments import BOUNDS, bounded
-from ..named_specs import named, of_bits
+from ..named_specs import named_or_bits
 from ..plot import check_picture, lines
 from ..sizes import (
     Model,
@@ -35,7 +35,7 @@ from ..spec import CacheSpec
 from ..tables import table
 from .calc_table import GPUS, ITEM_BYTES, MODELS, TIMED, TIMED_BYTES, TIMES, Row
 
-__all__ = ["FULL", "bytes_read", "calc", "decode_seconds", "read_model", "spec_named", "timed_as"]
+__all__ = ["FULL", "bytes_read", "calc", "decode_seconds", "read_model", "timed_as"]
 
 FULL = {"fp32": 4, "bf16": 2, "fp8": 1}  # what packed caches are compared with
 DEFAULT_CONTEXT = 32768
@@ -195,7 +195,7 @@ def calc(chosen: argparse.Namespace) -> int:
         for name, row in MODELS.items():
             print(_from_row(name, row))
         return 0
-    specs = {name: spec_named(name) for name in chosen.spec.split(",")}
+    specs = {name: named_or_bits(name, "--spec") for name in chosen.spec.split(",")}
     asked = chosen.context
     chosen.context = DEFAULT_CONTEXT if asked is None else asked
     memory = None if chosen.memory is None else bytes_of(chosen.memory, "--memory")
@@ -218,15 +218,6 @@ def calc(chosen: argparse.Namespace) -> int:
     elif bits:
         print(f"\n{bits}")
     return 1 if model.refused else 0
-
-
-def spec_named(name: str) -> CacheSpec:
-    """A preset, or "default" with this number of bits. ValueError for any other name."""
-    try:
-        bits = float(name)
-    except ValueError:
-        return named(name, "--spec")
-    return of_bits(bits, "--spec")
 
 
 def _budget(model: Model, chosen: argparse.Namespace, tokens: int | None, memory: int | None) -> str:

@@ -13,6 +13,7 @@ from ..hf.cache import TurboQuantCache
 from ..measured import Profile
 from ..models.names import CACHE
 from ..patching import patch
+from ..spec import CacheSpec
 
 __all__ = ["chat"]
 
@@ -70,7 +71,7 @@ class _Conversation:
 
 
 def chat(
-    model: Any, tokenizer: Any, spec: str, profile: Profile | None, tokens: int, temperature: float, seed: int
+    model: Any, tokenizer: Any, spec: CacheSpec, profile: Profile | None, tokens: int, temperature: float, seed: int
 ) -> int:
     """Reads messages from standard input, one a line, until its end, and answers each with at most `tokens` tokens."""
     patch(model, spec, profile=profile, tokenizer=tokenizer)

@@ -8,18 +8,21 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import shlex
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import turboquant
 
 from ..arguments import STANDARD_OUTPUT, check_options, check_output
 from ..named_specs import print_presets
 from ..plot import check_picture, points
+from ..progress import log
 from .calc_table import GPUS, ITEM_BYTES
 from .doctor import doctor, info
 from .findings import device_code, installed, library
@@ -113,7 +116,7 @@ def _tokenizer(name: str) -> Any:
 
     tokenizer, why = tokenizer_at(name)
     if tokenizer is None:
-        raise ValueError(f"MODEL must be a folder or a name with the files of a tokenizer (tokenizer.json), got {why}")
+        raise ValueError(f"MODEL must be a folder or a name with the files of a tokenizer (tokenizer.json): {why}")
     return tokenizer
 
 
@@ -276,8 +279,8 @@ def _spread_windows(ids: Sequence[int], tokens: int, first: int | None) -> list[
 
 
 def _specs(chosen: argparse.Namespace) -> dict[str, Any]:
-    """The presets named, with the fields that were set."""
-    from ..named_specs import named
+    """The presets or numbers of bits named, with the fields that were set."""
+    from ..named_specs import named_or_bits
     from ..spec import CacheSpec
 
     names = [field.name for field in dataclasses.fields(CacheSpec)]
@@ -292,7 +295,7 @@ def _specs(chosen: argparse.Namespace) -> dict[str, Any]:
             changed[field] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             changed[field] = value
-    return {name: named(name, "--spec").with_(**changed) for name in filter(None, chosen.spec.split(","))}
+    return {name: named_or_bits(name, "--spec").with_(**changed) for name in filter(None, chosen.spec.split(","))}
 
 
 def evaluate(chosen: argparse.Namespace) -> int:
@@ -366,9 +369,9 @@ def evaluate(chosen: argparse.Namespace) -> int:
 
 
 def _doctor(chosen: argparse.Namespace) -> int:
-    from ..named_specs import named
+    from ..named_specs import named_or_bits
 
-    named(chosen.spec, "--spec")
+    named_or_bits(chosen.spec, "--spec")
     if chosen.model is not None:
         _check_name(chosen.model)
     return doctor(chosen.model, chosen.spec, chosen.tokens)
@@ -383,11 +386,12 @@ def calc(chosen: argparse.Namespace) -> int:
 
 def chat(chosen: argparse.Namespace) -> int:
     """A conversation in the terminal on a packed cache."""
-    from ..named_specs import named
+    from ..named_specs import named_or_bits
 
     if not 0 <= chosen.temperature <= 100:
         raise ValueError(f"--temperature must be in 0..100, got {chosen.temperature}")
-    if named(chosen.spec, "--spec").calibrated and chosen.profile is None:
+    spec = named_or_bits(chosen.spec, "--spec")
+    if spec.calibrated and chosen.profile is None:
         raise ValueError(f"--profile must name a file for {chosen.spec}; `turboquant calibrate` makes one")
     _check_name(chosen.model)
     chosen.fasta = None
@@ -396,12 +400,12 @@ def chat(chosen: argparse.Namespace) -> int:
 
     profile = None if chosen.profile is None else loaded_profile(chosen.profile)
     tokenizer = _tokenizer(chosen.model)
-    return run(_model(chosen), tokenizer, chosen.spec, profile, chosen.tokens, chosen.temperature, chosen.seed)
+    return run(_model(chosen), tokenizer, spec, profile, chosen.tokens, chosen.temperature, chosen.seed)
 
 
 def esm_scan(chosen: argparse.Namespace) -> int:
     """Masked or wild-type marginals of proteins: what a model expects at each position."""
-    from ..named_specs import named
+    from ..named_specs import named_or_bits
     from . import esm_commands
 
     read = {"FASTA": chosen.fasta, "--profile": chosen.profile, "--mutants": chosen.mutants}
@@ -418,8 +422,10 @@ def esm_scan(chosen: argparse.Namespace) -> int:
     check_output(chosen.heatmap or None, "--heatmap", {**read, "--csv": None if chosen.csv == "-" else chosen.csv})
     if chosen.heatmap:
         check_picture(chosen.heatmap, "--heatmap")
-    if named(chosen.spec, "--spec").calibrated and chosen.profile is None and chosen.method == "shared-context":
+    spec = named_or_bits(chosen.spec, "--spec")
+    if spec.calibrated and chosen.profile is None and chosen.method == "shared-context":
         raise ValueError(f"--profile must name a file for {chosen.spec}; `turboquant calibrate` makes one")
+    chosen.spec = spec
     profile = None if chosen.profile is None else loaded_profile(chosen.profile)
     _, proteins = _checked_files(chosen)
     return esm_commands.scan(_model(chosen), chosen, profile, proteins)
@@ -436,6 +442,7 @@ def esm_embed(chosen: argparse.Namespace) -> int:
     except ValueError:
         raise ValueError(f"--layers must be integers between commas, got {chosen.layers!r}") from None
     _, proteins = _checked_files(chosen)
+    esm_commands.check_embedding(chosen)
     return esm_commands.embedded(_model(chosen), chosen, proteins)
 
 
@@ -524,7 +531,8 @@ def make_parser() -> argparse.ArgumentParser:
         "doctor", help="info with verdicts, and whether a model can be packed; exit status 1 if something cannot work"
     )
     one.add_argument("model", metavar="MODEL", nargs="?", help="a folder, or a name on the Hugging Face hub")
-    one.add_argument("--spec", metavar="NAME", default="default", help="preset to judge the model by (default default)")
+    one.add_argument("--spec", metavar="NAME", default="default", help="preset, or number of bits, to judge the model "
+                     "by (default default)")  # fmt: skip
     one.add_argument(
         "--tokens", type=int, metavar="N", default=32768, help="count the cache's bytes for N tokens (default 32768)"
     )
@@ -566,7 +574,8 @@ def make_parser() -> argparse.ArgumentParser:
     one.set_defaults(run=calibrate)
     one = commands.add_parser("eval", help="quality and bytes of specs on a text or proteins")
     _add_model_options(one)
-    one.add_argument("--spec", metavar="NAME[,NAME...]", required=True, help="presets")
+    one.add_argument("--spec", metavar="NAME[,NAME...]", required=True, help="presets, or numbers of bits for the "
+                     "preset default")  # fmt: skip
     one.add_argument(
         "--set", metavar="FIELD=VALUE", action="append", default=[], help="a field of the spec, such as sinks=4"
     )
@@ -605,7 +614,10 @@ def make_parser() -> argparse.ArgumentParser:
                      default="shared-context", help="masked marginals over one packed pass (the default); exactly, a "
                      "full pass for each position; or wild-type marginals: one pass, nothing masked")  # fmt: skip
     one.add_argument(
-        "--spec", metavar="NAME", default="esm-default", help="preset of the shared context (default esm-default)"
+        "--spec",
+        metavar="NAME",
+        default="esm-default",
+        help="preset, or number of bits, of the shared context (default esm-default)",
     )
     one.add_argument("--profile", metavar="FILE", help="of the model, as measure and calibrate write it; calibrated "
                      "presets need one of calibrate")  # fmt: skip
@@ -618,7 +630,8 @@ def make_parser() -> argparse.ArgumentParser:
     one.set_defaults(run=esm_scan)
     one = commands.add_parser("chat", help="a conversation in the terminal, which tells the bytes of its packed cache")
     one.add_argument("model", metavar="MODEL", help="a folder, or a name on the Hugging Face hub")
-    one.add_argument("--spec", metavar="NAME", default="default", help="preset of the cache (default default)")
+    one.add_argument("--spec", metavar="NAME", default="default", help="preset, or number of bits, of the cache "
+                     "(default default)")  # fmt: skip
     one.add_argument("--profile", metavar="FILE", help="of the model, as measure and calibrate write it")
     one.add_argument("--tokens", type=int, metavar="N", default=512, help="the most of an answer (default 512)")
     one.add_argument("--temperature", type=float, metavar="T", default=0.7, help="of the sampling; 0: the likeliest "
@@ -640,7 +653,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest and chosen.command != "demo":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
-        status = _run(parser, chosen, rest)
+        with warnings.catch_warnings():
+            if not sys.warnoptions:  # -W and PYTHONWARNINGS want warnings as Python shows them
+                warnings.showwarning = _show
+            status = _run(parser, chosen, words, rest)
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader, such as head, has all that it wants
@@ -655,7 +671,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
-def _run(parser: argparse.ArgumentParser, chosen: argparse.Namespace, rest: Sequence[str]) -> int:
+def _in_options(error: Exception, words: Sequence[str]) -> str:
+    """What the library says of an argument, said of the option that was given for it, without the function's name."""
+    text = re.sub(r"^\w+: (?=`)", "", str(error))
+    found = re.match(r"`(\w+)(\[\d+\])?`", text)
+    option = "" if found is None else f"--{found[1].replace('_', '-')}"
+    given = any(word.partition("=")[0] == option for word in words)
+    return f"{option}{text[found.end() :]}" if found is not None and given else text
+
+
+def _show(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A warning to users as a line, without the place in the source that it came from; others as Python shows them."""
+    if category is UserWarning:
+        log.warning("%s", message)
+    else:
+        sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
+
+
+def _run(parser: argparse.ArgumentParser, chosen: argparse.Namespace, words: Sequence[str], rest: Sequence[str]) -> int:
     if chosen.command == "info" and chosen.kernels is None and not (chosen.gpu or chosen.moments):
         return info()
     try:
@@ -666,7 +706,7 @@ def _run(parser: argparse.ArgumentParser, chosen: argparse.Namespace, rest: Sequ
     except ImportError as error:
         parser.error(_missing(error, chosen.command))
     except (ValueError, TypeError, OSError, NotImplementedError) as error:
-        parser.error(f"{chosen.command}: {error}")
+        parser.error(f"{chosen.command}: {_in_options(error, words)}")
     except RuntimeError as error:
         if not str(getattr(error, "argument", "")).startswith("TURBOQUANT_"):
             raise

@@ -18,7 +18,7 @@ from ..models.families import family_of
 from ..models.identity import describe, layer_sizes
 from ..models.kinds import kinds_of, latent_size, packed_indices
 from ..models.texts import found_tokenizer
-from ..named_specs import resolve
+from ..named_specs import named_or_bits, resolve
 from ..patching import check
 from ..sizes import Model, full_bytes, layers_of, packed_parts, refused
 from ..spec import CacheSpec
@@ -30,11 +30,12 @@ _HELP = "the model runs without a patch as before, on a cache of transformers"
 
 
 def diagnose(name: str, spec: str, tokens: int) -> Iterator[Finding]:
-    """Findings about the model at a folder or hub name, for a preset and one sequence of `tokens` tokens.
+    """Findings about the model at a folder or hub name, for a preset or number of bits and one sequence of `tokens`
+    tokens.
 
-    Ends with the first that fails. ValueError for an unknown preset.
+    Ends with the first that fails. ValueError for any other spec.
     """
-    chosen = resolve(spec)
+    chosen = named_or_bits(spec, "--spec")
     try:
         config = AutoConfig.from_pretrained(name)
         family = family_of(config)

@@ -10,9 +10,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from transformers import AutoConfig
+
 from ..calibration.calibrate import calibrate
 from ..esm.context import ContextCache
-from ..esm.embedding import embed
+from ..esm.embedding import chosen_layers, embed
 from ..esm.heatmap import heat_map
 from ..esm.mutants import SCORE, Mutant, read_mutants, summed
 from ..esm.quality import ProteinEvaluation, evaluate, protein_batches
@@ -23,11 +25,12 @@ from ..index.training import LEAST
 from ..measured import Profile
 from ..models.esm import AMINO_ACIDS, checked_model, letter_tokens, tokenise
 from ..models.fasta import Entries, Protein, doubts, read_entries
+from ..progress import log
 from ..spec import CacheSpec
 from ..tables import table
 from .index_commands import check_names, fill
 
-__all__ = ["calibrated", "embedded", "evaluated", "markdown", "scan"]
+__all__ = ["calibrated", "check_embedding", "embedded", "evaluated", "markdown", "scan"]
 
 
 HELD_OUT = 4  # 1 protein in 4 is held out of a calibration
@@ -43,7 +46,7 @@ def _usable(path: str, read: Read, model: Any, any_length: bool = False) -> tupl
     """
     proteins, errors = read_entries(path) if read is None else read
     for doubt in doubts(proteins):
-        print(f"warning: {path}: {doubt}", file=sys.stderr)
+        log.warning("%s: %s", path, doubt)
     usable, left_out = [], list(errors)
     for protein in proteins:
         try:
@@ -68,8 +71,8 @@ def _spread(
     Prints how many cannot be used."""
     proteins, left_out = _usable(path, read, model)
     if left_out:
-        print(f"{len(left_out)} of {len(proteins) + len(left_out)} proteins are left out, the first: {left_out[0]}",
-              file=sys.stderr)  # fmt: skip
+        log.warning("%d of %d proteins are left out, the first: %s", len(left_out), len(proteins) + len(left_out),
+                    left_out[0])  # fmt: skip
     wanted, usual = amount
     there = sum(map(sizes, proteins))
     if wanted is not None and not 1 <= wanted <= there:
@@ -119,6 +122,13 @@ def markdown(evaluations: Mapping[str, ProteinEvaluation]) -> str:
     return "\n".join([table(rows, markdown=True), "", *(f"{note}." for note in notes)])
 
 
+def check_embedding(chosen: argparse.Namespace) -> None:
+    """Checks the options of `esm-embed` against the model's configuration, before its weights are read."""
+    config = AutoConfig.from_pretrained(chosen.model)
+    chosen_layers(chosen.layers, config.num_hidden_layers)
+    sizes(config, chosen.window, chosen.overlap)
+
+
 def embedded(model: Any, chosen: argparse.Namespace, read: Read = None) -> int:
     """Embeds the proteins of a file that the model can read; lists the others on stderr at the end."""
     checked_model(model)
@@ -140,8 +150,8 @@ def embedded(model: Any, chosen: argparse.Namespace, read: Read = None) -> int:
 
 def _list_left_out(proteins: Sequence[Protein], left_out: Sequence[str]) -> None:
     if left_out:
-        print(f"left out {len(left_out)} of {len(proteins) + len(left_out)} proteins:", file=sys.stderr)
-        print(*(f"  {why}" for why in left_out), sep="\n", file=sys.stderr)
+        lines = "".join(f"\n  {why}" for why in left_out)
+        log.warning("left out %d of %d proteins:%s", len(left_out), len(proteins) + len(left_out), lines)
 
 
 def scan(model: Any, chosen: argparse.Namespace, profile: Profile | None, read: Read = None) -> int:
@@ -184,7 +194,7 @@ def _write(
     else:
         writer.writerow((*mutants[0], SCORE))
     for i, protein in enumerate(proteins):
-        print(f"{i + 1} of {len(proteins)}, {protein.name}: {len(protein.sequence)} residues", file=sys.stderr)
+        log.info("%d of %d, %s: %d residues", i + 1, len(proteins), protein.name, len(protein.sequence))
         if mutants is not None and chosen.joint:
             scores = _jointly_scored(model, protein.sequence, mutants[1], chosen, context)
             writer.writerows([*mutant.row, f"{score:.5f}"] for mutant, score in zip(mutants[1], scores, strict=True))

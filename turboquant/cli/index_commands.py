@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..arguments import STANDARD_OUTPUT, check_output
+from ..arguments import BOUNDS, STANDARD_OUTPUT, check_output
 from ..progress import Progress, log
 
 if TYPE_CHECKING:
@@ -74,9 +74,19 @@ def build(chosen: argparse.Namespace) -> int:
     x, names = mapped(chosen.vectors, "VECTORS")
     if names is not None:
         check_names(names, chosen.vectors)
+    _check_build(chosen, *x.shape)
     index = Index(x.shape[1], chosen.bits, chosen.metric, chosen.seed, chosen.lists)
     fill(index, x, chosen.out, chosen.vectors, chosen.train or chosen.lists > 0, names)
     return 0
+
+
+def _check_build(chosen: argparse.Namespace, n: int, dim: int) -> None:
+    most = BOUNDS["Index: `dim`"][1]
+    if not 1 <= dim <= most:
+        raise ValueError(f"VECTORS must have 1..{most} numbers a row, got {dim}")
+    if (chosen.train or chosen.lists) and n < max(2, chosen.lists):
+        option = f"--lists {chosen.lists}" if chosen.lists else "--train"
+        raise ValueError(f"VECTORS must have at least {max(2, chosen.lists)} vectors with {option}, got {n}")
 
 
 def fill(index: Index, x: Any, out: str, path: str, train: bool, names: Sequence[str] | None = None) -> None:

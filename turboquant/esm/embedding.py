@@ -161,7 +161,18 @@ def _job(
         if not isinstance(name, str) or "\n" in name or not name:
             raise ValueError(f"`names[{i}]` must be a text of one line, got {name!r}")
     most, shared = sizes(model.config, window, overlap)
-    count = len(base.encoder.layer)
+    chosen = chosen_layers(layers, len(base.encoder.layer))
+    width, size = model.config.hidden_size, next(base.parameters()).element_size()
+    each = width * (_TIMES_WIDTH * size + 8 * len(chosen))
+    room = _MEMORY[device_of(base).type == "cpu"] if memory is None else bounded("embed: `memory`", memory)
+    budget = max(most + 2, room // each)
+    tokens = [letter_tokens(sequence, f"sequences[{i}]") for i, sequence in enumerate(sequences)]
+    return _Job(tuple(named), tokens, tuple(sorted(chosen)), residues, most, shared, budget)
+
+
+def chosen_layers(layers: Sequence[int], count: int) -> list[int]:
+    """The numbers, counted from 0 on, of layers of a model that has `count`. ValueError for one that it lacks, one that
+    is named twice, and none."""
     chosen = []
     for i, layer in enumerate(layers):
         number = integer(layer, f"`layers[{i}]`")
@@ -170,12 +181,7 @@ def _job(
         chosen.append(number % (count + 1))
     if not chosen or len(set(chosen)) != len(chosen):
         raise ValueError(f"`layers` must name at least one layer, and each once, got {list(layers)}")
-    width, size = model.config.hidden_size, next(base.parameters()).element_size()
-    each = width * (_TIMES_WIDTH * size + 8 * len(chosen))
-    room = _MEMORY[device_of(base).type == "cpu"] if memory is None else bounded("embed: `memory`", memory)
-    budget = max(most + 2, room // each)
-    tokens = [letter_tokens(sequence, f"sequences[{i}]") for i, sequence in enumerate(sequences)]
-    return _Job(tuple(named), tokens, tuple(sorted(chosen)), residues, most, shared, budget)
+    return chosen
 
 
 # ---- the model ----

@@ -541,6 +541,6 @@ class Index:
         try:
             damaged = storage.damaged(meta, arrays)
         except (KeyError, TypeError) as error:
-            raise ValueError(f"verify: the file must be sound: {error!r}") from None
+            raise ValueError(f"the file must be sound: {error!r}") from None
         if damaged:
-            raise ValueError(f"verify: the bytes must be those that were saved, the checksum of {damaged} differs")
+            raise ValueError(f"its bytes must be those that were saved, other checksums have {', '.join(damaged)}")

@@ -35,7 +35,7 @@ class _Shard:
         if self.checksum not in (None, opened.checksum):
             raise ValueError(f"{self.path!r} must be the file that the manifest names, its checksum differs")
         if self.transform not in (None, opened.transform):
-            raise ValueError(f"{_ALIKE}; that of {self.path!r} differs from the manifest's")
+            raise ValueError(f"{_ALIKE}; {self.path!r} has another than the manifest names")
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _search_one(shard: _Shard, queries: Any, k: int, options: dict[str, Any]) ->
     try:
         results = opened.index.search(queries, k, **options)
     except (ValueError, TypeError) as error:
-        raise type(error)(f"{shard.path!r}: {error}") from None
+        raise type(error)(f"{shard.path!r}: {str(error).removeprefix('search: ')}") from None
     return opened.transform, opened.index.metric, *results
 
 
@@ -152,7 +152,7 @@ def search_shards(
     transforms, metrics, scores, ids = zip(*results, strict=True)
     for shard, transform in zip(shards, transforms, strict=True):
         if transform != transforms[0]:
-            raise ValueError(f"search_shards: {_ALIKE}; that of {shard.path!r} differs from {shards[0].path!r}'s")
+            raise ValueError(f"search_shards: {_ALIKE}; {shard.path!r} has another than {shards[0].path!r}")
     return _merged(np.concatenate(scores, axis=-1), np.concatenate(ids, axis=-1), k, metrics[0])
 
 
@@ -200,7 +200,7 @@ def _checked(shards: list[_Shard]) -> list[_Opened]:
             raise ValueError(f"{shard.path!r}: {error}") from None
         opened.append(one)
         if one.transform != opened[0].transform:
-            raise ValueError(f"{_ALIKE}; that of {shard.path!r} differs from {shards[0].path!r}'s")
+            raise ValueError(f"{_ALIKE}; {shard.path!r} has another than {shards[0].path!r}")
     _check_ids(shards, opened)
     return opened
 

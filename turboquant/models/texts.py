@@ -56,7 +56,7 @@ def sample(model: Any, tokenizer: Any, text: str | None, limit: int) -> Sample:
     if tokenizer is None:
         warnings.warn(
             f"the model is measured on random token ids, because {why}: its cache will diverge 1.2 to 1.5 times as "
-            "much as with moments of text. Pass `tokenizer`.",
+            "much as with moments of text. Add the tokenizer's files to the model's folder, or pass `tokenizer`.",
             stacklevel=4,
         )
         return Sample((_random(model, limit),), RANDOM_IDS)
@@ -123,6 +123,8 @@ def tokenizer_at(name: str, called: str = "", local_files_only: bool = False) ->
         return tokenizer, ""
     except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0].partition(". ")[0]
+        if reason.rstrip().endswith(":"):  # a list of what else transformers looked for
+            reason = "no tokenizer.json, nor another file that makes one"
         return None, f"no tokenizer can be read at {called}{name!r} ({reason})"
 
 
