@@ -8,6 +8,7 @@ docs/cpu_context.svg       the same on one CPU thread
 docs/index_bytes.svg       recall of vector indexes against the bytes of a vector
 docs/index_time.svg        their recall against the time of a query
 docs/whole_model.svg       tokens that fit and tokens a second of a whole model, presets beside bfloat16 and fp8
+docs/serving.svg           a decode step of vLLM against requests, with fp8's cache and with ours
 docs/quality.svg           divergence of two real models against bits, our widths and other formats
 """
 
@@ -200,6 +201,28 @@ def whole_model() -> None:
         ax.spines[["top", "right"]].set_visible(False)
     figure.savefig(DOCS / "whole_model.svg", metadata={"Date": None})
     plt.close(figure)
+
+
+SERVED = {"fp8": ("black", "fp8"), "bf16": ("grey", "bfloat16"), "ours4-sinks": (COLOURS["4"], "4 bits"),
+          "ours3-sinks": (COLOURS["3"], "3 bits"), "ours2-sinks": (COLOURS["2"], "2 bits")}  # fmt: skip
+
+
+def serving(machine: str) -> None:
+    """Milliseconds of a decode step at two contexts."""
+    results = rows(machine, "vllm")
+    figure, both = plt.subplots(1, 2, figsize=(7.4, 3.4), sharex=True)
+    for ax, context in zip(both, (8192, 32768)):
+        ax.set(xlabel="requests", xscale="log", title=f"{context:,} tokens each", yscale="log")
+        ax.grid(True, which="both", linewidth=0.3)
+        ax.set_xticks([1, 8, 16, 32, 64], ["1", "8", "16", "32", "64"])
+        for cache, (colour, label) in SERVED.items():
+            of = {"cache": cache, "context": context}
+            line = [(r["params"]["batch"], r["metrics"]["ms"]) for r in results
+                    if r["bench"] == "tpot" and of.items() <= r["params"].items() and r["metrics"]["ms"]]  # fmt: skip
+            if line:
+                ax.plot(*zip(*line), marker="o", markersize=3, color=colour, label=label)
+    both[0].set_ylabel("time of a decode step (ms)")
+    save(figure, both[0], "serving.svg")
 
 
 def main() -> None:

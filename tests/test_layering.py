@@ -78,7 +78,8 @@ TORCH_MODULES = [
     f"turboquant.{name}"
     for name in (
         "operators operator_docs ops cli.chat cli.demo cli.diagnosis cli.esm_commands "
-        "vllm.batch vllm.ragged vllm.layers vllm.backend vllm.by_spec vllm.choose"
+        "vllm.batch vllm.device_rows vllm.ragged vllm.steps vllm.layers vllm.backend vllm.gpu vllm.by_spec "
+        "vllm.by_shape vllm.choose"
     ).split()
 ] + [f"turboquant.{floor}{rest}" for floor in TORCH_FLOORS for rest in ("", ".*")]
 NEEDS_TORCH = {"torch", "transformers", "safetensors", "tokenizers"}

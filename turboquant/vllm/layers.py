@@ -17,7 +17,7 @@ from ..models.identity import describe
 from ..plan import Plan
 from ..spec import CacheSpec
 from .ragged import Exact
-from .refusals import check_engine
+from .refusals import check_engine, check_exact
 from .rows import PAGE, ROWS_PER_REQUEST
 from .settings import FIND, RING, Settings
 
@@ -109,6 +109,7 @@ class Engine:
         """For a `VllmConfig`. ValueError for what it may not have."""
         settings = Settings.of(config.additional_config["turboquant"])
         check_engine(config)
+        check_exact(settings.exact[1], getattr(getattr(config, "device_config", None), "device_type", "cpu"))
         parallel = config.parallel_config
         text = config.model_config.hf_text_config
         from ..models.kinds import packed_indices
@@ -132,7 +133,7 @@ class Engine:
                 profile.check(describe(model.hf_text_config))
             except ValueError as error:
                 raise ValueError(f"{error}; `turboquant measure {model.model}` makes one of this model") from None
-        elif not self.said:
+        else:
             self.say('"profile" of turboquant is null: keys are packed without wave and metric, which costs quality; '
                      f"`turboquant measure {model.model}` makes a profile")  # fmt: skip
         needed = any(self.settings.spec.for_layer(i, len(self.numbers)).measured for i in range(len(self.numbers)))

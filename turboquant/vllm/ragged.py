@@ -6,15 +6,19 @@ Every query reads what was packed, but for the tokens that exact rows have.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from .. import operators as _operators  # noqa: F401  # registers them
+from ..plan import Plan
 from .batch import Batch
+from .rows import PAGE
 
-__all__ = ["Attention", "Exact", "append", "attend"]
+__all__ = ["Attention", "Exact", "append", "attend", "attend_workspace", "write_schedule"]
 
 _append, _attend = torch.ops.turboquant.append.default, torch.ops.turboquant.attend.out
+_schedule, _workspace = torch.ops.turboquant.schedule.default, torch.ops.turboquant.attend_workspace.default
 
 
 @dataclass(frozen=True)
@@ -29,17 +33,21 @@ class Exact:
 class Attention:
     """What a layer's attention computes with.
 
-    words       of its plan
     transforms  the operators' arguments
     """
 
-    words: tuple[int, ...]
+    plan: Plan
     transforms: dict[str, torch.Tensor]
     scale: float
     softcap: float = 0.0
     sliding_window: int = 0
     sinks: Exact | None = None
     tails: Exact | None = None
+
+    @cached_property
+    def words(self) -> tuple[int, ...]:
+        """Of the plan, as operators take them."""
+        return tuple(self.plan.words)
 
 
 def append(attention: Attention, key: torch.Tensor, value: torch.Tensor, batch: Batch, pages: torch.Tensor) -> None:
@@ -49,13 +57,47 @@ def append(attention: Attention, key: torch.Tensor, value: torch.Tensor, batch: 
             **_shared(attention, batch, batch.tail_rows))  # fmt: skip
 
 
-def attend(attention: Attention, query: torch.Tensor, batch: Batch, pages: torch.Tensor, out: torch.Tensor) -> None:
-    """Writes to out [tokens, heads, head_dim] what the queries of the same shape see: all tokens up to their own."""
+def attend(
+    attention: Attention, query: torch.Tensor, batch: Batch, pages: torch.Tensor, out: torch.Tensor, *,
+    lse: torch.Tensor | None = None, ends: torch.Tensor | None = None, schedule: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Writes to out [tokens, heads, head_dim] what the queries of the same shape see: all tokens up to their own, or
+    those before `ends` int32 [requests]. lse: float32 [tokens, heads], written too. schedule: of `write_schedule`."""
     how = _shared(attention, batch, batch.tail_reads)
     if attention.tails is not None and batch.tail_reads is not None:
         how["window"] = batch.window
     _attend(attention.words, query, pages, batch.block_table, batch.lengths, softmax_scale=attention.scale,
-            softcap=attention.softcap, sliding_window=attention.sliding_window, out=out, **how)  # fmt: skip
+            softcap=attention.softcap, sliding_window=attention.sliding_window, ends=ends, schedule=schedule, out=out,
+            lse=lse, **how)  # fmt: skip
+
+
+def attend_workspace(
+    attention: Attention, query: torch.Tensor, kv_heads: int, requests: int, length: int, most: int
+) -> int:
+    """The most bytes of workspace that `attend` needs for new tokens of the shape of `query` and fewer, of so many
+    requests and fewer, each with up to `length` tokens, of which up to `most` are new."""
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=query.device)
+
+    batch = Batch(numbers(requests + 1), numbers(requests), numbers(requests, -(-length // PAGE)), None, None, None, 0,
+                  most)  # fmt: skip
+    pages = torch.empty(1, kv_heads, attention.plan.record_bytes, dtype=torch.uint8, device=query.device)
+    size: int = _workspace(attention.words, query, pages, batch.block_table, batch.lengths, softcap=attention.softcap,
+                           sliding_window=attention.sliding_window, ends=batch.lengths,
+                           **_shared(attention, batch, None))  # fmt: skip
+    return size
+
+
+def write_schedule(
+    attention: Attention, query: torch.Tensor, batch: Batch, pages: torch.Tensor, table: torch.Tensor
+) -> None:
+    """Divides what `attend` does with these arguments among a GPU's thread blocks, into `table` (`ops.schedule_rows`):
+    for all layers with pages of this size."""
+    sinks = 0 if attention.sinks is None or batch.sink_rows is None else attention.sinks.k.shape[2]
+    _schedule(attention.words, table, query, pages, batch.block_table, batch.lengths, sinks=sinks,
+              sliding_window=attention.sliding_window, query_start_loc=batch.query_start_loc,
+              max_query_len=batch.max_query_len, sink_rows=batch.sink_rows if sinks else None)  # fmt: skip
 
 
 def _shared(attention: Attention, batch: Batch, tail_rows: torch.Tensor | None) -> dict[str, object]:

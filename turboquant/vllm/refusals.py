@@ -7,7 +7,7 @@ from typing import Any
 
 from .rows import PAGE
 
-__all__ = ["check_engine", "check_layer"]
+__all__ = ["check_engine", "check_exact", "check_layer"]
 
 _PACKS = "turboquant packs"
 _OFF = 'or remove "turboquant" from --additional-config'
@@ -23,8 +23,10 @@ def check_engine(config: Any) -> None:
 def _of_engine(config: Any) -> Iterator[str]:
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     device = _get(_get(config, "device_config"), "device_type", "cpu")
-    if device != "cpu":
-        yield f"turboquant serves vLLM on CPUs so far, got a device of type {device!r}: {_OFF.removeprefix('or ')}"
+    if device not in ("cpu", "cuda"):
+        yield f"turboquant serves vLLM on CPUs and CUDA, got a device of type {device!r}: {_OFF.removeprefix('or ')}"
+    if _get(parallel, "use_ubatching"):
+        yield f"{_PACKS} no batches that are halved: remove --enable-dbo and --ubatch-size"
     if _get(model, "use_mla"):
         yield f"{_PACKS} no MLA models, whose keys are one latent vector: serve another model, {_OFF}"
     if _get(model, "is_hybrid"):
@@ -52,6 +54,12 @@ def _of_engine(config: Any) -> Iterator[str]:
     if (speculation := _get(config, "speculative_config")) is not None and _get(speculation, "method") != "ngram":
         yield (f"speculation by a draft model is not tested with turboquant in vLLM yet, got the method "
                f'{_get(speculation, "method")!r}: pass "ngram", or remove --speculative-config')  # fmt: skip
+
+
+def check_exact(window: int, device: str) -> None:
+    """ValueError for exact tokens at the end on a GPU."""
+    if window and device != "cpu":
+        raise ValueError(f'"window" of turboquant must be 0 on {device} so far, got {window}')
 
 
 def _takes_images(model: Any) -> bool:

@@ -1,0 +1,97 @@
+"""The metadata builder for GPUs, where the host knows neither block tables nor, with drafts, exact lengths; and the
+attention of chunks."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+from ..ops import schedule_rows
+from .backend import Builder
+from .batch import Batch
+from .device_rows import DeviceSinks
+from .ragged import Attention
+from .rows import PAGE
+from .steps import Schedule, Step
+
+__all__ = ["GpuBuilder", "dense_attention"]
+
+TELL = 64  # steps between two looks at how many rows were found
+
+
+class GpuBuilder(Builder):
+    """Makes the `Step` of a batch without waiting for the device. Tensors that CUDA graphs see have fixed addresses:
+    vLLM's own, the rows of first tokens, and the schedule."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self.drafts = vllm_config.speculative_config is not None
+        requests = vllm_config.scheduler_config.max_num_seqs
+        rows = schedule_rows(requests, device) if device.type == "cuda" else 0
+        self.table = torch.zeros(rows, 4, dtype=torch.int32, device=device)
+        self.sink_rows = torch.full((requests,), -1, dtype=torch.int32, device=device)
+        self.steps, self.found, self.lost = 0, 0, 0
+        self.told = torch.zeros(3, dtype=torch.int64).pin_memory() if device.type == "cuda" else torch.zeros(3).long()
+        self.sinks = self._table()
+
+    def _table(self) -> DeviceSinks | None:
+        """The rows of first tokens; None if there are none, or while vLLM makes builders before it has counted blocks,
+        as it does to measure its memory."""
+        size, blocks = self.engine.settings.exact[0], self.vllm_config.cache_config.num_gpu_blocks
+        if not size or blocks is None:
+            return None
+        spec = self.kv_cache_spec
+        window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
+        return DeviceSinks(self.engine.rows, size, blocks * (spec.block_size // PAGE), self.device, window)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
+        m = common_attn_metadata
+        starts, bounds = m.query_start_loc_cpu.numpy(), m.seq_lens_cpu_upper_bound.numpy()[: m.num_reqs]
+        counts = starts[1:] - starts[:-1]
+        past = bounds - counts
+        rows = None
+        self.sinks = self.sinks or self._table()
+        if self.sinks is not None:
+            begins = bool(((past == 0) & (counts > 0)).any())
+            enters = self.drafts or bool(((bounds - 1) // PAGE > (past - 1) // PAGE).any())
+            found = self.sinks.rows_of(m.query_start_loc, m.seq_lens, m.block_table_tensor, m.max_query_len,
+                                       begins=begins, enters=enters)  # fmt: skip
+            rows = self.sink_rows[: m.num_reqs].copy_(found)
+            self._count()
+        whole = Batch(m.query_start_loc, m.seq_lens, m.block_table_tensor, rows, None, None, 0, m.max_query_len)
+        few = self.reorder_batch_threshold or 1
+        n = int((counts <= few).argmin()) if (counts > few).any() else len(counts)
+        schedule = Schedule(self.table[: schedule_rows(n, self.table.device)]) if n and self.table.is_cuda else None
+        return Step.of(whole, starts, bounds, few, schedule)
+
+    def _count(self) -> None:
+        """Tells metrics and the log what the device had counted at the last look, and looks again."""
+        if self.steps % TELL == 0:
+            assert self.sinks is not None
+            found, lost, _ = self.told.tolist()
+            self.count(found - self.found, lost - self.lost)
+            self.told.copy_(self.sinks.counts, non_blocking=True)
+        self.steps += 1
+
+
+def dense_attention(
+    attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_loc: torch.Tensor, k_loc: torch.Tensor,
+    most_q: int, most_k: int, causal: bool, out: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """`steps.Dense` by vLLM's FlashAttention."""
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+
+    window = [attention.sliding_window - 1, 0] if causal and attention.sliding_window else None
+    found = flash_attn_varlen_func(
+        q, k, v, max_seqlen_q=most_q, cu_seqlens_q=q_loc, max_seqlen_k=most_k, cu_seqlens_k=k_loc,
+        softmax_scale=attention.scale, causal=causal, window_size=window, softcap=attention.softcap,
+        return_softmax_lse=True, out=out, fa_version=get_flash_attn_version(head_size=q.shape[-1]),
+    )  # fmt: skip
+    lse: torch.Tensor = found[1]
+    return lse

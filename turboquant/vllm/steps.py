@@ -1,0 +1,205 @@
+"""A step on a GPU: requests with few new tokens, and chunks of prompts behind them.
+
+Few tokens are one call of `attend`, which a CUDA graph may hold: its queries read packed tokens, their own too. A chunk
+attends to itself by the engine's own attention, before it is packed, so its queries see it exactly. Then each chunk
+attends to what lies in front of it, and the two results are merged by their log-sum-exp. From some hundred query rows a
+KV head on the packed tokens are decoded, a bounded number at a time, and the engine's own attention reads those too;
+fewer rows are a call of `attend`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..kvcache.decoded import LEAST_ROWS, SCRATCH_BYTES
+from ..plan import GROUP
+from .batch import Batch
+from .ragged import Attention, append, attend, attend_workspace, write_schedule
+from .rows import PAGE
+
+__all__ = ["Dense", "Past", "Schedule", "Step", "reserve", "run"]
+
+_dequantize = torch.ops.turboquant.dequantize.default
+
+# (attention, q, k, v, q_loc, k_loc, most_q, most_k, causal, out) -> float32 [heads, tokens]: attention of queries
+# q_loc[r] .. q_loc[r + 1] - 1 of each request over its keys k_loc[r] .. k_loc[r + 1] - 1, [tokens, heads, head_dim],
+# into `out`; returns the log-sum-exp. most_*: tokens of the longest request. causal: as many keys as queries.
+Dense = Callable[[Attention, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, bool,
+                  torch.Tensor], torch.Tensor]  # fmt: skip
+
+
+@dataclass
+class Schedule:
+    """How the decode steps of all layers with pages of one size are divided, in memory that CUDA graphs know. The first
+    layer of a step writes it."""
+
+    table: torch.Tensor
+    written: bool = False
+
+
+@dataclass(frozen=True)
+class Past:
+    """A chunk with `packed` tokens in front of it, at least one. tokens: those of the chunk, among the chunks' tokens.
+    batch: of this request alone; ends: int32 [1], `packed` on the device."""
+
+    packed: int
+    tokens: slice
+    batch: Batch
+    ends: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """
+    tokens    of all requests, padding of graphs included
+    whole     all requests, to append
+    few       the first of them, with few tokens each; None: there are none
+    chunks    the others; None: there are none. Their query_start_loc begins with 0
+    pasts     of those chunks that are not the first of their prompt
+    first     the first token of the chunks
+    schedule  of the first requests; None: each layer divides its own work
+    """
+
+    tokens: int
+    whole: Batch
+    few: Batch | None
+    chunks: Batch | None
+    pasts: tuple[Past, ...]
+    first: int
+    schedule: Schedule | None
+
+    @classmethod
+    def of(
+        cls, whole: Batch, starts: NDArray[np.integer], lengths: NDArray[np.integer], few: int,
+        schedule: Schedule | None = None,
+    ) -> Step:  # fmt: skip
+        """
+        starts   query_start_loc on the host
+        lengths  on the host, exact for chunks and not looked at for other requests
+        few      the most tokens of a request that is not a chunk
+        """
+        counts = np.diff(starts)
+        n = int(np.argmax(counts > few)) if (counts > few).any() else len(counts)
+        first, tokens = int(starts[n]), int(starts[-1])
+        front = _part(whole, slice(0, n), int(counts[:n].max()), whole.query_start_loc[: n + 1]) if n else None
+        if n == len(counts):
+            return cls(tokens, whole, front, None, (), first, schedule)
+        begin = whole.query_start_loc[n:] - whole.query_start_loc[n]
+        chunks = _part(whole, slice(n, len(counts)), int(counts[n:].max()), begin)
+        pasts = []
+        for r in range(n, len(counts)):
+            count = int(counts[r])
+            if (packed := int(lengths[r]) - count) and count:
+                loc = torch.arange(0, count + 1, count, dtype=torch.int32, device=begin.device)
+                one = _part(whole, slice(r, r + 1), count, loc)
+                at = int(starts[r]) - first
+                pasts.append(Past(packed, slice(at, at + count), one, one.lengths - count))
+        return cls(tokens, whole, front, chunks, tuple(pasts), first, schedule)
+
+
+def _part(whole: Batch, of: slice, most: int, query_start_loc: torch.Tensor) -> Batch:
+    rows = None if whole.sink_rows is None else whole.sink_rows[of]
+    return replace(whole, query_start_loc=query_start_loc, lengths=whole.lengths[of], max_query_len=most,
+                   block_table=whole.block_table[of], sink_rows=rows)  # fmt: skip
+
+
+def run(
+    attention: Attention, step: Step, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor,
+    out: torch.Tensor, dense: Dense,
+) -> None:  # fmt: skip
+    """Packs the new keys and values of a step, [tokens, kv_heads, head_dim], and writes to `out` what its queries see,
+    both [tokens, heads, head_dim]. All of them may have more tokens than the step."""
+    query, key, value, out = (x[: step.tokens] for x in (query, key, value, out))
+    append(attention, key, value, step.whole, pages)
+    if step.few is not None:
+        some, how = slice(0, step.first), dict[str, Any]()
+        if step.schedule is not None:
+            if not step.schedule.written:
+                write_schedule(attention, query[some], step.few, pages, step.schedule.table)
+                step.schedule.written = True
+            how["schedule"] = step.schedule.table
+        attend(attention, query[some], step.few, pages, out[some], **how)
+    if step.chunks is not None:
+        rest = slice(step.first, None)
+        query, out, loc, most = query[rest], out[rest], step.chunks.query_start_loc, step.chunks.max_query_len
+        sums = dense(attention, query, key[rest], value[rest], loc, loc, most, most, True, out)
+        for past in step.pasts:
+            _add_past(attention, past, query[past.tokens], pages, out[past.tokens], sums[:, past.tokens], dense)
+
+
+def _add_past(
+    attention: Attention, past: Past, query: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, sums: torch.Tensor,
+    dense: Dense,
+) -> None:  # fmt: skip
+    """Merges into `out`, whose log-sum-exp are `sums` [heads, tokens], what the queries see in front of their chunk."""
+    more = torch.empty_like(query)
+    if not _decodes(attention, len(query), query.shape[1] // pages.shape[1]):
+        others = torch.empty_like(sums)
+        attend(attention, query, past.batch, pages, more, lse=others.T, ends=past.ends)
+        _merge(out, sums, more, others)
+        return
+    tokens = max(1, SCRATCH_BYTES // (2 * query.itemsize * pages.shape[1] * query.shape[2]) // PAGE) * PAGE
+    for first in range(0, past.packed, tokens):
+        k, v = _decoded(attention, past, pages, first, min(tokens, past.packed - first), query.dtype)
+        loc = torch.arange(0, len(k) + 1, len(k), dtype=torch.int32, device=k.device)
+        of = past.batch
+        others = dense(attention, query, k, v, of.query_start_loc, loc, of.max_query_len, len(k), False, more)
+        _merge(out, sums, more, others)
+
+
+def _decodes(attention: Attention, tokens: int, group: int) -> bool:
+    """Whether so many queries attend to decoded tokens. The kernel that decodes is for plain plans
+    (csrc/cuda/dequantize_16bit.cu). A sliding window has few tokens, of which each query sees others."""
+    plan = attention.plan
+    fast = plan.is_plain and plan.group == GROUP and plan.head_dim % 16 == 0 and not attention.sliding_window
+    return fast and tokens * group >= LEAST_ROWS[not plan.wave_pairs]
+
+
+def _decoded(
+    attention: Attention, past: Past, pages: torch.Tensor, first: int, count: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of `count` tokens from position `first` on, where a page begins, [tokens, kv_heads, head_dim]."""
+    batch = past.batch
+    table = batch.block_table[:, first // PAGE :].contiguous()
+    lengths = torch.full((1,), count, dtype=torch.int32, device=table.device)
+    k, v = (x[0].transpose(0, 1) for x in _dequantize(attention.words, pages, table, lengths, count, sinks=first,
+                                                      dtype=dtype, **attention.transforms))  # fmt: skip
+    if not first and attention.sinks is not None and batch.sink_rows is not None:
+        row = batch.sink_rows
+        for exact, decoded in ((attention.sinks.k, k), (attention.sinks.v, v)):
+            begin = decoded[: exact.shape[2]]
+            held = exact[row.clamp(min=0)][0].transpose(0, 1)[: len(begin)]
+            begin.copy_(torch.where(row >= 0, held, begin))
+    return k, v
+
+
+def _merge(out: torch.Tensor, sums: torch.Tensor, more: torch.Tensor, others: torch.Tensor) -> None:
+    """Of attention over disjoint tokens: [tokens, heads, head_dim] and log-sum-exp [heads, tokens]. Changes the first
+    two."""
+    weight = torch.sigmoid(others - sums).T.unsqueeze(-1).to(out.dtype)
+    torch.lerp(out, more, weight, out=out)
+    torch.logaddexp(sums, others, out=sums)
+
+
+def reserve(attention: Attention, query: torch.Tensor, kv_heads: int, requests: int, length: int, few: int) -> None:
+    """Takes for a moment what a step with the tokens of `query` takes at most, for an engine that measures its memory.
+
+    requests  the most of a step
+    length    the most tokens of a request
+    few       the most new tokens of a request that is not a chunk
+    """
+    group = query.shape[1] // kv_heads
+    decodes = _decodes(attention, len(query), group)
+    rest = query[: LEAST_ROWS[-1] // group] if decodes else query
+    size = max(attend_workspace(attention, query[: requests * few], kv_heads, requests, length, few),
+               attend_workspace(attention, rest, kv_heads, 1, length, len(rest)))  # fmt: skip
+    held = [query.new_empty(2, *query.shape), query.new_empty(size, dtype=torch.uint8)]
+    if decodes:
+        held.append(query.new_empty(2 * SCRATCH_BYTES, dtype=torch.uint8))  # decoded, and what decoding it takes
+    del held
