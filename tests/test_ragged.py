@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import reference as ref
 import reference_ragged as slow
+import test_modes
 from cases import FAR, aligned_pages, keywords, make_case, random_moments, random_transform
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -453,6 +454,34 @@ def test_serving_runs_fast_kernels(
     k = torch.zeros(batch, 8, 128, device=device).bfloat16()
     kept = {name: x for name, x in arguments.items() if name != "schedule"}
     assert tq.append_kernel(plan.words, k, k, **kept) == "append_one_token"
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_cuda)])
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", ["blocks of 32", "affine, plain"])
+def test_plans_that_are_not_plain_agree_with_the_cpu(
+    name: str, how: str, device: str, rng: np.random.Generator
+) -> None:
+    """The reference has no such plans. Their bytes are the same on both, where rotations are Hadamard or none."""
+    plan: Any = test_modes.PLANS[name](64)
+    case = Ragged(
+        rng, PLAN, [1, 37, 0, 4], [90, 140, 7, 300], **HOW[how]
+    )  # for its arrays; its pages are of another size
+    pages = aligned_pages(12, 2, plan.record_bytes)
+    table = np.arange(12, dtype=np.int32).reshape(4, 3)
+    found: dict[str, Any] = {}
+    for where in ("cpu", device):
+        shared = case.arrays(where) | on(where, dict(pages=pages, block_table=table))
+        shared = {name: x for name, x in shared.items() if not name.endswith("numbers")}
+        for k, v, loc, lengths in case.steps:
+            new = on(where, dict(k=k, v=v, lengths=lengths, query_start_loc=loc))
+            tq.append(plan.words, **shared, **new, max_query_len=300)
+        out, lse = tq.attend(plan.words, **case.attend(where) | shared | dict(key_numbers=None, value_numbers=None))
+        found[where] = [x.cpu().float() for x in (shared["pages"], out, lse)]
+    (pages_cpu, *want), (pages_cuda, *got) = found["cpu"], found[device]
+    assert torch.equal(pages_cpu, pages_cuda)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-3)
 
 
 REFUSED: dict[str, tuple[str, Any, str]] = {

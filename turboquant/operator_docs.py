@@ -55,7 +55,8 @@ query_start_loc: int32 [batch + 1]: the batch is ragged. q, k, v and out are [to
     ascending. They are its last tokens. A sequence without any, or of length 0, is padding: block table and rows of
     the first are not read. Rows that no sequence has are not read; `attend.out` does not write them, `attend` returns
     0 (lse -inf). Not with fresh_k; with a ring in window_k at most one query a sequence.
-max_query_len: the most tokens of a sequence in a ragged batch, on the host.
+max_query_len: the most tokens of a sequence in a ragged batch, on the host. On CUDA `attend` cuts its work as if every
+    sequence had so many: single tokens beside a long chunk are faster in a call of their own.
 sink_rows: int32 [batch]: exact tokens are by index ("Exact tokens by index" in turboquant.h). Every token has a place
     in the pages, and packed index is position. sink_k and sink_v are [rows, kv_heads, sinks, head_dim]; the first
     `sinks` tokens of sequence b are read from row ``sink_rows[b]`` instead of the page, and `append` writes them to

@@ -4,6 +4,7 @@
 
 #include "cuda/attend/choose/cut.h"
 #include "cuda/tile/codebooks.h"
+#include "turboquant_checks.h"
 
 namespace tq
 {
@@ -65,9 +66,10 @@ void fill_ragged(const tq_plan &plan, const tq_attend_params &p, AttendArgs *arg
     a.recent = p.causal && !p.layer.tail_rows ? p.layer.window : FAR_BACK;
     a.by_slots = divisor_of(tq_window_slots(&p.layer));
     a.by_page = divisor_of(plan.page_tokens);
-    a.out_strides = tq_strides_of_out(&plan, &p);
-    a.lse_strides = tq_strides_of_lse(&p);
-    if (p.query_start_loc) a.p.q_stride_batch = a.out_strides.batch = a.lse_strides.batch = 0;
+    const tq_row_strides out = tq_strides_of_out(&plan, &p), lse = tq_strides_of_lse(&p);
+    a.p.out_stride_batch = out.batch, a.p.out_stride_head = out.head, a.p.out_stride_token = out.token;
+    a.p.lse_stride_batch = lse.batch, a.p.lse_stride_head = lse.head, a.p.lse_stride_token = lse.token;
+    if (p.query_start_loc) a.p.q_stride_batch = a.p.out_stride_batch = a.p.lse_stride_batch = 0;
 }
 
 tq_status fill_args(const tq_plan &plan, const tq_attend_params &p, Launch *l, tq_error *error)

@@ -27,7 +27,6 @@
 #ifndef TQ_CUDA_ATTEND_PARAMS_H
 #define TQ_CUDA_ATTEND_PARAMS_H
 #include "cuda/tile/levels.h"
-#include "turboquant_checks.h"
 
 namespace tq
 {
@@ -119,7 +118,7 @@ struct FusedArgs {
 
 /** The kernels' arguments, in constant memory. Segment s = ((sequence * kv_heads) + head) * row_tiles + tile. */
 struct AttendArgs {
-    tq_attend_params p;
+    tq_attend_params p; /* strides as they are; of ragged arrays those of `batch` are 0 */
     /* of the plan */
     float rotation_factor; /* head_dim^-1/2 */
     int32_t head_dim, groups, page_tokens,
@@ -139,8 +138,7 @@ struct AttendArgs {
     bool sees_all;                   /* units have one size, and only causality hides tokens */
     bool varies;                     /* what rows see follows from more arrays than lengths and starts */
     int32_t unpacked_sinks, unpacked_window; /* positions before and behind the packed ones: tq_unpacked_sinks */
-    int32_t recent; /* exact positions up to its own that a row sees, sinks apart; FAR_BACK: all */
-    tq_row_strides out_strides, lse_strides; /* numbers; of ragged ones `batch` is 0 */
+    int32_t recent;                      /* exact positions up to its own that a row sees, sinks apart; FAR_BACK: all */
     const uint8_t *absent_record;        /* read where an entry of a block table names no page: NO_PAGE everywhere */
     uint32_t page_limit;                 /* pages that an entry of a block table can name */
     uint32_t page_bytes;                 /* stride of pages */

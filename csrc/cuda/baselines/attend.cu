@@ -477,10 +477,9 @@ __global__ void __launch_bounds__(SET_THREADS) combine_kernel(const __grid_const
         if (c >= a.head_dim) continue;
         const float x =
             restored.result[row * restored.stride + c] + exact[k] + (centre ? centre[c] * totals.rounded_sum : 0.0f);
-        store_number(a.p.out, output.at(a.out_strides) + c, a.p.layer.dtype, nothing ? 0.0f : x * inverse);
+        store_number(a.p.out, output.in_out(a) + c, a.p.layer.dtype, nothing ? 0.0f : x * inverse);
     }
-    if (a.p.lse && lane == 0)
-        a.p.lse[output.at(a.lse_strides)] = nothing ? -INFINITY : (totals.max + log2f(totals.sum)) * LN_2;
+    if (a.p.lse && lane == 0) a.p.lse[output.in_lse(a)] = nothing ? -INFINITY : (totals.max + log2f(totals.sum)) * LN_2;
 }
 
 // ---- host ----

@@ -57,6 +57,12 @@ struct FusedBlock {
     RowSet set;
     int32_t rank, active; /* among the blocks that share the segment; teams with units */
     PackedView view;
+
+    /** What kernels with 128 registers and a wave would spill otherwise. */
+    __device__ __forceinline__ void read_back(const FusedBlock &from)
+    {
+        set.b = from.set.b, rank = from.rank, active = from.active;
+    }
 };
 constexpr int AT_SENT = FUSED_BLOCK_BYTES - 16; /* the barrier of what a cluster's blocks send each other */
 static_assert(sizeof(FusedBlock) <= AT_SENT);
@@ -479,13 +485,12 @@ __device__ __forceinline__ BlockStart<V::RUN> start_block(const AttendArgs &a, c
                     h); /* the first, if none is skipped */
     uint32_t flip = lane_signs<4>(a, lane), entry = guess.entry(a);
     QueryScale<4> scale(a, lane);
-    int64_t query = a.p.query_start_loc ? -1 : query_at(a, set, first_row_of_warp(a, warp));
+    int64_t query = a.p.query_start_loc ? -1 /* not yet known */ : query_at(a, set, first_row_of_warp(a, warp));
     WaveConstants<V::TILES * V::RUN> wave_constants;
     if (has_wave<V>(a)) wave_constants = WaveConstants<V::TILES * V::RUN>(a, lane);
     compute_here(query), compute_here(entry), compute_here(flip), compute_here(scale.factor[0]),
         compute_here(scale.levels[0]);
     wait_for_previous();
-    if (a.p.query_start_loc) query = query_at(a, set, first_row_of_warp(a, warp));
 
     /* All loads are in flight together. Queries come first, because their processing takes the longest: an instruction
      * that waits for a load stalls all instructions after it. */
@@ -500,6 +505,8 @@ __device__ __forceinline__ BlockStart<V::RUN> start_block(const AttendArgs &a, c
     scale.load_steps(a, h, lane);
     int32_t page = a.p.layer.max_pages ? a.p.layer.block_table[entry] : 0;
     Sequence seq = load_sequence(a, b);
+    if (a.p.query_start_loc) /* with the loads above in flight */
+        load = QueryLoad<4>(a, set, first_row_of_warp(a, warp), lane);
     /* The first warps come first, because they have the fewest rows to prepare. These loads are issued before those of
      * the pages, which would delay them (measured.md). */
     ExactTokens exact(a, set, seq, exact_turn<V>(a, rank, warp), has_exact<V>(a, warp), lane);
@@ -517,7 +524,7 @@ __device__ __forceinline__ BlockStart<V::RUN> start_block(const AttendArgs &a, c
     const int runs = view.units.count() ? (view.units.hi + V::RUN - 1) / V::RUN - view.units.lo / V::RUN : 0;
     int active = min(a.fused.teams, divide(max(runs - rank, 0) + sharing - 1, sharing));
     FusedBlock block = {set, rank, active, view};
-    if (FRUGAL && threadIdx.x == 0) *space.block() = block;
+    if ((FRUGAL || V::WAVE) && threadIdx.x == 0) *space.block() = block;
     if (has_wave<V>(a)) fill_wave_table(a, wave_constants, increments);
     if constexpr (V::WAVE) wave_load.turn_on(a, b, lane);
     prepare_rows<V>(a, set, seq, load, wave_load, metric, scale, flip, space, warp, lane);
@@ -551,9 +558,7 @@ template <class V, bool FRUGAL> __device__ __forceinline__ void attend_fused(con
     if (start.works) attend_share(a, ring, start.ahead, space, warp, lane);
     else if (thread < FusedSpace<V>::ROWS) *space.totals(team, thread) = make_float4(-INFINITY, 0, 0, 0);
     if (FRUGAL) start.block = *space.block();
-    else
-        compute_here(start.block.set.b),
-            compute_here(start.block.set.h); /* nothing made of them before is kept until here */
+    else if (V::WAVE) start.block.read_back(*space.block());
     if (exact_last<V>(a)) {
         const FusedBlock &block = start.block;
         Sequence seq = load_sequence(a, block.set.b);

@@ -94,9 +94,14 @@ struct Output {
         if (centre) centre += s.h * a.p.layer.value.stride_head;
     }
     __device__ __forceinline__ bool is_there() const { return token >= 0; }
-    __device__ __forceinline__ int64_t at(const tq_row_strides &s) const
+    /** The index of the row's first number in out, and of its number in lse. */
+    __device__ __forceinline__ int64_t in_out(const AttendArgs &a) const
     {
-        return b * s.batch + head * s.head + token * s.token;
+        return b * a.p.out_stride_batch + head * a.p.out_stride_head + token * a.p.out_stride_token;
+    }
+    __device__ __forceinline__ int64_t in_lse(const AttendArgs &a) const
+    {
+        return b * a.p.lse_stride_batch + head * a.p.lse_stride_head + token * a.p.lse_stride_token;
     }
 
     /** Adds value centre and exact sums to an un-rotated row. */
@@ -120,7 +125,7 @@ struct Output {
                                           int lane) const
     {
         if (!is_there()) return;
-        const int64_t row = at(a.out_strides);
+        const int64_t row = in_out(a);
         float inverse = __fdividef(1.0f, fmaxf(m.sum, 1e-30f)); /* the largest weight is 1, if there is any */
 #pragma unroll
         for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) {
@@ -130,7 +135,7 @@ struct Output {
             store_quad(a.p.out, row + c, a.p.layer.dtype,
                        make_float4(y.x * inverse, y.y * inverse, y.z * inverse, y.w * inverse));
         }
-        if (a.p.lse && lane == 0) a.p.lse[at(a.lse_strides)] = m.sum > 0 ? (m.max + __log2f(m.sum)) * LN_2 : -INFINITY;
+        if (a.p.lse && lane == 0) a.p.lse[in_lse(a)] = m.sum > 0 ? (m.max + __log2f(m.sum)) * LN_2 : -INFINITY;
     }
 };
 

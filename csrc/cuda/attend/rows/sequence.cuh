@@ -91,21 +91,31 @@ __device__ __forceinline__ int32_t tail_begin(const AttendArgs &a, int32_t b, in
     return begin < last_page && !has_row(page - 1) ? last_page : begin;
 }
 
-/** What schedules have of a sequence, from the call's arrays. */
-__device__ __forceinline__ int4 look_up_sequence(const AttendArgs &a, int32_t b)
+/** What schedules have of a sequence, from more arrays than lengths and starts. */
+__device__ __forceinline__ int4 look_up_varying(const AttendArgs &a, int32_t b, int32_t length, int32_t start)
 {
-    int32_t length = a.p.layer.lengths[b], start = a.p.starts ? a.p.starts[b] : 0;
-    if (!a.varies) return make_int4(length, start, a.p.query_tokens, 0);
     const int32_t queries = queries_of(a, b).count;
     length = queries ? min(max(length, 0), a.capacity) : 0;
     int32_t end = tail_begin(a, b, length);
     if (a.p.ends) end = min(end, max(a.p.ends[b] - a.unpacked_sinks, 0));
     return make_int4(length, start, queries, 2 * end + has_sinks(a, b));
 }
-
-__device__ __forceinline__ Sequence load_sequence(const AttendArgs &a, int32_t b)
+static __device__ __noinline__ int4 look_up_apart(const AttendArgs &a, int32_t b, int32_t length, int32_t start)
 {
-    int4 found = look_up_sequence(a, b);
+    return look_up_varying(a, b, length, start);
+}
+
+/** The same of any call. APART: by a call, for loops over pages that are short of registers with it inlined. */
+template <bool APART = false> __device__ __forceinline__ int4 look_up_sequence(const AttendArgs &a, int32_t b)
+{
+    const int32_t length = a.p.layer.lengths[b], start = a.p.starts ? a.p.starts[b] : 0;
+    if (!a.varies) return make_int4(length, start, a.p.query_tokens, 0);
+    return APART ? look_up_apart(a, b, length, start) : look_up_varying(a, b, length, start);
+}
+
+template <bool APART = false> __device__ __forceinline__ Sequence load_sequence(const AttendArgs &a, int32_t b)
+{
+    int4 found = look_up_sequence<APART>(a, b);
     if (a.schedule) {
         int4 head = __ldcg(a.schedule), then = __ldcg(scheduled_sequences(a, a.schedule) + b);
         if (is_schedule_of(a, head)) found = then;

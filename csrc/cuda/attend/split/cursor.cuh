@@ -68,7 +68,7 @@ struct Cursor {
         if (at >= end) return;
         if (scheduled) {
             b = mine.x, sequence_at = mine.y;
-            view = view_packed(a, a.varies ? load_sequence(a, b) : make_sequence(a, mine.z, mine.w));
+            view = view_packed(a, a.varies ? load_sequence<true>(a, b) : make_sequence(a, mine.z, mine.w));
             return;
         }
 #pragma unroll 1
@@ -87,14 +87,15 @@ struct Cursor {
             b = first + n;
             break;
         }
-        view = view_packed(a, load_sequence(a, b));
+        view = view_packed(a, load_sequence<true>(a, b));
     }
 
     /** Units of sequences first .. first + 31. upto: their sum up to the lane's sequence. */
     static __device__ __forceinline__ int32_t scan_lengths(const AttendArgs &a, int32_t first, int32_t per_unit,
                                                            int lane, int32_t &upto)
     {
-        upto = first + lane < a.p.layer.batch ? view_packed(a, load_sequence(a, first + lane)).length() * per_unit : 0;
+        upto = first + lane < a.p.layer.batch ? view_packed(a, load_sequence<true>(a, first + lane)).length() * per_unit
+                                              : 0;
 #pragma unroll 1
         for (int k = 1; k < 32 && k < a.p.layer.batch; k *= 2) {
             int32_t before = __shfl_up_sync(ALL_LANES, upto, k);
@@ -124,7 +125,7 @@ struct Cursor {
         at = stop;
         if (at - sequence_at == length * per_sequence && at < end) {
             sequence_at = at;
-            view = view_packed(a, load_sequence(a, ++b));
+            view = view_packed(a, load_sequence<true>(a, ++b));
         }
         return s;
     }
