@@ -8,7 +8,7 @@ docs/cpu_context.svg       the same on one CPU thread
 docs/index_bytes.svg       recall of vector indexes against the bytes of a vector
 docs/index_time.svg        their recall against the time of a query
 docs/whole_model.svg       tokens that fit and tokens a second of a whole model, presets beside bfloat16 and fp8
-docs/serving.svg           a decode step of vLLM against requests, with fp8's cache and with ours
+docs/serving_GPU.svg       a decode step of vLLM against requests, with fp8's cache and with ours, where it was measured
 docs/quality.svg           divergence of two real models against bits, our widths and other formats
 """
 
@@ -222,12 +222,15 @@ def serving(machine: str) -> None:
             if line:
                 ax.plot(*zip(*line), marker="o", markersize=3, color=colour, label=label)
     both[0].set_ylabel("time of a decode step (ms)")
-    save(figure, both[0], "serving.svg")
+    save(figure, both[0], f"serving_{machine}.svg")
 
 
 def main() -> None:
     quality()
     whole_model()
+    for machine in ("h100", "h200"):
+        if (ROOT / "results" / machine / "vllm.json").exists():
+            serving(machine)
     plt.rcParams |= {"svg.hashsalt": "turboquant", "font.size": 9}
     roofline()
     context()

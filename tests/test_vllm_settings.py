@@ -102,6 +102,17 @@ def test_engines_that_are_served():
     check_engine(config(model={"uses_mrope": True, "multimodal_config": text}))
 
 
+def test_the_backend_needs_settings():
+    pytest.importorskip("torch")
+    from turboquant.vllm.layers import Engine
+
+    for given in ({}, None, {"other": {}}):
+        with pytest.raises(
+            ValueError, match="CUSTOM is turboquant's here and needs --additional-config '{\"turboquant"
+        ):
+            Engine.of(config(additional_config=given))
+
+
 def test_exact_windows_are_of_cpus():
     check_exact(28, "cpu")
     check_exact(0, "cuda")

@@ -107,7 +107,11 @@ class Engine:
     @classmethod
     def of(cls, config: Any) -> Engine:
         """For a `VllmConfig`. ValueError for what it may not have."""
-        settings = Settings.of(config.additional_config["turboquant"])
+        given = (config.additional_config or {}).get("turboquant")
+        if given is None:
+            raise ValueError("--attention-backend CUSTOM is turboquant's here and needs --additional-config "
+                             "'{\"turboquant\": {}}', or leave it out")  # fmt: skip
+        settings = Settings.of(given)
         check_engine(config)
         check_exact(settings.exact[1], getattr(getattr(config, "device_config", None), "device_type", "cpu"))
         parallel = config.parallel_config
