@@ -484,6 +484,31 @@ def test_plans_that_are_not_plain_agree_with_the_cpu(
         torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_cuda)])
+@pytest.mark.parametrize("seed", range(6))
+def test_wrong_contents_are_harmless_on_cuda(seed: int, device: str) -> None:
+    """What an error would be on a CPU neither faults nor writes outside the arrays (turboquant_cuda.h)."""
+    rng = np.random.default_rng([seed, 57])
+    case = Ragged(rng, WAVE, [1, 5, 0, 3], [9, 140, 7, 60], sinks=4, slots=16, window=12, offset=True)
+    case.append()
+    given, (k, v, _, _) = case.attend(device), case.steps[1]
+    tokens, heads, dim = given["q"].shape
+    names = ("query_start_loc", "lengths", "sink_rows", "tail_rows", "ends", "starts", "position_offset", "block_table")
+    for _ in range(5):
+        wrong = {}
+        for name in names:
+            shape = given[name].shape if name in given else (4,)
+            wrong[name] = rng.choice([-(2**31), -1, 0, 1, 4, 7, 200, 2**31 - 1], tuple(shape)).astype(np.int32)
+        wrong = on(device, wrong)
+        guarded = torch.full((tokens + 2, heads, dim), 7.0, device=device)
+        new = on(device, dict(k=k, v=v))
+        kept = {name: x for name, x in (given | wrong).items() if name in (*case.arrays(device), *names[:4], names[6])}
+        tq.append(WAVE.words, **new, **kept, max_query_len=5)
+        tq.attend.out(WAVE.words, **given | wrong, out=guarded[1:-1])
+        torch.cuda.synchronize()
+        assert (guarded[0] == 7).all() and (guarded[-1] == 7).all()
+
+
 REFUSED: dict[str, tuple[str, Any, str]] = {
     "descending": ("query_start_loc", [0, 1, 0, 3], "`query_start_loc[2]` must be no less than"),
     "past the end": ("query_start_loc", [0, 1, 2, 99], "`query_start_loc[3]` must be in 0..tokens"),
