@@ -11,8 +11,8 @@ numbers, or pages of random vectors. Prints and keeps: tokens that fit; millisec
 contexts and up to 64 requests; seconds to the first token of one prompt alone (`ttft`).
 
     bf16, fp8          vLLM's own, FlashAttention 3 on Hopper
-    tq4-v2, tqk8v4-v2  vLLM's turboquant_4bit_nc and turboquant_k8v4, with FlashAttention 3; runner V1 of 0.26 asks their
-                       backend for the shape of a plain cache, and fails
+    tq4-v2, tqk8v4-v2  vLLM's turboquant_4bit_nc and turboquant_k8v4, with FlashAttention 3; runner V1 of 0.26 asks
+                       their backend for the shape of a plain cache, and fails
     ours5 4 3 2        this project's near-lossless, default, compact and tiny, with a wave in every pair and a metric
                        of rank 4, all tokens packed
     ours4-sinks        with 4 exact sinks, as users get it
