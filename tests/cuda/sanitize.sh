@@ -47,8 +47,9 @@ for tool in "${tools[@]}"; do
         done
     run "$tool" attend check "many rows: some values zero"
     for path in hopper hopper-line portable; do
-        for filter in "bits 4 dim 128" "bits 3 dim 80" "bits 2 dim 64" "window" "mixed" "dense" "group 16 bits 3" "ragged" \
+        for filter in "bits 4 dim 128" "bits 3 dim 80" "bits 2 dim 64" "window" "mixed" "dense" "group 16 bits 3" "ragged batch" \
             "fine, everything" "fine, group" "fine 85321" "fine, not causal" "moments: bits 3, dim 256, group 4" \
+            "ragged: 4 bits, dim 128, group 4, wave" "ragged: 5310 bits, dim 64, group 12" "ragged: pages of 96" \
             "absent pages, bits 4, dim 128, group 4, uneven" "absent pages, bits 5310, dim 64, group 33, uneven"; do
             TURBOQUANT_CUDA_PATH=$path run "$tool" attend check "$filter"
         done
