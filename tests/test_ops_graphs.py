@@ -16,20 +16,21 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
 tq = torch.ops.turboquant
-KV_HEADS, GROUP, DIM = 2, 4, 64
+KV_HEADS, GROUP = 2, 4
+PLAN = Plan(64, 4, 3)
 
 
 class Decoder:
-    """One layer's cache of 300 and 120 tokens, which steps of one token extend in place."""
+    """One layer's cache of 300 and 120 tokens, which steps of one token extend in place, with room for more."""
 
-    def __init__(self, device: str = "cuda") -> None:
+    def __init__(self, device: str = "cuda", room: int = 1024, plan: Plan = PLAN) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def draw(heads: int, tokens: int) -> Any:
-            return torch.randn(2, heads, tokens, DIM, generator=generator).to(device, torch.bfloat16)
+            return torch.randn(2, heads, tokens, plan.head_dim, generator=generator).to(device, torch.bfloat16)
 
         k, v = draw(KV_HEADS, 300), draw(KV_HEADS, 300)
-        packed = ops.pack(k, v, Plan(DIM, 4, 3), max_tokens=1024)
+        packed = ops.pack(k, v, plan, max_tokens=room)
         self.pages, self.table, self.lengths, self.plan = (
             packed.pages,
             packed.block_table,
@@ -67,15 +68,20 @@ def test_a_graph_follows_the_lengths() -> None:
     assert torch.equal(decoder.pages, pages)
 
 
-def test_a_graph_cuts_the_work_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_graph_cuts_the_work_anew(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph writes a schedule and uses it in two calls. Each replay divides the work by the new lengths."""
-    path = "hopper-line" if torch.cuda.get_device_capability()[0] == 9 else "portable"
-    monkeypatch.setenv("TURBOQUANT_CUDA_PATH", path)  # a kernel that reads schedules
-    decoder, plain = Decoder(), Decoder()
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    if fused and not hopper:
+        pytest.skip("of compute capability 9.x alone")
+    path = "hopper" if fused else "hopper-line" if hopper else "portable"
+    monkeypatch.setenv("TURBOQUANT_CUDA_PATH", path)  # kernels that read schedules
+    decoder, plain = (Decoder(room=100_000, plan=Plan(128, 4, 4)) if fused else Decoder() for _ in range(2))
     schedule = torch.zeros((ops.schedule_rows(2, decoder.pages.device), 4), dtype=torch.int32, device="cuda")
     static = [x.clone() for x in decoder.steps[0]]
     attend = [decoder.plan, static[0], decoder.pages, decoder.table, decoder.lengths]
-    assert tq.attend_kernel(*attend, schedule=schedule).startswith("attend_split_")
+    name = tq.attend_kernel(*attend, schedule=schedule)
+    assert name.endswith("_ragged") if fused else name.startswith("attend_split_")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         decoder.lengths.add_(1)

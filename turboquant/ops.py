@@ -484,7 +484,7 @@ def schedule(
         differs divides its work itself.
     lengths: those in ``packed.lengths``, if the host knows them. If they are about equal (the shortest is at least 7/8
         of the longest), each sequence gets equally many thread blocks, which is faster. Otherwise the device divides
-        the pages of all sequences into equal pieces, with the results of a call without a schedule, bit for bit.
+        the work by the lengths, with the results of a call without a schedule, bit for bit.
     starts, causal, sliding_window: as in the calls of `attend`.
     out: a schedule of an earlier step with as many sequences, to overwrite, so that a CUDA graph that holds both can be
         replayed. None: a new one.

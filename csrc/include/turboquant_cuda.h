@@ -71,7 +71,10 @@ TQ_API tq_status tq_cuda_append_kernel(const tq_plan *plan, const tq_append_para
  *             merges if few heads have long caches. It needs a plain plan with tiles of 32 and no dense rotation, head_dim up
  *             to 128, and at most 16 query rows a KV head (128 rows with head_dim 97..128).
  *             It runs if batch is 1, the schedule is TQ_SCHEDULE_EQUAL or max_pages is small, where it measured faster
- *             (attend/fused/cut.cu); from 9 rows on only if there are not many more blocks than multiprocessors. It is
+ *             (attend/fused/cut.cu); from 9 rows on only if there are not many more blocks than multiprocessors. With
+ *             head_dim 97..128 and up to 8 rows it also runs where up to 1,024 sequences differ in length: each (sequence,
+ *             KV head) gets as many blocks as its length needs, by tq_cuda_schedule or, in a call without a schedule, one
+ *             more small kernel. It is
  *             1.0 to 1.8 times as fast, with a window up to 2.7 times (attend_harness time, against hopper-line).
  *  Moments:   with amplitudes of norm 1,000 and softmax_scale * |q| = 1, the wave's part of a logit is within 1e-3 of
  *             float64, at any position (attend/rows/wave.cuh).
@@ -97,8 +100,8 @@ TQ_API tq_status tq_cuda_attend(const tq_cuda_attend_call *call, void *workspace
 
 /** Cuts a batch into work for tq_cuda_attend, on the device, from the lengths at that point of the stream; waits for
  *  nothing, so that a CUDA graph can hold it. One schedule serves all layers of a step with the same sizes in params
- *  and the same bytes a page; a call that differs in these cuts its work itself. Results with and without a schedule
- *  are equal, bit for bit. A call with a schedule uses lengths and starts as they were when it was made; what else the
+ *  and the same bytes a page; a call that differs in these cuts its work itself (fused kernels: slowly, a block for each
+ *  sequence and KV head). Results with and without a schedule are equal, bit for bit. A call with a schedule uses lengths and starts as they were when it was made; what else the
  *  arrays below hold must not change in between, or results are of no use.
  *  params    as for tq_cuda_attend with TQ_SCHEDULE_LINE. Of pointers only lengths, starts, ends, query_start_loc,
  *            sink_rows and tail_rows are read. A call that differs in which of them are NULL cuts its work itself.

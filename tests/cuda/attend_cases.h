@@ -65,6 +65,35 @@ template <class Change, class Add> static void each_absent(const std::string &ta
     });
 }
 
+/** Cases of sequences that differ in length, whose segments have as many blocks as they need, by add(name, change of a case). */
+template <class Add> static void add_shares(Add add)
+{
+    for (const char *bits : {"2", "3", "4", "43", "5310"})
+        for (int group : {3, 8}) {
+            const std::string tag = ", bits " + std::string(bits) + ", group " + std::to_string(group);
+            auto sizes = [=](Case &c, std::vector<int> lengths) {
+                c.key_bits = bits[1] && !bits[2] ? "4" : bits, c.value_bits = bits[1] && !bits[2] ? "3" : "";
+                c.group = group, c.even = 0, c.spare_pages = 300, c.lengths = lengths;
+            };
+            add("shares" + tag, [=](Case &c) { sizes(c, {3000, 0, 1, 300, 129, 6100, 64, 4000}); });
+            add("shares, everything" + tag, [=](Case &c) {
+                sizes(c, {3000, 2, 700, 300, 129, 6100, 64, 4000});
+                c.sinks = 4, c.window = 40, c.centres = c.steps = true, c.starts = {2500, 0, 700, 10, 0, 17, 63, 1};
+                c.dtype = TQ_F16, c.softcap = group == 8 ? 30 : 0, c.sliding = group == 8 ? 3500 : 0;
+            });
+            add("shares, a long one" + tag, [=](Case &c) {
+                sizes(c, {1, 30000, 0, 200});
+                c.heads = 1, c.dtype = TQ_F32;
+            });
+            add("shares of 600" + tag, [=](Case &c) {
+                std::vector<int> lengths;
+                for (int i = 0; i < 600; i++) lengths.push_back(i * 37 % 200);
+                sizes(c, lengths);
+                c.heads = 1, c.group = group / 2;
+            });
+        }
+}
+
 /** Cases with a wave and a metric of keys: every strategy, every kind of call. */
 static void add_moments(std::vector<Case> *cases)
 {
@@ -94,6 +123,7 @@ static void add_moments(std::vector<Case> *cases)
                     c.scale_sign = group == 1 ? -1 : 1, c.spare_pages = group == 4 ? 150 : 0;
                 });
             }
+    add_shares(add);
     for (const char *bits :
          {"43", "32", "12", "55", "25", "14", "63",
           "44"}) /* of keys, of values; 63 and 44 run other kernels, as does group 7 with 64 channels */
@@ -605,6 +635,7 @@ static std::vector<Case> all_cases()
     for (const char *bits : {"1", "5"}) /* of one width, which the kernels of many rows do not have */
         add("12 rows, three kernels, bits " + std::string(bits),
             [&](Case &c) { c.key_bits = bits, c.group = 12, c.even = 0, c.lengths = {1500, 700, 3}; });
+    add_shares(add);
     add_moments(&cases);
     add_ragged(&cases);
     return cases;

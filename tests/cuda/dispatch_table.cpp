@@ -51,8 +51,11 @@ static void print_rows()
             for (int row_quads : {1, 2, 4, 8}) {
                 KernelChoice k = compiled_kernel(row, row_quads, tiles);
                 if (!k.kernel) continue;
-                name_kernel(k, name);
-                std::printf("%d %s\n", row, name);
+                for (int ragged = 0; ragged <= (k.ragged != nullptr); ragged++) {
+                    k.is_ragged = ragged;
+                    name_kernel(k, name);
+                    std::printf("%d %s\n", row, name);
+                }
             }
 }
 

@@ -35,7 +35,8 @@ for tool in "${tools[@]}"; do
         "12 rows, whole pages, bits 3 dim 64" "5 rows, whole pages, bits 5310" \
         "1 heads of 4, bits 4" "many segments, bits 3" "1140 segments, group 1, bits 2" \
         "1140 segments, group 5, bits 3" "moments: 50 sequences, dim 128" "moments: sides 43, dim 128, group 4" \
-        "absent pages, bits 3, dim 128, group 4, exact" "absent pages, bits 3, dim 128, group 12, exact"; do
+        "absent pages, bits 3, dim 128, group 4, exact" "absent pages, bits 3, dim 128, group 12, exact" \
+        "shares, everything, bits 4, group 3" "shares, bits 43, group 8"; do
         run "$tool" attend check "$filter" # in one kernel: Hopper alone
     done
     # Not for racecheck: it loses track where warps meet at named barriers, some more often than others, and all of them at __syncthreads

@@ -179,10 +179,16 @@ tq_status queue(Launch &l, size_t needed, cudaStream_t s, tq_error *error)
         MergeKernel merge = attend_merge_parts();
         for (auto kernel : {l.kernel.kernel, merge.kernel})
             TQ_CUDA_TRY(allow_shared(reinterpret_cast<const void *>(kernel), device, 0, true, error));
+        const FusedArgs &f = l.args.fused;
+        if (f.ragged && !l.args.p.schedule)
+            TQ_CUDA_TRY(
+                write_shares(l.args, reinterpret_cast<int32_t *>(const_cast<int4 *>(l.args.schedule)), s, error));
         TQ_CUDA_TRY(launch_clusters(l.kernel.kernel, l.blocks, l.args.row_tiles, l.args.fused.cluster, l.threads,
                                     l.shared_bytes, s, error, l.args));
         if (!needed) return TQ_OK;
-        return launch(merge.kernel, l.segments / l.args.row_tiles * l.args.rows, merge.threads, 0, s, error, l.args);
+        int64_t merged = l.segments / l.args.row_tiles; /* segments that may have several blocks */
+        if (f.ragged && merged > f.at_once) merged = f.at_once;
+        return launch(merge.kernel, merged * l.args.rows, merge.threads, 0, s, error, l.args);
     }
     EndKernels ends = attend_end_kernels(l.args.groups);
     /* A multiprocessor changes its split between cache and shared memory only when it is idle: all three kernels ask
@@ -285,5 +291,6 @@ tq_status tq_cuda_schedule(const tq_plan *plan, const tq_attend_params *params, 
         p.schedule_kind = TQ_SCHEDULE_LINE;
         TQ_CUDA_TRY(prepare(plan, &p, &l, error));
     }
+    if (l.args.fused.ragged) return write_shares(l.args, schedule, static_cast<cudaStream_t>(stream), error);
     return write_schedule(l.args, schedule, static_cast<cudaStream_t>(stream), error);
 }

@@ -35,5 +35,8 @@ tq_status find_absent_record(const DeviceFacts &device, const tq_plan &plan, con
  *  schedule is written so that no call uses it, not even an earlier step's. */
 tq_status write_schedule(const AttendArgs &args, int32_t *schedule, cudaStream_t stream, tq_error *error);
 
+/** The same for FUSED. args: from cut_fused, `ragged`. */
+tq_status write_shares(const AttendArgs &args, int32_t *schedule, cudaStream_t stream, tq_error *error);
+
 } // namespace tq
 #endif

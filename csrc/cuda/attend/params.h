@@ -34,6 +34,7 @@ namespace tq
 constexpr int GROUPS_MAX = TQ_CUDA_MAX_HEAD_DIM / TQ_FINE_GROUP;
 constexpr int FUSED_ROWS = 128;      /* the most rows of a KV head in attend_fused_many_rows */
 constexpr int LARGE_CLUSTER = 16;    /* blocks that share a segment of attend_fused if segments are few */
+constexpr int MOST_RAGGED = 1024;    /* sequences of attend_fused if they differ in length */
 constexpr int FUSED_WARPS = 16;      /* the most warps of a block of attend_fused: a lane for each of 32 parts */
 constexpr int TEAM_OF_MANY_ROWS = 4; /* warps of a team of attend_many_rows */
 /** Sets of 8 rows of a tile for which warps of attend_fused_many_rows attend to exact tokens; 1 in attend_fused
@@ -103,11 +104,14 @@ struct WaveArgs {
 
 /** attend_fused; all 0 for other kernels. */
 struct FusedArgs {
-    int32_t warps;       /* of a block */
-    int32_t teams;       /* of a block: as many as warps, or a quarter in attend_fused_many_rows */
-    int32_t sharing;     /* blocks that share a segment */
-    int32_t cluster;     /* the same number if they are a cluster, else 1: then merge_parts merges their parts */
-    int32_t stride;      /* teams of a segment: each has every stride-th unit */
+    int32_t warps;   /* of a block */
+    int32_t teams;   /* of a block: as many as warps, or a quarter in attend_fused_many_rows */
+    int32_t sharing; /* blocks that share a segment */
+    int32_t cluster; /* the same number if they are a cluster, else 1: then merge_parts merges their parts */
+    int32_t stride;  /* teams of a segment, or of a share: each has every stride-th unit */
+    bool ragged;     /* a schedule says how many blocks share a segment, each with a piece of its units; sharing is 1 */
+    int32_t run;     /* of the kernel's Variant */
+    int32_t at_once; /* ragged: blocks that there is room for at once */
     int32_t exact_warps; /* of a block, the first ones, that share exact tokens for the same rows */
     bool exact_last;     /* they come after the units, and their sums lie in the stage behind those of packed tokens */
     int32_t team_bytes;  /* shared memory of a team: its stage, then its sums */

@@ -19,6 +19,8 @@ constexpr Rules H200 = {
     /* most_any_8_rows */ 24,
     /* long_wave_pages */ 8,
     /* most_in_turns */ 32,
+    /* ragged_segments_wave */ 2,
+    /* ragged_segments_two */ 4,
     /* half_cost */ 10,
     /* merge_cost */ 10,
     /* page_cost */ {15, 18},
@@ -91,6 +93,7 @@ tq_status choose_kernel(const tq_plan &plan, const Device &device, Launch *launc
     for (const Condition &c : CONDITIONS)
         if (holds(c, plan, device, launch->args) && c.cut(plan, device, launch)) break;
     fill_factors(plan, launch);
+    if (launch->args.fused.ragged) return use_shares(device, launch, error);
     return is_fused(KERNELS[launch->kernel.row].strategy) ? TQ_OK : cut_split(plan, device, launch, error);
 }
 
@@ -103,8 +106,10 @@ size_t workspace_bound(const AttendArgs &a, const DeviceFacts &device)
                                           : 16,
                   processors = device.processors;
     if (!a.rows) return 0;
-    /* FUSED: at most MOST_WARPS / 2 blocks of a multiprocessor leave parts of their rows. */
-    const int64_t fused = MOST_WARPS / 2 * processors * of_warp * (4 + 2 * width) * F;
+    /* FUSED: at most MOST_WARPS / 2 blocks of a multiprocessor leave parts of their rows, and where lengths differ one of each segment too;
+     * its own schedule. */
+    const int64_t fused = (MOST_WARPS / 2 * processors + heads) * of_warp * (4 + 2 * width) * F +
+                          (1 + 2 * (int64_t)a.p.layer.batch) * sizeof(int4) + 2 * 256;
     /* SPLIT: rows are padded to whole tiles. A slot is a part of a warp's rows, or of a segment's that two teams share. */
     const int64_t padding = a.rows + 31 < MOST_TILE_ROWS ? a.rows + 31 : MOST_TILE_ROWS,
                   rows = heads * (a.rows + padding), slots = MOST_WARPS * processors * of_warp + rows,
@@ -138,9 +143,9 @@ void name_kernel(const KernelChoice &kernel, char *name)
     if (r.width == BY_SIDE) snprintf(width, sizeof width, "sides");
     else if (r.width) snprintf(width, sizeof width, "%dbit", r.width);
     else snprintf(width, sizeof width, r.tile_16 ? "tile16" : "any");
-    snprintf(name, TQ_CUDA_KERNEL_NAME_BYTES, "attend_%s_%s_d%d_%dx%d%s%s", strategies[(int)r.strategy], width,
+    snprintf(name, TQ_CUDA_KERNEL_NAME_BYTES, "attend_%s_%s_d%d_%dx%d%s%s%s", strategies[(int)r.strategy], width,
              TQ_TILE * r.last_groups, kernel.rows, TQ_TILE * kernel.tiles * (is_fused(r.strategy) ? kernel.run : 1),
-             r.wave ? "_wave" : "", r.hopper ? "" : "_portable");
+             r.wave ? "_wave" : "", kernel.is_ragged ? "_ragged" : "", r.hopper ? "" : "_portable");
 }
 
 } // namespace tq

@@ -28,6 +28,14 @@ constexpr bool wave_by_page(int row, int row_quads, int tiles)
            tiles == 2;
 }
 
+/** FUSED: whether there is another kernel for sequences of any lengths: for the larger units that KERNELS lists. */
+constexpr bool has_ragged(int row, int row_quads, int tiles)
+{
+    const KernelRow &r = KERNELS[row];
+    return r.strategy == Strategy::FUSED && r.last_groups == 4 && r.width != BY_GROUP && row_quads <= 2 &&
+           (tiles == 4 || !(r.rows_by_page & row_quads));
+}
+
 template <int ROW, int ROW_QUADS, int TILES>
 using VariantOf = std::conditional_t<
     has_many_rows(KERNELS[ROW].strategy), ManyRows<KERNELS[ROW].width, 4 * ROW_QUADS, takes_wave(ROW)>,
@@ -41,6 +49,7 @@ template <class MAKE, int ROW, int ROW_QUADS, int TILES> KernelChoice compiled_k
     using V = VariantOf<ROW, ROW_QUADS, TILES>;
     KernelChoice k = {};
     k.kernel = MAKE::template kernel<R.strategy, V>();
+    if constexpr (has_ragged(ROW, ROW_QUADS, TILES)) k.ragged = MAKE::template kernel<R.strategy, Ragged<V>>();
     k.row = ROW, k.rows = V::ROWS, k.bits = R.width, k.tiles = V::TILES, k.run = V::RUN,
     k.two_products = V::TWO_PRODUCTS;
     k.exact_last = V::EXACT_LAST, k.fewer_exact = V::FEWER_EXACT;

@@ -125,6 +125,10 @@ bool choose_many_rows(const tq_plan &plan, const Device &device, Launch *launch)
 /** Cuts the work for launch->kernel, which is SPLIT or MANY_ROWS. */
 tq_status cut_split(const tq_plan &plan, const Device &device, Launch *launch, tq_error *error);
 
+/** Sets what schedules depend on, for a cut of FUSED that is `ragged`. */
+tq_status use_shares(const Device &device, Launch *launch, tq_error *error);
+/** Of all that a schedule depends on beside what arrays hold (FNV-1a); never 0. */
+int32_t key_of(const AttendArgs &a);
 tq_status check_schedule_rows(int32_t batch, int64_t rows, const DeviceFacts &device, tq_error *error);
 
 /** The arguments that depend on plan and sizes alone; sets launch->args.rows to 0 if there is nothing to do. */

@@ -19,6 +19,8 @@ constexpr bool is_fused(Strategy s) { return s == Strategy::FUSED || s == Strate
 /** A compiled kernel. */
 struct KernelChoice {
     void (*kernel)(AttendArgs); /* NULL: there is none */
+    void (*ragged)(AttendArgs); /* the same for sequences of any lengths; NULL: there is none */
+    bool is_ragged;             /* `kernel` is that one */
     int bits;                   /* the width of all groups; or BY_SIDE, or BY_GROUP */
     int row_quads;              /* groups of four rows that a warp has; 0 with many rows */
     int tiles;                  /* token tiles of a unit: 2 (half a page) or 4 (a page) */
@@ -102,7 +104,7 @@ constexpr int KERNEL_ROWS = sizeof KERNELS / sizeof *KERNELS;
 /** The kernel of a row of KERNELS for 4 * row_quads rows and units of so many tiles; its `kernel` is NULL if the row has none. */
 KernelChoice compiled_kernel(int row, int row_quads, int tiles);
 
-/** Writes attend_<strategy>_<width>_d<head_dim>_<rows>x<tokens of a unit>[_wave][_portable], TQ_CUDA_KERNEL_NAME_BYTES at most. */
+/** Writes attend_<strategy>_<width>_d<head_dim>_<rows>x<tokens of a unit>[_wave][_ragged][_portable], TQ_CUDA_KERNEL_NAME_BYTES at most. */
 void name_kernel(const KernelChoice &kernel, char *name);
 
 } // namespace tq

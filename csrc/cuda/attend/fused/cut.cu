@@ -218,6 +218,49 @@ bool start_fused(Launch *launch)
     return launch->segments < 1 << 22;
 }
 
+/** Blocks that share a multiprocessor, and warps of each, for sequences of any lengths. False where there is no kernel, or no room. */
+bool cut_ragged(const tq_plan &plan, const Device &device, int tiles, Launch *launch)
+{
+    constexpr int LEAST_WARPS = 4, WARPS_WITH_WAVE = 8;
+    Launch best = *launch;
+    int most_warps = 0;
+    KernelChoice kernel = find_kernel(Strategy::FUSED, true, plan, launch->args.tile_rows / 4, tiles);
+    const int most = kernel.max_threads / 32, busy = device.rules->busy_warps;
+    const int64_t segments = launch->segments, processors = device.processors;
+    const bool wave = launch->args.wave.steps;
+    if (!kernel.ragged) return false;
+    kernel.kernel = kernel.ragged, kernel.is_ragged = true;
+    if (wave && segments > device.rules->ragged_segments_wave * processors) return false;
+    const int first =
+        most > busy && segments <= device.rules->ragged_segments_two * processors ? 2 : most / LEAST_WARPS;
+    /* One block alone starts and ends while nothing else runs, which takes longer with a wave than few warps do. */
+    const int enough = wave ? WARPS_WITH_WAVE : busy;
+    for (int at_once = first; at_once; at_once--) {
+        Launch l = *launch;
+        AttendArgs &a = l.args;
+        FusedArgs &f = a.fused;
+        l.kernel = kernel;
+        lay_out_stage(&plan, kernel.tiles, &a);
+        f.ragged = true, f.run = kernel.run, f.sharing = f.cluster = 1;
+        int room = device.shared_bytes_per_processor / at_once - 1024;
+        if (room > device.shared_bytes_per_block) room = device.shared_bytes_per_block;
+        for (f.warps = most / at_once < FUSED_WARPS ? most / at_once : FUSED_WARPS; f.warps >= 2; f.warps--) {
+            f.teams = f.warps;
+            l.shared_bytes = fit_fused(kernel, room, true, &a);
+            if (l.shared_bytes <= room && (!wave || at_once * f.warps % SCHEDULERS == 0)) break;
+        }
+        const int warps = at_once * f.warps < enough ? at_once * f.warps : enough;
+        if (f.warps < 2 || warps <= most_warps) continue;
+        most_warps = warps;
+        f.at_once = at_once * device.processors;
+        l.threads = 32 * f.warps;
+        l.blocks = (int)l.segments + f.at_once;
+        best = l;
+    }
+    *launch = best;
+    return most_warps > 0;
+}
+
 } // namespace
 
 bool cut_fused_many_rows(const tq_plan &plan, const Device &device, Launch *launch)
@@ -270,17 +313,42 @@ bool cut_fused(const tq_plan &plan, const Device &device, Launch *launch)
     int least = page_cost(a, *device.rules) * (many ? 4 : wholes.kernel.bits ? 0 : 2);
     const bool dearer = two_units ? by_page >= by_half : by_page > by_half;
     if (compare && (by_page < least || (by_half && dearer))) by_page = 0;
-    if (!by_half && !by_page) return false;
-    *launch = by_page ? wholes : halves;
+    if (by_half || by_page) {
+        *launch = by_page ? wholes : halves;
+        return true;
+    }
+    const bool equal = a.p.layer.batch <= 1 || a.p.schedule_kind == TQ_SCHEDULE_EQUAL;
+    if (equal || a.p.layer.batch > MOST_RAGGED || a.p.layer.batch >= TQ_SCHEDULE_ROWS * device.processors ||
+        a.rows > 8 || segments > 1 << 20)
+        return false;
+    Launch l = *launch;
+    start_fused(&l);
+    if (!(plan.page_tokens > 2 * TQ_TILE && cut_ragged(plan, device, 4, &l)) && !cut_ragged(plan, device, 2, &l))
+        return false;
+    *launch = l;
     return true;
+}
+
+tq_status use_shares(const Device &device, Launch *launch, tq_error *error)
+{
+    AttendArgs &a = launch->args;
+    a.schedule_teams = a.p.layer.batch; /* rows */
+    a.schedule_key = key_of(a);
+    if (a.p.schedule) TQ_CUDA_TRY(check_schedule_rows(a.p.layer.batch, a.p.schedule_rows, device, error));
+    a.schedule = reinterpret_cast<const int4 *>(a.p.schedule);
+    return TQ_OK;
 }
 
 size_t lay_out_fused_workspace(Launch *l, char *base)
 {
     AttendArgs &a = l->args;
-    if (a.fused.sharing == a.fused.cluster) return 0;
-    a.sums = reinterpret_cast<float *>(base);
-    return (size_t)l->blocks * a.rows * part_floats(a) * sizeof(float);
+    if (a.fused.sharing == a.fused.cluster && !a.fused.ragged) return 0;
+    int64_t at = 0;
+    a.sums = reinterpret_cast<float *>(base + take(&at, (int64_t)l->blocks * a.rows * part_floats(a) * sizeof(float)));
+    if (a.fused.ragged && !a.p.schedule) /* its own */
+        a.schedule =
+            reinterpret_cast<const int4 *>(base + take(&at, (1 + 2 * (int64_t)a.p.layer.batch) * sizeof(int4)));
+    return (size_t)at;
 }
 
 } // namespace tq

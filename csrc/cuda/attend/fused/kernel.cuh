@@ -13,7 +13,9 @@
  *
  * More rows than a tile has are several tiles, each with its own blocks, in the grid's second dimension.
  *
- * The work is cut by segments, however long they are: for sequences that are about equally long, or short. */
+ * The work is cut by segments. Where sequences are about equally long, or short, all have equally many blocks, and a team every n-th unit of
+ * its segment. Otherwise (`ragged`) a schedule gives each segment as many blocks as its length needs (fused/share.cu), and each of them has a
+ * piece of its units. */
 #ifndef TQ_CUDA_ATTEND_FUSED_KERNEL_CUH
 #define TQ_CUDA_ATTEND_FUSED_KERNEL_CUH
 #include "cuda/attend/loop/team.cuh"
@@ -56,15 +58,21 @@ template <int RUN> struct Stride : UnitPlace {
 struct FusedBlock {
     RowSet set;
     int32_t rank, active; /* among the blocks that share the segment; teams with units */
-    PackedView view;
+    PackedView view;      /* ragged: the units are the block's own */
 
     /** What kernels with 128 registers and a wave would spill otherwise. */
     __device__ __forceinline__ void read_back(const FusedBlock &from)
     {
         set.b = from.set.b, rank = from.rank, active = from.active;
     }
+    /** Where a team begins. */
+    template <bool RAGGED> __device__ __forceinline__ int32_t turn(const AttendArgs &a, int team) const
+    {
+        return RAGGED ? team : rank + team * a.fused.sharing;
+    }
 };
-constexpr int AT_SENT = FUSED_BLOCK_BYTES - 16; /* the barrier of what a cluster's blocks send each other */
+constexpr int AT_SENT = FUSED_BLOCK_BYTES - 16,
+              AT_SHARING = AT_SENT + 8; /* the barrier of what a cluster's blocks send each other; sharing */
 static_assert(sizeof(FusedBlock) <= AT_SENT);
 
 /** A block's shared memory after the stages of its teams. The stages hold packed sums, [rows][pitch], once the units
@@ -85,6 +93,9 @@ template <class V> struct FusedSpace {
     __device__ __forceinline__ float2 *value_scale() const { return at<float2>(a.fused.value_scale); }
     __device__ __forceinline__ FusedBlock *block() const { return at<FusedBlock>(a.fused.block); }
     __device__ __forceinline__ uint32_t sent() const { return shared_address(shared_bytes) + a.fused.block + AT_SENT; }
+    /** The blocks that share the segment. Where that differs they are no clusters, and it is in shared memory: registers are short. */
+    __device__ __forceinline__ int32_t *own_sharing() const { return at<int32_t>(a.fused.block + AT_SHARING); }
+    __device__ __forceinline__ int32_t sharing() const { return V::RAGGED ? *own_sharing() : a.fused.sharing; }
     __device__ __forceinline__ float *spare_row(int row) const { return at<float>(a.fused.spare) + row * a.pitch; }
     __device__ __forceinline__ float *packed_sums(int team, int row) const
     {
@@ -112,12 +123,12 @@ template <class V> struct FusedSpace {
  *  the segment. A lane has channels 4 lane .. of rows and tokens. */
 struct ExactTokens {
     ExactView view;
-    int32_t next, end, position; /* among the tokens that the sequence's rows see */
+    int32_t next, end, stride, position; /* among the tokens that the sequence's rows see */
     Quad k, v;
 
     __device__ __forceinline__ ExactTokens(const AttendArgs &a, const RowSet &s, const Sequence &seq, int32_t turn,
-                                           bool any, int lane)
-        : next(turn), end(0)
+                                           int32_t sharing, bool any, int lane)
+        : next(turn), end(0), stride(a.fused.exact_warps * sharing)
     {
         if (!any) return;
         view = view_exact(a, seq, s.b);
@@ -127,7 +138,7 @@ struct ExactTokens {
     __device__ __forceinline__ bool more() const { return next < end; }
     __device__ __forceinline__ void step_on(const AttendArgs &a, const RowSet &s, const Sequence &seq, int lane)
     {
-        next += a.fused.exact_warps * a.fused.sharing;
+        next += stride;
         load(a, s, seq, lane);
     }
     __device__ __forceinline__ void load(const AttendArgs &a, const RowSet &s, const Sequence &seq, int lane)
@@ -174,9 +185,9 @@ template <class V> __device__ __forceinline__ bool has_exact(const AttendArgs &a
 }
 
 /** The first exact token of a warp; rank: of its block. */
-template <class V> __device__ __forceinline__ int32_t exact_turn(const AttendArgs &a, int32_t rank, int warp)
+template <class V> __device__ __forceinline__ int32_t exact_turn(int32_t rank, int32_t sharing, int warp)
 {
-    return rank + warp / FusedSpace<V>::SETS * a.fused.sharing;
+    return rank + warp / FusedSpace<V>::SETS * sharing;
 }
 
 /** A warp's part of the exact tokens. Numbers of a row are in the lanes of sum_to_lanes. Inlined, because a call is
@@ -277,15 +288,20 @@ __device__ __forceinline__ float4 add_parts(const FusedSpace<V> &space, int row,
     return sum;
 }
 
-/** Whether merge_parts finishes all rows. Then it also rotates them back, which is faster than in all blocks here. */
-__device__ __forceinline__ bool leaves_parts(const AttendArgs &a) { return a.fused.sharing != a.fused.cluster; }
+/** Whether merge_parts finishes all rows of a segment. Then it also rotates them back, which is faster than in all blocks here. */
+__device__ __forceinline__ bool leaves_parts(const AttendArgs &a, int32_t sharing)
+{
+    return sharing != a.fused.cluster;
+}
 
 /** Merges the parts of the block's teams, of which the first `active` had units, and sends each row to the block that
  *  finishes it. A warp has a row, a lane four channels. */
 template <class V>
-__device__ __forceinline__ void send_rows(const AttendArgs &a, const FusedSpace<V> &space, const RowSet &s, int rank,
-                                          int active, int warp, int lane)
+__device__ __forceinline__ void send_rows(const AttendArgs &a, const FusedSpace<V> &space, const FusedBlock &block,
+                                          int warp, int lane)
 {
+    const RowSet &s = block.set;
+    const int rank = block.rank, active = block.active;
     int warps = a.fused.warps, teams = a.fused.teams, exact_parts = a.fused.exact_warps, width = TQ_TILE * a.groups,
         c = 4 * lane;
     bool exact = a.exact_parts, has = c < width, in_cluster = a.fused.cluster > 1;
@@ -304,7 +320,7 @@ __device__ __forceinline__ void send_rows(const AttendArgs &a, const FusedSpace<
         if (in_cluster) {
             sent_to = cluster_address(shared_address(space.slot(row, rank)), row & (a.fused.cluster - 1));
             bar = cluster_address(space.sent(), row & (a.fused.cluster - 1));
-        } else if (leaves_parts(a)) {
+        } else if (leaves_parts(a, space.sharing())) {
             slot = a.sums + ((int64_t)blockIdx.x * a.rows + s.row_tile * space.ROWS + row) * part_floats(a);
         } else {
             slot = space.slot(row, 0);
@@ -428,8 +444,8 @@ __device__ __forceinline__ void finish_block(const AttendArgs &a, const FusedSpa
     uint32_t flip = lane_signs<4>(a, lane);
     __syncthreads();
     if (cluster > 1) cluster_wait(); /* all blocks have started */
-    send_rows<V>(a, space, block.set, block.rank, block.active, warp, lane);
-    if (leaves_parts(a)) return;
+    send_rows<V>(a, space, block, warp, lane);
+    if (leaves_parts(a, space.sharing())) return;
     if (cluster == 1) __syncthreads();
     if (row >= block.set.n) return;
     if (cluster > 1) barrier_wait_cluster(space.sent());
@@ -459,6 +475,60 @@ template <int RUN> struct BlockStart {
     bool works;
 };
 
+/** What a schedule says of block `index`. sharing 0: there is nothing for it. By a whole warp. */
+struct BlockShare {
+    int32_t b, h, rank, sharing;
+    Sequence seq;
+
+    __device__ __forceinline__ BlockShare(const AttendArgs &a, int32_t index, int lane)
+    {
+        constexpr int AT_ONCE = 4;
+        const bool scheduled = is_schedule_of(a, __ldcg(a.schedule));
+        const int32_t heads = a.p.layer.kv_heads, batch = a.p.layer.batch;
+        int4 found = {}; /* {first block, blocks of a segment | sequence << 16, length, start} */
+#pragma unroll 1
+        for (int32_t first = 0; first < batch; first += 32 * AT_ONCE) {
+            int4 row[AT_ONCE];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {
+                const int32_t i = first + 32 * j + lane;
+                row[j] = __ldcg(a.schedule + 1 + min(i, batch - 1));
+            }
+            bool last = false;
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {
+                const int32_t i = first + 32 * j + lane;
+                if (!scheduled) row[j].x = heads * i, row[j].y = 1 | i << 16;
+                const int n = __popc(__ballot_sync(ALL_LANES, i < batch && row[j].x <= index));
+                if (n)
+                    found = make_int4(__shfl_sync(ALL_LANES, row[j].x, n - 1), __shfl_sync(ALL_LANES, row[j].y, n - 1),
+                                      __shfl_sync(ALL_LANES, row[j].z, n - 1), __shfl_sync(ALL_LANES, row[j].w, n - 1));
+                last |= n < 32;
+            }
+            if (last) break;
+        }
+        /* so that the compiler knows that lanes agree */
+        found = make_int4(__reduce_max_sync(ALL_LANES, found.x), __reduce_max_sync(ALL_LANES, found.y),
+                          __reduce_max_sync(ALL_LANES, found.z), __reduce_max_sync(ALL_LANES, found.w));
+        b = found.y >> 16, sharing = found.y & 0xffff;
+        h = divide(index - found.x, sharing);
+        rank = index - found.x - h * sharing;
+        if (h >= heads) sharing = 0; /* the grid is as large as it may have to be */
+        seq = scheduled && !a.varies ? make_sequence(a, found.z, found.w) : load_sequence(a, b);
+    }
+    /** The block's own units: equally many pages, or halves of them, of each block. */
+    template <int RUN> __device__ __forceinline__ PackedView view(const AttendArgs &a) const
+    {
+        PackedView v = view_packed(a, seq);
+        if (sharing == 1 || !v.units.count()) return v;
+        const int32_t start = v.units.lo / RUN, runs = (v.units.hi + RUN - 1) / RUN - start,
+                      each = divide(runs, sharing), longer = runs - each * sharing;
+        auto first_of = [&](int32_t block) { return RUN * (start + each * block + min(block, longer)); };
+        v.units = {max(v.units.lo, first_of(rank)), min(v.units.hi, first_of(rank + 1))};
+        return v;
+    }
+};
+
 /** Finds the block's segment and all addresses while the previous kernel still runs. Then loads the queries, the first
  *  exact tokens and the first pages, and prepares everything else meanwhile. FRUGAL: as in attend_fused. */
 template <class V, bool FRUGAL>
@@ -466,9 +536,12 @@ __device__ __forceinline__ BlockStart<V::RUN> start_block(const AttendArgs &a, c
                                                           const Ring<V, true> &ring, int team, int thread, int warp,
                                                           int lane)
 {
+    constexpr bool ragged = V::RAGGED;
     int sharing = a.fused.sharing, segment = divide(blockIdx.x, sharing), rank = blockIdx.x - segment * sharing,
         b = divide(segment, a.p.layer.kv_heads), h = segment - b * a.p.layer.kv_heads;
     int turn = rank + team * sharing; /* of the segment's teams */
+    Sequence seq;
+    PackedView view;
     RowSet set = {b, h, 0, segment, 0, a.rows};
     if (V::ROWS >= 16) set.row_tile = blockIdx.y, set.n = min(a.rows - set.row_tile * space.ROWS, space.ROWS);
     touch_arguments(a, warp);
@@ -480,9 +553,18 @@ __device__ __forceinline__ BlockStart<V::RUN> start_block(const AttendArgs &a, c
         cluster_arrive(); /* from here on others may write into this block's shared memory */
     }
     let_next_start();
+    int32_t first_unit = V::RUN * turn; /* if none is skipped */
+    if constexpr (ragged) {
+        wait_for_previous();
+        const BlockShare share(a, blockIdx.x, lane);
+        b = share.b, h = share.h, rank = share.rank, sharing = share.sharing, turn = team, seq = share.seq;
+        set = {b, h, 0, b * a.p.layer.kv_heads + h, 0, a.rows};
+        if (!sharing) return {{set, 0, -1, {}}, Stride<V::RUN>(a, {}, 0, 0, 0), false};
+        view = share.template view<V::RUN>(a);
+        first_unit = Stride<V::RUN>(a, view, b, h, turn).unit;
+    }
     /* Everything that does not depend on the results of the previous kernel. */
-    UnitPlace guess(a, min(V::RUN * turn, a.p.layer.max_pages * a.page_units - 1), b,
-                    h); /* the first, if none is skipped */
+    UnitPlace guess(a, min(first_unit, a.p.layer.max_pages * a.page_units - 1), b, h);
     uint32_t flip = lane_signs<4>(a, lane), entry = guess.entry(a);
     QueryScale<4> scale(a, lane);
     int64_t query = a.p.query_start_loc ? -1 /* not yet known */ : query_at(a, set, first_row_of_warp(a, warp));
@@ -504,13 +586,13 @@ __device__ __forceinline__ BlockStart<V::RUN> start_block(const AttendArgs &a, c
     }
     scale.load_steps(a, h, lane);
     int32_t page = a.p.layer.max_pages ? a.p.layer.block_table[entry] : 0;
-    Sequence seq = load_sequence(a, b);
+    if (!ragged) seq = load_sequence(a, b);
     if (a.p.query_start_loc) /* with the loads above in flight */
         load = QueryLoad<4>(a, set, first_row_of_warp(a, warp), lane);
     /* The first warps come first, because they have the fewest rows to prepare. These loads are issued before those of
      * the pages, which would delay them (measured.md). */
-    ExactTokens exact(a, set, seq, exact_turn<V>(a, rank, warp), has_exact<V>(a, warp), lane);
-    PackedView view = view_packed(a, seq);
+    ExactTokens exact(a, set, seq, exact_turn<V>(rank, sharing, warp), sharing, has_exact<V>(a, warp), lane);
+    if (!ragged) view = view_packed(a, seq);
     Stride<V::RUN> ahead(a, view, b, h, turn);
     bool works = ahead.more();
     if (works && ring.sends(thread)) {
@@ -522,8 +604,9 @@ __device__ __forceinline__ BlockStart<V::RUN> start_block(const AttendArgs &a, c
     ahead.step_on(a, works);
     /* teams with units (divide may be off for very large quotients, far above `teams`) */
     const int runs = view.units.count() ? (view.units.hi + V::RUN - 1) / V::RUN - view.units.lo / V::RUN : 0;
-    int active = min(a.fused.teams, divide(max(runs - rank, 0) + sharing - 1, sharing));
+    int active = min(a.fused.teams, ragged ? runs : divide(max(runs - rank, 0) + sharing - 1, sharing));
     FusedBlock block = {set, rank, active, view};
+    if (ragged && threadIdx.x == 0) *space.own_sharing() = sharing;
     if ((FRUGAL || V::WAVE) && threadIdx.x == 0) *space.block() = block;
     if (has_wave<V>(a)) fill_wave_table(a, wave_constants, increments);
     if constexpr (V::WAVE) wave_load.turn_on(a, b, lane);
@@ -546,12 +629,13 @@ template <class V, bool FRUGAL> __device__ __forceinline__ void attend_fused(con
                           copy_policy(V::ROWS < 16 || a.row_tiles == 1)};
     FusedSpace<V> space = {a};
     BlockStart<V::RUN> start = start_block<V, FRUGAL>(a, space, ring, team, thread, warp, lane);
+    if (V::RAGGED && start.block.active < 0) return;      /* the whole block */
     if (V::TEAM_WARPS > 1) shared_writes_before_copies(); /* WGMMA reads queries by the async proxy */
     __syncthreads();
     if (FRUGAL) {
         start.block = *space.block();
         const FusedBlock &block = start.block;
-        start.ahead = Stride<V::RUN>(a, block.view, block.set.b, block.set.h, block.rank + team * a.fused.sharing);
+        start.ahead = Stride<V::RUN>(a, block.view, block.set.b, block.set.h, block.turn<V::RAGGED>(a, team));
         start.works = start.ahead.more();
         start.ahead.step_on(a, start.works);
     }
@@ -562,7 +646,8 @@ template <class V, bool FRUGAL> __device__ __forceinline__ void attend_fused(con
     if (exact_last<V>(a)) {
         const FusedBlock &block = start.block;
         Sequence seq = load_sequence(a, block.set.b);
-        ExactTokens exact(a, block.set, seq, exact_turn<V>(a, block.rank, warp), true, lane);
+        ExactTokens exact(a, block.set, seq, exact_turn<V>(block.rank, space.sharing(), warp), space.sharing(), true,
+                          lane);
         attend_exact_of_warp<V>(a, block.set, seq, exact, space, warp, lane);
     }
     finish_block<V>(a, space, start.block, warp, lane);

@@ -54,11 +54,20 @@ __global__ void __launch_bounds__(32 * MERGE_WARPS) merge_parts_kernel(const __g
     RowPart *of_lanes = reinterpret_cast<RowPart *>(memory);
     let_next_start();
     int warp = threadIdx.x / 32, lane = threadIdx.x & 31, segment = blockIdx.x / a.rows,
-        row = blockIdx.x - segment * a.rows, n = a.fused.sharing, b = segment / a.p.layer.kv_heads;
-    RowSet s = {b, segment - b * a.p.layer.kv_heads, 0, segment, 0, a.rows};
+        row = blockIdx.x - segment * a.rows, n = a.fused.sharing, b = segment / a.p.layer.kv_heads,
+        h = segment - b * a.p.layer.kv_heads;
+    int64_t first = (int64_t)segment * n; /* block */
+    if (a.fused.ragged) {
+        wait_for_previous();
+        const int4 head = __ldcg(a.schedule);
+        if (!is_schedule_of(a, head) || b >= head.y) return;
+        const int4 share = __ldcg(a.schedule + 1 + b);
+        b = share.y >> 16, n = share.y & 0xffff, first = share.x + h * n;
+    }
+    RowSet s = {b, h, 0, b * a.p.layer.kv_heads + h, 0, a.rows};
     ValueScale<4> scale(a, lane);
     uint32_t flip = lane_signs<4>(a, lane);
-    const float *at = a.sums + ((int64_t)segment * n * a.rows + row) * part_floats(a);
+    const float *at = a.sums + (first * a.rows + row) * part_floats(a);
     int64_t stride = (int64_t)a.rows * part_floats(a); /* from one part of the row to the next */
     RowPart sum;
     wait_for_previous(); /* also for kernels before attend_fused, which lets this one start before it waits for them */

@@ -39,8 +39,10 @@ struct Sequence {
     Range packed;                          /* packed indices that are read from pages, as far as a row sees them */
 };
 
-/** A schedule is rows of four numbers: {key, units of the line, 0, 0}; for each team {b, sequence_at, length, start} of
- *  the sequence in which its piece begins (Cursor); of each sequence what sequence_of reads. */
+/** A schedule is rows of four numbers, the last ones for each sequence what sequence_of reads. Before that, of SPLIT: {key, units of the
+ *  line, 0, 0}; for each team {b, sequence_at, length, start} of the sequence in which its piece begins (Cursor). Of FUSED: {key, rows of
+ *  sequences whose segments have several blocks, 0, 0}; for each sequence, long ones first, {its first block, blocks of each of its
+ *  segments | sequence << 16, length, start} (BlockShare). */
 __device__ __forceinline__ bool is_schedule_of(const AttendArgs &a, const int4 &head)
 {
     return head.x == a.schedule_key;

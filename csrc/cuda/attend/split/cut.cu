@@ -116,22 +116,22 @@ tq_status cut_ends(const Device &device, Launch *l, tq_error *error)
     return TQ_OK;
 }
 
-/** Of all that the line and its pieces depend on beside what arrays hold (FNV-1a); never 0. */
+} // namespace
+
 int32_t key_of(const AttendArgs &a)
 {
     const tq_layer &l = a.p.layer;
     const int32_t arrays = (a.p.starts ? 1 : 0) + (a.p.ends ? 2 : 0) + (a.p.query_start_loc ? 4 : 0) +
                            (l.sink_rows ? 8 : 0) + (l.tail_rows ? 16 : 0);
-    const int32_t parts[] = {l.batch,       l.kv_heads,         a.p.query_tokens, l.sinks,         l.window,
-                             a.p.causal,    a.p.sliding_window, arrays,           a.row_tiles,     a.capacity,
-                             a.page_tokens, a.unit_tokens,      a.page_units,     a.schedule_teams};
+    const int32_t parts[] = {l.batch,       l.kv_heads,         a.p.query_tokens, l.sinks,          l.window,
+                             a.p.causal,    a.p.sliding_window, arrays,           a.row_tiles,      a.capacity,
+                             a.page_tokens, a.unit_tokens,      a.page_units,     a.schedule_teams, a.fused.ragged,
+                             a.fused.teams, a.fused.run,        a.fused.at_once};
     uint32_t key = 2166136261u;
     for (int32_t part : parts)
         for (int byte = 0; byte < 4; byte++) key = (key ^ ((uint32_t)part >> 8 * byte & 255)) * 16777619u;
     return (int32_t)(key | 1);
 }
-
-} // namespace
 
 // A schedule is a head, a row of each team and a row of each sequence.
 static_assert(TQ_SCHEDULE_ROWS > MOST_TEAMS, "room for the head and the teams");
