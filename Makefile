@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Threads of OpenMP that wait leave their core to others: waiting busily, tests with small models take twice the CPU time.
 export OMP_WAIT_POLICY ?= PASSIVE
 # Tests that run no native code in this process: once is enough.
-NO_NATIVE := $(foreach name,layering stub calculator_page,--ignore=tests/test_$(name).py)
+NO_NATIVE := $(foreach name,layering stub calculator_page site,--ignore=tests/test_$(name).py)
 # Every kind of GPU that the kernels are meant for: code for 8.0 runs on 8.6 and 8.9 too.
 CHECK_ARCHS ?= 80 90a 100 120
 
@@ -94,6 +94,7 @@ docs: $(READY) $(if $(READY),$(VENV)/.docs)
 	PYTHONPATH=. $(INTERPRETER) -m sphinx -q -W --keep-going -n -b html docs $(DOCS)
 	! grep -rnE '<(script|link|img|iframe|source)[^>]*(src|href)="(https?:)?//' --include='*.html' $(DOCS)
 	! grep -rnE '(@import|url\() *["'"'"']?(https?:)?//' --include='*.css' $(DOCS)
+	TURBOQUANT_SITE=$(DOCS) $(RUN) -m pytest -q tests/test_site.py
 
 # Runs the notebooks of docs/ again and writes them with their outputs; the first wants make real-models.
 notebooks: build

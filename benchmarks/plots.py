@@ -22,6 +22,8 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.transforms import Bbox
 
 matplotlib.rcParams["svg.hashsalt"] = "turboquant"  # otherwise names inside the file are random
 ROOT = Path(__file__).resolve().parent
@@ -110,6 +112,21 @@ def points(text: str) -> tuple[str, str]:
     )
 
 
+def spread(figure: Any, labels: list[Any], places: list[tuple[float, float]]) -> None:
+    """Moves labels up or down, each as little as keeps it off the labels before it and off the markers at `places`."""
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    transform = figure.axes[0].transData.transform
+    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in (transform(place) for place in places)]
+    for label in labels:
+        x, y = label.xyann
+        for step in sorted(range(-30, 31), key=abs):
+            label.xyann = (x, y + step)
+            box = label.get_window_extent(renderer)
+            if not any(box.overlaps(other) for other in taken):
+                break
+        taken.append(box)
+
+
 def index_figure(name: str, x: str, metrics: list[str]) -> None:
     """metrics: filled markers, and if there are two hollow ones of the second."""
     figure, ax = plt.subplots(figsize=(8.6, 4.4))
@@ -122,17 +139,21 @@ def index_figure(name: str, x: str, metrics: list[str]) -> None:
             line = [(m[metric], m["recall"]) for _, m in own]
             label = f"turboquant, {training}, 2 to 4 bits" if style == "-" else None
             ax.plot(*zip(*line), style, marker="o", color=colour, markerfacecolor=fill, markersize=5, label=label)
+    labels, places = [], [point for line in ax.lines for point in zip(*line.get_data())]
     for peer, (marker, colour, offset) in PEERS.items():
         own = [(index, k, m) for index, k, m in results if index.startswith(peer)]
         for metric, fill in zip(metrics, (colour, "none")):
             label = own[0][0] if fill != "none" else None
-            places = [[m[metric], m["recall"]] for _, _, m in own]
-            ax.scatter(*zip(*places), marker=marker, s=26, edgecolor=colour, facecolor=fill, label=label)
+            some = [(m[metric], m["recall"]) for _, _, m in own]
+            places += some
+            ax.scatter(*zip(*some), marker=marker, s=26, edgecolor=colour, facecolor=fill, label=label)
         for _, kind, m in own:
             at, side = (m[metrics[0]], m["recall"]), "right" if offset[0] < 0 else "left"
-            ax.annotate(kind, at, offset, textcoords="offset points", fontsize=5.5, ha=side)
+            labels.append(ax.annotate(kind, at, offset, textcoords="offset points", fontsize=5.5, ha=side))
+    ax.set_xlim(0.8 * ax.get_xlim()[0], 1.6 * ax.get_xlim()[1])  # room for the labels of the outermost
     ax.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
+    spread(figure, labels, places)
     figure.savefig(DOCS / name, metadata={"Date": None})
     plt.close(figure)
 
@@ -152,7 +173,7 @@ FORMATS = {
 
 
 def quality() -> None:
-    figure, panels = plt.subplots(1, 2, figsize=(9, 4.4), sharey=True, constrained_layout=True)
+    figure, panels = plt.subplots(1, 2, figsize=(9, 4.8), sharey=True, constrained_layout=True)
     for ax, (model, called) in zip(panels, QUALITY_MODELS.items(), strict=True):
         found = {
             row["params"]["spec"]: row["metrics"]
@@ -169,7 +190,9 @@ def quality() -> None:
         ax.set(title=called, xlabel="bits of a number, scales included", yscale="log")
         ax.grid(alpha=0.3)
     panels[0].set_ylabel("KL divergence, nats a token")
-    panels[1].legend(fontsize=7)
+    figure.legend(
+        *panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8, frameon=False
+    )
     figure.savefig(DOCS / "quality.svg", metadata={"Date": None})
 
 

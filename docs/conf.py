@@ -47,6 +47,9 @@ html_theme = "furo"
 html_title = f"TurboQuant {version}"
 html_copy_source = False
 html_show_sphinx = False
+html_static_path = ["site"]
+html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 
 
 def _calculator(app: Any) -> None:
