@@ -47,12 +47,13 @@ def chromium(page: Path, *options: str, link: str = "") -> str:
 
 
 class Shown(HTMLParser):
-    """The text of elements by class, and the cells of the table."""
+    """The text of elements by class, and the cells of the table of results and of the one of all presets."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
         self.words: dict[str, str] = {}
         self.rows: list[list[str]] = []
+        self.all: list[list[str]] = []
         self.inside = ""
         self.feed(html)
 
@@ -60,10 +61,11 @@ class Shown(HTMLParser):
         name = dict(attributes).get("class") or ""
         if tag in ("p", "pre", "div"):
             self.inside = name
+            self.table = self.all if name == "all" else self.rows
         elif tag == "tr":
-            self.rows.append([])
+            self.table.append([])
         elif tag in ("th", "td"):
-            self.rows[-1].append("")
+            self.table[-1].append("")
             self.inside = "cell"
 
     def handle_endtag(self, tag: str) -> None:
@@ -72,7 +74,7 @@ class Shown(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if self.inside == "cell":
-            self.rows[-1][-1] += data
+            self.table[-1][-1] += data
         else:
             self.words[self.inside] = self.words.get(self.inside, "") + data
 
@@ -171,12 +173,47 @@ def test_page_and_command_print_the_same(settings, page, capsys):
     assert seen.words["about"] == about
     assert seen.words.get("refused", "") == (printed.splitlines()[-1] if refused else "")
     heads, *rows = seen.rows
-    assert len(rows) == 4 - refused
+    assert len(rows) == 4 - refused and bool(seen.all) != bool(refused)
     for cells, line in zip(rows, lines):
         assert " ".join(cells).split() == line.replace("ms,", "ms").split()
     measured = settings["gpu"] in ("h100", "h200")
     assert any(f"({'estimate' if measured else 'guess'})" in head for head in heads)
     assert ("an estimate from times measured on this GPU" in seen.words["how"]) == measured
+
+
+def test_all_presets_side_by_side(page):
+    """Each row is that of the table above where its preset is the chosen one."""
+    for settings in LINKS[1:3]:
+        seen = shown(page, **settings)
+        heads, *rows = seen.all
+        assert heads == seen.rows[0] and len({row[0] for row in rows}) == len(rows) > 35
+        assert seen.rows[-1] in rows
+        other = rows[12]
+        assert other[0] != settings["spec"] and other == shown(page, **settings | {"spec": other[0]}).rows[-1]
+
+
+def test_sliders(page):
+    """They follow the fields, and the fields follow them."""
+    asked = page.with_name("slid.html")
+    asked.write_text(
+        page.read_text()
+        + """<script>
+        const slider = (name) => document.querySelector(`[data-of=${name}]`);
+        const field = (name) => document.querySelector(`[name=${name}]`);
+        const found = [["batch", "context", "memory"].map((name) => slider(name).value)];
+        for (const [name, value] of [["batch", 5], ["context", 12.25], ["memory", 6]]) {
+            slider(name).value = value;
+            slider(name).dispatchEvent(new Event("input", { bubbles: true }));
+        }
+        found.push(["batch", "context", "memory"].map((name) => field(name).value));
+        found.push([document.querySelector("#calculator .command").textContent]);
+        document.body.innerHTML = `<pre class="found">${JSON.stringify(found)}</pre>`;
+        </script>"""
+    )
+    before, after, command = json.loads(Shown(chromium(asked, "--dump-dom")).words["found"])
+    assert before == ["3", "15", "5.375"]  # 8 sequences of 32,768 tokens, 40 GB
+    assert after == ["32", "4864", "64GB"]
+    assert "--batch 32 --context 4864 " in command[0] and "--memory 64GB" in command[0]
 
 
 @pytest.mark.parametrize(("settings", "wants"), [
@@ -199,7 +236,7 @@ def test_nothing_comes_from_elsewhere(page):
 # ---- what is seen ----
 
 
-@pytest.mark.parametrize(("width", "height"), [(1000, 1050), (390, 1400)])
+@pytest.mark.parametrize(("width", "height"), [(1000, 2700), (390, 3600)])
 def test_screenshot(width, height, page, tmp_path):
     """All four lines and their labels are drawn in their colours, and nothing is wider than the page."""
     image = pytest.importorskip("PIL.Image")

@@ -90,7 +90,21 @@
     return caches;
   }
 
+  // The packed cache of every preset and number of bits, where there is one.
+  function every(settings) {
+    const names = Object.values(data.groups).flat().filter((spec) => data.models[settings.model].packed[spec]);
+    return names.map((spec) => calculate({ ...settings, spec }).at(-1));
+  }
+
   // ---- the page ----
+
+  // What a slider stands for at a power of two.
+  const amounts = {
+    batch: (power) => `${2 ** power}`,
+    context: (power) => `${128 * Math.round(2 ** power / 128)}`,
+    memory: (power) => `${Math.round(2 ** power)}GB`,
+  };
+  const sliders = [...page.querySelectorAll("[data-of]")];
 
   const written = () => Object.fromEntries(Object.entries(inputs).map(([name, input]) => [name, input.value.trim()]));
 
@@ -126,22 +140,26 @@
     history.replaceState(null, "", `#${new URLSearchParams(text)}`);
     const model = data.models[settings.model], gpu = data.gpus[settings.gpu];
     const caches = calculate(settings);
+    const amount = { batch: settings.batch, context: settings.context, memory: settings.memory / 1e9 };
+    for (const slider of sliders) slider.value = Math.log2(amount[slider.dataset.of] || 1);
     put("about", escaped(model.about));
     const notPacked = model.packed[settings.spec] ? "" : `A packed cache of it is not counted: ${model.refused}.`;
     put("refused", escaped(notPacked));
-    put("results", table(caches, text, gpu));
+    put("results", table(caches, caches, text, gpu));
     put("how", how(text.gpu, gpu));
+    put("all", notPacked ? "" : table(every(settings), caches, text, gpu));
     put("chart", chart(caches, settings, text.memory));
     const memory = text.memory ? ` --memory ${text.memory.replace(" ", "")}` : "";
     put("command", escaped(`turboquant calc ${text.model} --batch ${settings.batch} --context ${settings.context} ` +
       `--spec ${text.spec}${memory} --gpu ${text.gpu}`));
   }
 
-  function table(caches, { memory, gpu: name }, gpu) {
+  // Of `shown`, with ratios to the bf16 of `caches`.
+  function table(shown, caches, { memory, gpu: name }, gpu) {
     const bf16 = caches.find((cache) => cache.name === "bf16").bytes;
     const heads = ["cache", "bytes", "GiB", "to bf16", ...(memory ? [`tokens in ${escaped(memory)}`] : []),
       `step, ${name.toUpperCase()} (${gpu.measured ? "estimate" : "guess"})`, "share of bandwidth"];
-    const rows = caches.map((cache) => [
+    const rows = shown.map((cache) => [
       `<i class="${cache.packed ? "packed" : cache.name}"></i>${escaped(cache.name)}`,
       count(cache.bytes), decimals(cache.bytes / 2 ** 30), `${(bf16 / cache.bytes).toFixed(2)}x`,
       ...(memory ? [cache.fit === null ? "no limit" : count(cache.fit)] : []),
@@ -211,7 +229,10 @@
   options("gpu", [["", Object.entries(data.gpus).map(([name, gpu]) =>
     [name, `${name.toUpperCase()} (${gpu.measured ? "measured" : "guess"})`])]]);
   for (const [name, value] of [["model", "llama-3.1-8b"], ["spec", "default"], ["gpu", "h100"]]) inputs[name].value = value;
-  page.addEventListener("input", show);
+  page.addEventListener("input", ({ target }) => {
+    if (target.dataset.of) inputs[target.dataset.of].value = amounts[target.dataset.of](+target.value);
+    show();
+  });
   window.addEventListener("hashchange", readLink);
   window.addEventListener("resize", show);
   readLink();
