@@ -1,4 +1,4 @@
-"""Steps on a GPU, here on CPU tensors: the table of exact rows that lies on the device, and chunks of prompts, in a
+"""Steps on a GPU, on CPU tensors too: the table of exact rows that lies on the device, and chunks of prompts, in a
 model of an engine with blocks that requests share, free and take over."""
 
 from __future__ import annotations
@@ -6,22 +6,28 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from paged_engine import HEAD_DIM, HEADS, KV_HEADS, Engine, dense_attention, live
+from paged_engine import HEAD_DIM, HEADS, KV_HEADS, Engine, Request, dense_attention, live
+from test_ops import needs_cuda
 
+from turboquant.vllm import steps
 from turboquant.vllm.batch import Batch
 from turboquant.vllm.device_rows import DeviceSinks
 from turboquant.vllm.ragged import attend_workspace
 from turboquant.vllm.rows import PAGE, Sinks
 from turboquant.vllm.steps import Step, reserve, run
 
-FEW = 4  # the most tokens of a request that is not a chunk
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
+FEW = 4
 
 
 class GpuEngine(Engine):
-    def __init__(self, bits, sinks, blocks=7, rows=18, **options):
-        super().__init__(bits, sinks, 0, blocks, rows, **options)
+    """few: the most tokens of a request that is not a chunk. parts: which parts steps had."""
+
+    def __init__(self, bits, sinks, blocks=7, rows=18, device="cpu", few=FEW, **options):
+        super().__init__(bits, sinks, 0, blocks, rows, device, **options)
+        self.few = few
         window = options.get("sliding_window", 0)
-        self.table = DeviceSinks(rows, sinks, blocks + 1, torch.device("cpu"), window)
+        self.table = DeviceSinks(rows, sinks, blocks + 1, torch.device(device), window)
         self.parts = set()
 
     def poison(self):
@@ -39,36 +45,57 @@ class GpuEngine(Engine):
         loc = np.concatenate([[0], np.cumsum(counts[order])]).astype(np.int32)
         lengths, table = np.array(lens, np.int32)[order], table[order]
         past, most = lengths - counts[order], int(counts.max())
-        given = torch.from_numpy(loc), torch.from_numpy(lengths), torch.from_numpy(table)
+        device = self.pages.device
+        given = tuple(torch.from_numpy(x).to(device) for x in (loc, lengths, table))
         rows = self.table.rows_of(*given, most, begins=bool((past == 0).any()),
                                   enters=bool(((lengths - 1) // PAGE > (past - 1) // PAGE).any()))  # fmt: skip
-        step = Step.of(Batch(*given, rows, None, None, 0, most), loc, lengths, FEW)
+        step = Step.of(Batch(*given, rows, None, None, 0, most), loc, lengths, self.few)
         self.parts |= {(name, getattr(step, name) is not None) for name in ("few", "chunks")}
         self.parts.add(("past", len(step.pasts) > 0))
-        sorted_out = torch.full_like(out, torch.nan)
-        run(self.attention, step, q[tokens], k[tokens], v[tokens], self.pages, sorted_out, dense_attention)
-        out[tokens] = sorted_out
-        back = np.argsort(order)
-        return Batch(torch.tensor(starts), torch.tensor(lens, dtype=torch.int32), given[2][back], rows[back], None,
-                     None, 0, most)  # fmt: skip
+        sorted_out = torch.full_like(out, torch.nan, device=device)
+        given_vectors = (x[tokens].to(device) for x in (q, k, v))
+        run(self.attention, step, *given_vectors, self.pages, sorted_out, dense_attention)
+        out[tokens] = sorted_out.cpu()
+        back, rows = np.argsort(order), rows.cpu()
+        return Batch(torch.tensor(starts), torch.tensor(lens, dtype=torch.int32), given[2].cpu()[back], rows[back],
+                     None, None, 0, most)  # fmt: skip
 
     def read_exactly(self, tokens):
-        return tokens > FEW
+        return tokens > self.few
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("few", [FEW, 1])
 @pytest.mark.parametrize("sinks", [4, 1])
-def test_no_row_of_another_life_is_read(sinks, rng):
-    engine = GpuEngine(4, sinks)
+def test_no_row_of_another_life_is_read(sinks, few, device, rng):
+    engine = GpuEngine(4, sinks, device=device, few=few)
     seen = live(engine, rng, 40)
-    assert all(seen.values()), seen
+    assert seen["preempted"] and seen["rejected"] and seen["chunks"], seen
     found, lost, _ = engine.table.counts.tolist()
     assert found and engine.exact and not lost
-    assert engine.parts >= {("few", True), ("chunks", True), ("chunks", False), ("past", True), ("past", False)}
+    assert engine.parts >= {("few", True), ("chunks", True), ("past", False)}
+    if few == 1:
+        assert ("past", True) in engine.parts
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_long_chunks_read_decoded_tokens(device, monkeypatch):
+    """Some pages at a time, of which the first has exact tokens."""
+    decoded, decode = [], steps._decoded
+    monkeypatch.setattr(steps, "LEAST_ROWS", (512, 512))
+    monkeypatch.setattr(steps, "SCRATCH_BYTES", 2 * 2 * PAGE * KV_HEADS * HEAD_DIM * 4)
+    monkeypatch.setattr(steps, "_decoded", lambda *given: decoded.append(given[3:5]) or decode(*given))
+    engine, request = GpuEngine(4, 4, device=device), Request([0] * 599)
+    request.blocks = [engine.pool.take() for _ in range(5)]
+    for tokens in (299, 1, 299):
+        engine.step([(request, tokens)])
+    assert decoded == [(0, 256), (256, 44)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("options", [{"sliding_window": 50}, {"softcap": 2.0}, {"sliding_window": 9, "softcap": 5.0}])
-def test_sliding_windows_and_soft_caps(options, rng):
-    live(GpuEngine(4, 4, **options), rng, 20)
+def test_sliding_windows_and_soft_caps(options, device, rng):
+    live(GpuEngine(4, 4, device=device, **options), rng, 20)
 
 
 def test_rows_that_are_lost_cost_quality_alone(rng, monkeypatch):
