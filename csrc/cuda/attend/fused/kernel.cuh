@@ -643,6 +643,8 @@ template <class V, bool FRUGAL> __device__ __forceinline__ void attend_fused(con
     else if (thread < FusedSpace<V>::ROWS) *space.totals(team, thread) = make_float4(-INFINITY, 0, 0, 0);
     if (FRUGAL) start.block = *space.block();
     else if (V::WAVE) start.block.read_back(*space.block());
+    if (!FRUGAL) /* nothing made of them is kept until here, where it would take uniform registers that the loop's copies need */
+        compute_here(start.block.set.b), compute_here(start.block.set.h);
     if (exact_last<V>(a)) {
         const FusedBlock &block = start.block;
         Sequence seq = load_sequence(a, block.set.b);
