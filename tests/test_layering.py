@@ -521,3 +521,9 @@ def test_planted_fault_is_found(tmp_path, fault):
     found = list(check(tmp_path))
     where = name.partition("/")[0] if check is top_level_faults else name
     assert found and all(line.startswith(where) for line in found), found
+
+
+@pytest.mark.parametrize("name", ["langchain", "haystack", "llama_index"])
+def test_adapters_are_short(name):
+    """What they share is in `turboquant.index.documents` and `.filters`."""
+    assert len((ROOT / "turboquant" / f"{name}.py").read_text().splitlines()) <= 150

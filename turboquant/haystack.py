@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from asyncio import to_thread
-from collections.abc import Callable, Coroutine
 from functools import wraps
 from typing import Any
 
@@ -20,8 +19,7 @@ __all__ = ["TurboQuantDocumentStore", "TurboQuantEmbeddingRetriever"]
 
 _EXISTING: dict[Any, Any] = {DuplicatePolicy.SKIP: "skip", DuplicatePolicy.OVERWRITE: "replace"}
 Filters = dict[str, Any] | None
-Vector = list[float]
-Results = dict[str, list[Document]]
+Options = dict[str, Any] | None
 
 
 class TurboQuantDocumentStore:
@@ -36,14 +34,14 @@ class TurboQuantDocumentStore:
         refine: str | None = None
     ) -> None:  # fmt: skip
         self._path, self._return_embedding = path, return_embedding
-        own = dict(dim=dim, bits=bits, metric=metric, path=path, return_embedding=return_embedding, refine=refine)
-        self._init = own
+        self._init = dict(
+            dim=dim, bits=bits, metric=metric, refine=refine, path=path, return_embedding=return_embedding
+        )
         self.documents = documents.Documents(Index(dim, bits, metric, refine=refine))
         if path is not None and os.path.exists(path):
             self.documents = documents.Documents.load(path)
-            if ((got := self.documents.index).d, got.bits, got.metric, got.refine) != (dim, bits, metric, refine):
-                wanted = f"dim {dim}, {bits} bits, {metric} and refine={refine!r}"
-                raise ValueError(f"`path` must be of {wanted}, got {got!r} in {path!r}")
+        if ((got := self.documents.index).d, got.bits, got.metric, got.refine) != (dim, bits, metric, refine):
+            raise ValueError(f"`path` must be of {dim=}, {bits=}, {metric=} and {refine=}, got {got!r} in {path!r}")
 
     def to_dict(self) -> dict[str, Any]:
         return default_to_dict(self, **self._init)  # type: ignore[no-any-return]
@@ -68,10 +66,9 @@ class TurboQuantDocumentStore:
         """Write documents, also without embeddings; returns how many. NONE: as FAIL, an error if an id is there."""
         if not isinstance(documents, list) or not all(isinstance(each, Document) for each in documents):
             raise ValueError(f"write_documents: `documents` must be a list of Document, got {documents!r:.80}")
+        new, vectors = list(map(_stored, documents)), [each.embedding for each in documents]
         try:
-            return self.documents.add(
-                list(map(_stored, documents)), [each.embedding for each in documents], _EXISTING.get(policy, "fail")
-            )
+            return self.documents.add(new, vectors, _EXISTING.get(policy, "fail"))
         except KeyError as error:
             raise DuplicateDocumentError(f"document {error} is there already") from None
 
@@ -88,61 +85,50 @@ class TurboQuantDocumentStore:
         return self.documents.update(_filter(filters), meta)
 
     def embedding_retrieval(
-        self,
-        query_embedding: Vector,
-        filters: Filters = None,
-        top_k: int = 10,
-        scale_score: bool = False,
-        search_kwargs: dict[str, Any] | None = None,
-    ) -> list[Document]:
+        self, query_embedding: list[float], filters: Filters = None, top_k: int = 10, scale_score: bool = False,
+        search_kwargs: Options = None
+    ) -> list[Document]:  # fmt: skip
         """The documents whose embeddings are best. Their score is cosine, the product, or with l2 1 / (1 + distance);
         with scale_score in 0..1. search_kwargs: sigmas, probe, factor and threads of `Index.search`."""
         scaled = self.documents.relevance if scale_score else self.documents.similarity
-        options = search_kwargs or {}
-        hits = self.documents.search(query_embedding, top_k, _filter(filters), self._return_embedding, **options)
+        hits = self.documents.search(query_embedding, top_k, _filter(filters), self._return_embedding,
+                                     **search_kwargs or {})  # fmt: skip
         return [_document(hit, scaled(score)) for hit, score in hits]
 
 
-def _in_thread(method: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any, Any]]:
-    @wraps(method)
+def _in_thread(method: Any) -> Any:
     async def run(*args: Any, **kwargs: Any) -> Any:
         return await to_thread(method, *args, **kwargs)
 
-    return run
+    return wraps(method)(run)
 
 
-for _name in ("count_documents filter_documents write_documents delete_documents delete_all_documents delete_by_filter "
-              "update_by_filter embedding_retrieval").split():  # fmt: skip
+for _name in [name for name in vars(TurboQuantDocumentStore) if name.endswith(("documents", "filter", "retrieval"))]:
     setattr(TurboQuantDocumentStore, f"{_name}_async", _in_thread(getattr(TurboQuantDocumentStore, _name)))
 
 
 @component
 class TurboQuantEmbeddingRetriever:
-    """The documents of a `TurboQuantDocumentStore` whose embeddings are nearest to that of a query. filters and top_k
-    are for calls that give none; FilterPolicy.MERGE joins filters by Haystack's rules. search_kwargs: as of the store's
-    `embedding_retrieval`."""
+    """The documents of a `TurboQuantDocumentStore` whose embeddings are nearest to a query's. filters, top_k: for calls
+    that give none; FilterPolicy.MERGE joins filters by Haystack's rules. search_kwargs: of `embedding_retrieval`."""
 
     def __init__(
         self, document_store: TurboQuantDocumentStore, filters: Filters = None, top_k: int = 10,
         scale_score: bool = False, filter_policy: str | FilterPolicy = FilterPolicy.REPLACE,
-        search_kwargs: dict[str, Any] | None = None
+        search_kwargs: Options = None
     ) -> None:  # fmt: skip
         if not isinstance(document_store, TurboQuantDocumentStore):
             raise TypeError(f"`document_store` must be a TurboQuantDocumentStore, got {document_store!r:.80}")
         self.document_store, self.filters, self.top_k, self.scale_score = document_store, filters, top_k, scale_score
-        self.filter_policy = FilterPolicy.from_str(str(filter_policy)).value
-        self.search_kwargs = search_kwargs
+        self.filter_policy, self.search_kwargs = FilterPolicy.from_str(str(filter_policy)).value, search_kwargs
 
     @component.output_types(documents=list[Document])
-    def run(self, query_embedding: Vector, filters: Filters = None, top_k: int | None = None) -> Results:
+    def run(self, query_embedding: list[float], filters: Filters = None, top_k: int | None = None) -> dict[str, Any]:
         both = apply_filter_policy(FilterPolicy(self.filter_policy), self.filters, filters)
-        k = self.top_k if top_k is None else top_k
-        store, options = self.document_store, self.search_kwargs
-        return {"documents": store.embedding_retrieval(query_embedding, both, k, self.scale_score, options)}
+        own = both, self.top_k if top_k is None else top_k, self.scale_score, self.search_kwargs
+        return {"documents": self.document_store.embedding_retrieval(query_embedding, *own)}
 
-    @component.output_types(documents=list[Document])
-    async def run_async(self, query_embedding: Vector, filters: Filters = None, top_k: int | None = None) -> Results:
-        return await to_thread(self.run, query_embedding, filters, top_k)
+    run_async = component.output_types(documents=list[Document])(_in_thread(run))
 
 
 def _stored(document: Document) -> documents.Document:
@@ -151,9 +137,9 @@ def _stored(document: Document) -> documents.Document:
 
 
 def _document(found: documents.Document, score: float | None = None) -> Document:
-    vector = None if found.vector is None else found.vector.tolist()
-    own = dict(id=found.id, content=found.text, meta=found.metadata, score=score, embedding=vector)
-    return Document.from_dict({**(found.more or {}), **own})
+    own = dict(id=found.id, content=found.text, meta=found.metadata, score=score,
+               embedding=None if found.vector is None else found.vector.tolist())  # fmt: skip
+    return Document.from_dict((found.more or {}) | own)
 
 
 def _filter(filters: Filters) -> Any:

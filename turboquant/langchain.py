@@ -89,14 +89,9 @@ class TurboQuantVectorStore(VectorStore):
         return [found for found, _ in self.similarity_search_with_score(query, k, **kwargs)]
 
     def max_marginal_relevance_search_by_vector(
-        self,
-        embedding: list[float],
-        k: int = 4,
-        fetch_k: int = 20,
-        lambda_mult: float = 0.5,
-        filter: Filter = None,
-        **options: Any,
-    ) -> list[Document]:
+        self, embedding: list[float], k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, filter: Filter = None,
+        **options: Any
+    ) -> list[Document]:  # fmt: skip
         hits = [hit for hit, _ in self.documents.search(embedding, fetch_k, _filter(filter), vectors=True, **options)]
         rows = [hit.vector for hit in hits]
         chosen = maximal_marginal_relevance(np.array(embedding, np.float32), rows, lambda_mult, k) if rows else []
