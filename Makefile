@@ -40,7 +40,7 @@ PACKAGES := $(VENV)/.packages
 SHARED_OUT := -n $(WORKERS) --dist worksteal
 endif
 
-.PHONY: release-check hub-kernel test-hub-kernel wheel test-wheel wheel-aarch64 test-wheel-aarch64 test-python docs notebooks demo test test-slow test-levels test-gpu test-harness sanitize-harness harness test-compat test-newest test-numpy test-adapters test-placement test-lm-eval test-vllm test-upstream real-models fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
+.PHONY: release-check hub-kernel test-hub-kernel wheel test-wheel wheel-aarch64 test-wheel-aarch64 test-python docs notebooks demo test test-slow test-levels test-gpu test-harness sanitize-harness harness test-compat test-newest test-numpy test-adapters test-placement test-lm-eval test-lmcache test-vllm test-upstream real-models fuzz soak valgrind lint lint-python lint-types lint-stub lint-c format sanitize sanitize-core sanitize-torch cuda-check build clean
 
 demo: build
 	$(RUN) -m turboquant demo
@@ -245,6 +245,17 @@ test-lm-eval: $(LM_EVAL)/.ready build
 	PYTHONPATH=$(abspath $(LM_EVAL)):. $(INTERPRETER) -c 'import lm_eval'  # or the test would be skipped
 	PYTHONPATH=$(abspath $(LM_EVAL)):. HF_DATASETS_OFFLINE=1 HF_EVALUATE_OFFLINE=1 $(INTERPRETER) \
 	    -m pytest tests/test_readme.py -k lm-eval $(PYTEST_ARGS)
+
+# docs/codec.md's serialiser in LMCache, which has wheels for CPython 3.10 to 3.13 and needs no GPU for this.
+LMCACHE := build/lmcache
+$(LMCACHE)/.ready: .ci/lmcache.txt $(READY)
+	rm -rf $(LMCACHE)
+	$(INTERPRETER) -m pip install -q --no-deps --no-compile --target $(LMCACHE) -r .ci/lmcache.txt
+	@touch $@
+
+test-lmcache: $(LMCACHE)/.ready build
+	PYTHONPATH=$(abspath $(LMCACHE)):. $(INTERPRETER) -c 'import lmcache'  # or the test would be skipped
+	PYTHONPATH=$(abspath $(LMCACHE)):. $(INTERPRETER) -m pytest tests/test_lmcache.py $(PYTEST_ARGS)
 
 # The plug-in in vLLM on a CPU, in an environment of its own: vLLM pins what it needs. `make real-models` gives the model.
 VLLM_VENV := build/vllm-venv

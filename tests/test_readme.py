@@ -23,6 +23,7 @@ OPTIONAL = {
     "turboquant.haystack": "haystack",
     "turboquant.llama_index": "llama_index.core",
     "lists=": "faiss",
+    "lmcache": "lmcache",
 }
 
 
@@ -43,7 +44,7 @@ def test_example(name: str, tmp_path: Path) -> None:
         pytest.importorskip("torch")
     if name in ALONE:
         needed = OPTIONAL[str(optional(code))]
-        pytest.importorskip(needed, reason=f"{needed} is not installed: make test-adapters")
+        pytest.importorskip(needed, reason=f"{needed} is not installed: make test-adapters test-lmcache")
     if "lm_eval" in code:
         pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'lm-eval[hf]'")
     if "from_pretrained" in code:
