@@ -54,6 +54,8 @@ CASES = [
     Case(P(80, 2, 2), 16, 8192, 1, "attend_fused_any_d128_4x128"),
     Case(P(256, 4, 4), 4, 8192, 4, "attend_split_4bit_d256_4x64"),
     Case(P(256, 2, 2), 1, 1024, 8, "attend_split_2bit_d256_8x64", kv_heads=1),
+    Case(P(512, 4, 4), 1, 32768, 8, "attend_split_any_d512_4x64", kv_heads=4),
+    Case(P(320, 2, 5, wave_pairs=160, metric=4), 16, 4096, 4, "attend_split_any_d512_4x64", query_tokens=5),
     Case(MIXED, 1, 8192, 4, "attend_fused_any_d128_4x128"),
     Case(MIXED, 64, 4096, 4, "attend_fused_any_d128_4x64"),
     Case(MIXED_256, 4, 8192, 8, "attend_split_any_d256_8x64"),

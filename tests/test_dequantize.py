@@ -10,7 +10,7 @@ import pytest
 import reference as ref
 import test_modes
 from cases import keywords, orthogonal, random_moments
-from test_ops import DENSE, FINE, MIXED, MOMENTS, PLAN, needs_cuda, on
+from test_ops import DENSE, FINE, MIXED, MOMENTS, PLAN, WIDE, WIDE_MOMENTS, needs_cuda, on
 
 from turboquant.plan import Plan
 
@@ -31,6 +31,9 @@ PLANS: dict[str, Any] = {
     "moments, 256 channels": ref.plan(256, 2, 3, wave_pairs=128, metric=5),
     "metric alone": ref.plan(96, 4, 4, metric=2),
     "keys alone": ref.plan(64, 4, 0),
+    "320 channels": WIDE,
+    "512 channels": WIDE_MOMENTS,
+    "dense, 320 channels": ref.plan(320, 4, 2, rotation=ref.DENSE),
     "affine": test_modes.PLANS["affine, plain"](64),
     **{f"{bits} bits, {dim} channels": ref.plan(dim, bits, bits) for bits, dim in
        ((1, 32), (2, 48), (3, 112), (4, 128), (5, 160), (6, 64), (8, 256))},

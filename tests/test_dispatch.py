@@ -101,15 +101,16 @@ def test_gpus_by_name(table: Run) -> None:
 
 def all_plans() -> list[turboquant.Plan]:
     plans = []
-    for dim in (32, 64, 80, 128, 192, 256):
-        groups = -(-dim // 32)
+    for dim in (32, 64, 80, 128, 192, 256, 320, 512):
+        groups, pairs = -(-dim // 32), min(dim // 16 * 8, 128)
         plans += [turboquant.Plan(dim, bits, bits) for bits in (1, 2, 3, 4, 5)]
         plans += [turboquant.Plan(dim, bits, bits, page_tokens=64) for bits in (2, 3, 4)]
         plans.append(turboquant.Plan(dim, 4, 3))
-        plans += [turboquant.Plan(dim, [4] + [3] * (groups - 1), 2), turboquant.Plan(dim, 3, 3, group=16)]
+        plans.append(turboquant.Plan(dim, [4] + [3] * (groups - 1), 2))
+        plans += [turboquant.Plan(dim, 3, 3, group=16)] if dim <= 256 else []
         plans.append(turboquant.Plan(dim, Side(3, rotation="dense"), Side(3, rotation="dense")))
-        plans += [turboquant.Plan(dim, bits, bits, wave_pairs=dim // 16 * 8, metric=4) for bits in (1, 2, 3, 4, 4)]
-        plans += [turboquant.Plan(dim, *bits, wave_pairs=dim // 16 * 8, metric=4) for bits in ((4, 3), (2, 6))]
+        plans += [turboquant.Plan(dim, bits, bits, wave_pairs=pairs, metric=4) for bits in (1, 2, 3, 4, 4)]
+        plans += [turboquant.Plan(dim, *bits, wave_pairs=pairs, metric=4) for bits in ((4, 3), (2, 6))]
     return plans
 
 
@@ -133,6 +134,15 @@ def test_every_kernel_is_chosen_for_some_call(table: Run) -> None:
     found = {words[0] for words in table(lines=lines)}
     listed = {name for _, name in table("rows")}
     assert found - {"refused:"} == listed, sorted(listed ^ found)
+
+
+def test_waves_of_wide_heads_where_shared_memory_is_short(table: Run) -> None:
+    """A GPU with 100 KB takes those of Gemma 4, whose heads of 512 channels turn 64 pairs, but not all pairs."""
+    lines = [line(turboquant.Plan(512, 4, 4, wave_pairs=pairs, metric=4), 1, 1, 32, 4, 64) for pairs in (64, 192, 224)]
+    *fits, refused = table("l4", lines=lines)
+    assert [words[0] for words in fits] == ["attend_split_any_d512_4x64_portable"] * 2
+    assert refused == ["refused:", "device"]
+    assert all(words[0] == "attend_split_any_d512_4x64" for words in table("h100", lines=lines))
 
 
 @pytest.mark.parametrize(

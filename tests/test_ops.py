@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from torch import Tensor  # noqa: E402
 
 from turboquant import ops  # noqa: E402
-from turboquant.plan import Plan  # noqa: E402
+from turboquant.plan import Plan, Side  # noqa: E402
 
 tq = torch.ops.turboquant
 NO_CUDA = "torch finds no CUDA device" if not torch.cuda.is_available() else None
@@ -35,8 +35,19 @@ DENSE = ref.plan(40, 3, 2, rotation=ref.DENSE)
 FINE = ref.plan(80, (8, 5, 4, 0, 1), (3, 8, 0, 2, 4), group=16)
 KEYS_ONLY = ref.plan(64, 3, 0)
 MOMENTS = ref.plan(128, 3, 4, wave_pairs=64, metric=5)
+WIDE_MOMENTS = ref.plan(512, 4, 4, wave_pairs=256, metric=5)
 TRIES = ref.plan(128, 4, (3, 2, 4, 1), tries=5)
-PLANS = {"4 and 3 bits": PLAN, "mixed": MIXED, "dense": DENSE, "groups of 16": FINE, "tries": TRIES}
+WIDE = ref.plan(320, (4, 3, 5, 0, 2) * 2, (3, 4, 8, 1, 6) * 2, page_tokens=64)
+WIDEST = ref.plan(512, 4, 3, tries=3)
+PLANS = {
+    "4 and 3 bits": PLAN,
+    "mixed": MIXED,
+    "dense": DENSE,
+    "groups of 16": FINE,
+    "tries": TRIES,
+    "320 channels": WIDE,
+    "512 channels": WIDEST,
+}
 
 
 def tensor(x: np.ndarray, dtype: str = "") -> Tensor:
@@ -86,13 +97,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     "several queries, fresh": dict(lengths=[70, 140], query_tokens=5, sinks=4, window=16, fresh=True),
     "sliding window and softcap": dict(lengths=[40, 150], sliding_window=33, softcap=15.0, sinks=2, window=8),
     "not causal": dict(lengths=[9, 100], query_tokens=3, causal=False),
-    "own scale, group of 8": dict(lengths=[90], softmax_scale=0.3, kv_heads=1, group=8),
+    "own scale, group of 8": dict(lengths=[90], softmax_scale=0.1, kv_heads=1, group=8),
 }
 
 
 @pytest.mark.parametrize("device", [*DEVICES, pytest.param("cuda, three kernels", marks=needs_cuda)])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("plan", [*PLANS.values(), MOMENTS], ids=[*PLANS, "moments"])
+@pytest.mark.parametrize(
+    "plan", [*PLANS.values(), MOMENTS, WIDE_MOMENTS], ids=[*PLANS, "moments", "moments of 512 channels"]
+)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_attend_matches_fp64(
     shape: dict[str, Any],
@@ -321,6 +334,11 @@ def test_refusals_of_cuda_alone(device: str) -> None:
     rotation = torch.eye(64, device=device)[None]
     with pytest.raises(ValueError, match="`rotation` must be absent, because .*, got a tensor"):
         tq.attend(PLAN.words, q.contiguous(), pages, table, lengths, rotation=rotation)
+    for plan, most in ((Plan(512, Side(3, blocks=32), 3), "256 channels on CUDA in plans that are not plain"),
+                       (Plan(520, 3, 0), "512 channels on CUDA")):  # fmt: skip
+        k = torch.zeros((1, 1, 1, plan.head_dim), device=device)
+        with pytest.raises(RuntimeError, match=f"`head_dim` must be at most {most}.*, got {plan.head_dim}"):
+            tq.quantize(plan.words, k, k if any(plan.value_bits) else None)
     keys, k = ref.plan(8, 3, 0), torch.zeros((1, 1, 1, 8), device=device)
     pages = torch.zeros((1, 1, keys.record_bytes), dtype=torch.uint8, device=device)
     many = torch.zeros((1, 2**23), dtype=torch.int32, device=device)

@@ -103,7 +103,7 @@ KINDS = {
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tokens", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim,bits", [(64, 4), (128, 3), (256, 2)])
+@pytest.mark.parametrize("dim,bits", [(64, 4), (128, 3), (256, 2), (512, 4)])
 def test_codes(dim: int, bits: int, dtype: str, tokens: int, device: str, rng: np.random.Generator) -> None:
     for kind in ("both", "both, tries") if dim > 64 else KINDS:
         p = ref.plan(dim, bits, bits, **(KINDS[kind] | ({"wave_pairs": dim // 2} if "both" in kind else {})))
@@ -132,6 +132,8 @@ def test_codes(dim: int, bits: int, dtype: str, tokens: int, device: str, rng: n
         ref.plan(128, (4, 0, 6, 8), 4, wave_pairs=64, metric=5, tries=7),
         ref.plan(64, (3, 5, 0, 4), 4, group=16, wave_pairs=32, metric=5, tries=3),
         ref.plan(128, (4, 2, 1, 3), 4, wave_pairs=40, page_tokens=64, tries=7),
+        ref.plan(320, (4, 2, 1, 3, 0) * 2, 4, wave_pairs=160, metric=3, tries=5),
+        ref.plan(512, 3, 3, rotation=ref.DENSE, wave_pairs=64, metric=5),
     ],
     ids=[
         "40",
@@ -147,6 +149,8 @@ def test_codes(dim: int, bits: int, dtype: str, tokens: int, device: str, rng: n
         "mixed, tries",
         "groups of 16, tries",
         "mixed, prefill, tries",
+        "320, tries",
+        "512, dense",
     ],
 )
 def test_codes_of_every_plan(p: ref.Plan, tokens: int, device: str, rng: np.random.Generator) -> None:

@@ -14,10 +14,10 @@ namespace tq
 namespace
 {
 
-constexpr int WARPS = 8, GROUPS_MAX = TQ_CUDA_MAX_HEAD_DIM / TQ_FINE_GROUP;
+constexpr int WARPS = 8;
 
 struct DequantizeSide {
-    int32_t bits[GROUPS_MAX], offset[GROUPS_MAX];
+    int32_t bits[PLAN_GROUPS], offset[PLAN_GROUPS];
     int32_t tile_bytes, codes_offset, scales_offset;
     tq_transform transform;
     void *out; // [batch, kv_heads, max_tokens, head_dim]
@@ -65,6 +65,7 @@ __device__ __forceinline__ void decode_group(const DequantizeArgs &a, int side_i
         }
 }
 
+template <int PER_LANE>
 __global__ void __launch_bounds__(32 * WARPS) dequantize(const __grid_constant__ DequantizeArgs a)
 {
     extern __shared__ __align__(16) float memory[];
@@ -99,7 +100,7 @@ __global__ void __launch_bounds__(32 * WARPS) dequantize(const __grid_constant__
         float *row = unrotated + token * a.head_dim;
         const int64_t at = (((int64_t)b * a.kv_heads + h) * a.max_tokens + first + token) * a.head_dim;
         const bool stored = token < count;
-        if (stored && a.rotation == TQ_ROTATION_HADAMARD) hadamard_row(row, a.head_dim, a.signs, true, lane);
+        if (stored && a.rotation == TQ_ROTATION_HADAMARD) hadamard_row<PER_LANE>(row, a.head_dim, a.signs, true, lane);
         if (stored && side_index == 0 && a.moments.any())
             residual_to_key(a.moments, h, first_position(a.sinks, a.offsets, b) + first + token, row);
         for (int c = lane; c < a.head_dim; c += 32)
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(32 * WARPS) dequantize(const __grid_constant__
 DequantizeSide side_of(const tq_side &from, const tq_transform &transform, void *out)
 {
     DequantizeSide side = {};
-    for (int group = 0; group < GROUPS_MAX; group++) {
+    for (int group = 0; group < PLAN_GROUPS; group++) {
         side.bits[group] = from.bits[group];
         side.offset[group] = from.offset[group];
     }
@@ -188,6 +189,7 @@ tq_status tq_cuda_dequantize(const tq_plan *plan, const tq_layer *layer, int32_t
     args.codebooks = of_codebooks<LevelsByCode>(*plan, fill_levels_by_code);
     const size_t shared_bytes =
         sizeof(float) * (TQ_TILE * plan->head_dim * (dense ? 2 : 1) + (dense ? WARPS * MATRIX_BLOCK : 0));
-    return launch(dequantize, (int64_t)(plan->value.tile_bytes ? 2 : 1) * l.batch * l.kv_heads * args.tiles, 32 * WARPS,
+    return launch(plan->head_dim > 256 ? dequantize<16> : dequantize<8>,
+                  (int64_t)(plan->value.tile_bytes ? 2 : 1) * l.batch * l.kv_heads * args.tiles, 32 * WARPS,
                   shared_bytes, (cudaStream_t)stream, error, args);
 }

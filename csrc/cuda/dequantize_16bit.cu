@@ -1,5 +1,5 @@
 // tq_cuda_dequantize to fp16 and bf16, for attention by other libraries: plain plans with groups of 32 channels and a
-// head_dim that is a multiple of 16.
+// head_dim that is a multiple of 16, up to 256.
 //
 // A decoded row is linear in its levels:
 //
@@ -26,7 +26,7 @@ namespace tq
 namespace
 {
 
-constexpr int GROUPS = TQ_CUDA_MAX_HEAD_DIM / TQ_TILE;
+constexpr int MOST_CHANNELS = 256, GROUPS = MOST_CHANNELS / TQ_TILE; // of a plan
 constexpr int MATRIX_WARPS = 8;
 
 /** The wave of a channel: along * cos + across * sin of position * increment. pairs: how many turn in the channel;
@@ -108,8 +108,8 @@ __device__ __forceinline__ void find_oscillations(const KeyMoments &m, const Hea
  *  its oscillations. */
 __global__ void __launch_bounds__(32 * MATRIX_WARPS) make_matrices(const __grid_constant__ Args a)
 {
-    __shared__ float rows[MATRIX_WARPS][TQ_CUDA_MAX_HEAD_DIM];
-    __shared__ Oscillation oscillations[TQ_CUDA_MAX_HEAD_DIM];
+    __shared__ float rows[MATRIX_WARPS][MOST_CHANNELS];
+    __shared__ Oscillation oscillations[MOST_CHANNELS];
     wait_for_previous();
     let_next_start(); // behind the wait: what the next kernel reads of others is there
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, d = a.head_dim, columns = a.matrices.columns;
@@ -522,7 +522,7 @@ tq_status start(Args &a, int sides, bool bf16, const DeviceFacts &device, cudaSt
 bool takes_16bit(const tq_plan &plan)
 {
     return tq_is_plain(&plan) && plan.group_channels == TQ_TILE && plan.head_dim % 16 == 0 &&
-           plan.head_dim <= TQ_CUDA_MAX_HEAD_DIM;
+           plan.head_dim <= MOST_CHANNELS;
 }
 
 size_t bytes_16bit(const tq_plan &plan, int32_t kv_heads)

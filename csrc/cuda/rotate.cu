@@ -29,7 +29,7 @@ __device__ __forceinline__ void store_row(const RotateArgs &a, int64_t row, cons
     for (int i = lane; i < a.dim; i += 32) store_number(a.y, row * a.dim + i, a.dtype, from[i]);
 }
 
-__global__ void __launch_bounds__(32 * WARPS) rotate(const __grid_constant__ RotateArgs a)
+template <int PER_LANE> __global__ void __launch_bounds__(32 * WARPS) rotate(const __grid_constant__ RotateArgs a)
 {
     extern __shared__ __align__(16) float memory[];
     float *x = memory, *y = x;
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(32 * WARPS) rotate(const __grid_constant__ Rot
     for (int i = warp; i < rows; i += WARPS) {
         load_row(a, first + i, x + i * a.dim, lane);
         __syncwarp();
-        if (!a.matrix && a.hadamard) hadamard_row(x + i * a.dim, a.dim, a.signs, a.inverse, lane);
+        if (!a.matrix && a.hadamard) hadamard_row<PER_LANE>(x + i * a.dim, a.dim, a.signs, a.inverse, lane);
     }
     if (a.matrix) { // all threads of the grid agree
         y = x + MATRIX_TOKENS * a.dim;
@@ -68,7 +68,7 @@ tq_status tq_cuda_rotate(const tq_plan *plan, const float *matrix, int inverse, 
     RotateArgs args = {
         x, y, matrix, rows, plan->head_dim, dtype, plan->rotation == TQ_ROTATION_HADAMARD, inverse, signs_of(*plan)};
     const size_t rows_bytes = sizeof(float) * MATRIX_TOKENS * (size_t)plan->head_dim;
-    return launch(rotate, (rows + MATRIX_TOKENS - 1) / MATRIX_TOKENS, 32 * WARPS,
+    return launch(plan->head_dim > 256 ? rotate<16> : rotate<8>, (rows + MATRIX_TOKENS - 1) / MATRIX_TOKENS, 32 * WARPS,
                   matrix ? 2 * rows_bytes + sizeof(float) * WARPS * MATRIX_BLOCK : rows_bytes,
                   (cudaStream_t)stream_pointer, error, args);
 }

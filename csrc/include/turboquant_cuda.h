@@ -29,7 +29,9 @@
 #define TURBOQUANT_CUDA_H
 #include "turboquant.h"
 
-#define TQ_CUDA_MAX_HEAD_DIM 256 /* channels of a head; TQ_E_UNSUPPORTED for more */
+/* Channels of a head; TQ_E_UNSUPPORTED for more. */
+#define TQ_CUDA_MAX_HEAD_DIM 512
+#define TQ_CUDA_MAX_BLOCKS_DIM 256 /* of a plan that is not plain */
 
 #if defined(__cplusplus)
 extern "C" {

@@ -1,6 +1,6 @@
 // Appending, rotating, dequantising and merging on the device against the C core, byte for byte, and then their times.
 //
-//   make harness && build/cuda-harness/append_harness [check] [moments] [searches] [time]      moments, searches: those of the checks alone
+//   make harness && build/cuda-harness/append_harness [check] [moments] [searches] [wide] [time]      moments, searches, wide: those of the checks alone
 #include "blocked_plans.h"
 #include "cuda/tile/quantize.cuh"
 #include "moments.h"
@@ -551,6 +551,7 @@ static void check_other_appends(int thin)
 }
 
 #include "append_searches.h"
+#include "append_wide.h"
 
 /** Every plan that is not plain x head_dim, and what else can differ. */
 static void check_blocked_appends(int thin)
@@ -621,7 +622,7 @@ static void check_books()
 static void check_rotations()
 {
     Random random(9);
-    for (int dim : DIMS)
+    for (int dim : all_dims())
         for (int rotation = 0; rotation < 3; rotation++)
             for (int dtype = 0; dtype < 3; dtype++)
                 for (int inverse = 0; inverse < 2; inverse++) {
@@ -662,8 +663,8 @@ static void check_rotations()
 static void check_dequantize()
 {
     Random random(11);
-    for (int dim : DIMS)
-        for (int i = 0; i < 12; i++) { // from 6 on groups of 16
+    for (int dim : all_dims())
+        for (int i = 0; i < (dim > 256 ? 6 : 12); i += dim > 256 ? 2 : 1) { // from 6 on groups of 16; odd: sphere
             const int rotation = i % 3, group = i < 6 ? TQ_TILE : TQ_FINE_GROUP, groups = (dim + group - 1) / group;
             const int page_tokens = i < 6 ? 96 : 128, heads = 2, batch = 2, max_pages = 2, max_tokens = 150;
             const bool values = i % 6 != 4;
@@ -770,6 +771,7 @@ int main(int argc, char **argv)
             check_many_appends(thin);
             check_long_appends(thin);
             check_moments(thin);
+            check_wide_appends(thin);
             check_single_appends(thin);
             check_fine_appends(thin);
             check_other_appends(thin);
@@ -783,8 +785,9 @@ int main(int argc, char **argv)
             printf("%s: %d comparisons (%d of appends), %d failed\n", failures ? "FAILED" : "passed", checks,
                    after_append, failures);
         }
-        if (argc > 1 && (!strcmp(argv[i], "moments") || !strcmp(argv[i], "searches"))) {
-            if (!strcmp(argv[i], "moments")) check_moments(thin);
+        if (argc > 1 && (!strcmp(argv[i], "moments") || !strcmp(argv[i], "searches") || !strcmp(argv[i], "wide"))) {
+            if (!strcmp(argv[i], "wide")) check_wide_appends(thin);
+            else if (!strcmp(argv[i], "moments")) check_moments(thin);
             else check_searches(thin);
             printf("%s: %d comparisons, %d failed\n", failures ? "FAILED" : "passed", checks, failures);
         }

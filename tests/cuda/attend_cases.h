@@ -270,6 +270,70 @@ static void add_ragged(std::vector<Case> *cases)
                 });
 }
 
+/** Heads of more than 256 channels: their own kernels on pages, prepare and combine. */
+static void add_wide_heads(std::vector<Case> *cases)
+{
+    auto add = [&](std::string name, auto change) {
+        Case c;
+        c.lengths = {300, 1000, 0, 129};
+        change(c);
+        c.name = "wide: " + name;
+        cases->push_back(c);
+    };
+    for (const char *bits : {"1", "2", "3", "4", "5", "8", "5310"})
+        for (int d : {264, 320, 512})
+            for (bool wave : {false, true}) {
+                const int group = d == 264 ? 1 : d == 320 ? 5 : 8;
+                std::string tag = "bits " + std::string(bits) + ", dim " + std::to_string(d) + (wave ? ", wave" : "");
+                auto sizes = [=](Case &c) {
+                    c.key_bits = bits, c.head_dim = d, c.group = group, c.neighbours = d == 320;
+                    if (wave) c.pairs = d / 16 * 8, c.metric = 5, c.query_size = 1, c.wave_size = 20;
+                };
+                add(tag, sizes);
+                add(tag + ", everything", [=](Case &c) {
+                    sizes(c);
+                    c.sinks = 4, c.window = 40, c.centres = c.steps = true, c.starts = {17, 300, 0, 5}, c.sliding = 600;
+                    c.softcap = d == 512 ? 50 : 0, c.dtype = d == 320 ? TQ_F16 : d == 264 ? TQ_F32 : TQ_BF16;
+                    c.scale_sign = d == 264 ? -1 : 1, c.spare_pages = d == 320 ? 150 : 0, c.even = 0;
+                });
+            }
+    for (int d : {288, 384, 456, 480, 504})
+        add("dim " + std::to_string(d),
+            [=](Case &c) { c.head_dim = d, c.key_bits = "3", c.value_bits = "5421", c.dtype = TQ_F32; });
+    for (int d : {320, 512}) {
+        std::string tag = ", dim " + std::to_string(d);
+        for (int rotation : {TQ_ROTATION_DENSE, TQ_ROTATION_NONE})
+            add("rotation " + std::to_string(rotation) + tag, [=](Case &c) {
+                c.rotation = rotation, c.head_dim = d, c.centres = c.steps = true, c.dtype = TQ_F32, c.window = 16;
+                c.pairs = 64, c.metric = 3, c.query_size = 1, c.lengths = {600, 33};
+            });
+        for (int pt : {32, 64, 96})
+            add("pages of " + std::to_string(pt) + tag, [=](Case &c) { c.page_tokens = pt, c.head_dim = d; });
+        for (int tokens : {2, 5, 40})
+            add(std::to_string(tokens) + " queries" + tag, [=](Case &c) {
+                c.tokens = tokens, c.head_dim = d, c.lengths = {500, 190, 20}, c.fresh = true, c.sinks = 3;
+                c.window = 40, c.causal = tokens != 5, c.pairs = tokens == 2 ? 0 : 64, c.query_size = 1;
+            });
+        add("long" + tag, [=](Case &c) { c.head_dim = d, c.heads = 1, c.group = 8, c.lengths = {20000}; });
+        add("all values the largest" + tag, [=](Case &c) {
+            c.same_values = true, c.query_size = 0, c.head_dim = d, c.key_bits = "8", c.lengths = {3000};
+        });
+        add("logits of +-1e4" + tag, [=](Case &c) { c.query_size = 3000, c.head_dim = d, c.key_bits = "8"; });
+        add("far away" + tag, [=](Case &c) {
+            c.head_dim = d, c.heads = 1, c.pairs = d / 16 * 8, c.query_size = 1, c.wave_size = 1000;
+            c.lengths = {(1 << 20) + 1}, c.released = (1 << 20) - 1024, c.sliding = 700;
+        });
+        for (bool chunks : {false, true})
+            add("ragged" + std::string(chunks ? ", chunks" : "") + tag, [=](Case &c) {
+                c.head_dim = d, c.strided = true, c.lengths = {700, 0, 129, 300, 2, 64, 4}, c.by_index = true;
+                c.counts = chunks ? std::vector<int>{1, 5, 40, 0, 2, 64, 3} : std::vector<int>{1, 0, 1, 1, 1, 1, 0};
+                c.tokens = chunks ? 64 : 1, c.sinks = 4, c.slots = chunks ? 60 : 0, c.window = chunks ? 50 : 0;
+                c.pairs = 64, c.metric = 5, c.query_size = 1, c.offsets.assign(7, 12345);
+            });
+        each_absent("heads" + tag, [=](Case &c) { c.head_dim = d, c.key_bits = "3"; }, add);
+    }
+}
+
 static std::vector<Case> all_cases()
 {
     std::vector<Case> cases;
@@ -638,6 +702,7 @@ static std::vector<Case> all_cases()
     add_shares(add);
     add_moments(&cases);
     add_ragged(&cases);
+    add_wide_heads(&cases);
     return cases;
 }
 

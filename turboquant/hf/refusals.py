@@ -12,7 +12,7 @@ from ..models.identity import describe, layer_sizes
 from ..models.kinds import latent_size, packed_indices, unknown_kinds
 from ..models.names import cache_argument
 from ..models.routing import attention_modules, decoder_of, uses_interface
-from ..plan import MAX_CUDA_HEAD_DIM, MAX_HEAD_DIM
+from ..plan import MAX_HEAD_DIM
 
 __all__ = ["check_model", "checked_config", "head_dims_of"]
 
@@ -83,8 +83,6 @@ _MODELS: tuple[tuple[Callable[[Any, Any], Any], str], ...] = (
      "its keys and values have different sizes"),
     (lambda model, text: _wider(model, text, MAX_HEAD_DIM),
      f"its head_dim is {{}}, at most {MAX_HEAD_DIM} can be packed"),
-    (lambda model, text: any(w.is_cuda for w in model.parameters()) and _wider(model, text, MAX_CUDA_HEAD_DIM),
-     f"its head_dim is {{}}, at most {MAX_CUDA_HEAD_DIM} can be packed on a GPU"),
 )  # fmt: skip
 
 

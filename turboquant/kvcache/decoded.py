@@ -23,6 +23,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention.default
 _flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 
+MOST_CHANNELS = 256  # that csrc/cuda/dequantize_16bit.cu takes, and flash attention
 SCRATCH_BYTES = 128 << 20  # keys and values that are decoded at once
 LEAST_TOKENS = {"cuda": 2048}  # for fewer packed tokens, launching the kernels takes longer than `attend`
 LEAST_ROWS = 512, 1024  # query rows a KV head, with a wave and without (H100, 32k tokens: benchmarks/chunks.py)
@@ -37,7 +38,7 @@ _Pair = tuple[torch.Tensor, torch.Tensor]  # (out, lse)
 def decodes(stored: LayerTensors, query: torch.Tensor, packed: int, softcap: float) -> bool:
     """Whether many queries attend to decoded tokens. packed: the most of a sequence."""
     plan, kind = stored.plan, stored.device.type
-    is_fast = plan.is_plain and plan.group == GROUP and plan.head_dim % 16 == 0  # csrc/cuda/dequantize_16bit.cu
+    is_fast = plan.is_plain and plan.group == GROUP and plan.head_dim % 16 == 0 and plan.head_dim <= MOST_CHANNELS
     if not is_fast or softcap or (kind != "cpu" and query.dtype == torch.float32):
         return False
     rows = query.shape[2] * (query.shape[1] // stored.kv_heads)

@@ -14,20 +14,22 @@ constexpr int FEW_TOKENS = 32; // so many are appended by one block a (side, seq
 constexpr int COPY_WARPS = 4;
 
 /** A warp a row: those new tokens that go to sinks and ring. Runs when everything that leaves the ring has been packed. */
+template <int PER_LANE>
 __global__ void __launch_bounds__(32 * COPY_WARPS) copy_exact(const __grid_constant__ AppendArgs a, int blocks)
 {
     const Work work = work_of(a, blockIdx.x / (unsigned)blocks);
     wait_for_stream();
     const Span span = span_of(a, work.b);
     const int r = (int)(blockIdx.x % (unsigned)blocks * COPY_WARPS + threadIdx.x / 32);
-    copy_exact_row<TQ_CUDA_MAX_HEAD_DIM / 32>(a, work, head_of(a, work), span, r, threadIdx.x % 32);
+    copy_exact_row<PER_LANE>(a, work, head_of(a, work), span, r, threadIdx.x % 32);
 }
 
 tq_status launch_copy_exact(const AppendArgs &args, cudaStream_t stream, tq_error *error)
 {
     const int64_t blocks = (exact_rows(args) + COPY_WARPS - 1) / COPY_WARPS;
-    return launch(copy_exact, (int64_t)args.sides * args.batch * args.kv_heads * blocks, 32 * COPY_WARPS, 0, stream,
-                  error, args, (int)blocks);
+    return launch(args.head_dim > 256 ? copy_exact<16> : copy_exact<8>,
+                  (int64_t)args.sides * args.batch * args.kv_heads * blocks, 32 * COPY_WARPS, 0, stream, error, args,
+                  (int)blocks);
 }
 
 // ---- checks ----
@@ -63,7 +65,7 @@ AppendSide side_of(const tq_plan &plan, const tq_append_params &p, bool is_value
     side.numbers_stride_head = transform.stride_head;
     side.centre = transform.centre;
     side.steps = transform.steps;
-    for (int group = 0; group < APPEND_GROUPS; group++) {
+    for (int group = 0; group < PLAN_GROUPS; group++) {
         side.bits[group] = from.bits[group];
         side.offset[group] = from.offset[group];
     }
@@ -158,10 +160,10 @@ bool rows_suit_tiles(const tq_append_params &p)
            pointers % 16 == 0;
 }
 
-/** Whether the kernels for many tokens have the plan's rotation, scale and widths. */
+/** Whether the kernels for many tokens have the plan's head_dim, rotation, scale and widths. */
 bool plan_suits_tiles(const tq_plan &plan)
 {
-    if (tq_tile_is_16(&plan) || plan.rotation != TQ_ROTATION_HADAMARD) return false;
+    if (tq_tile_is_16(&plan) || plan.rotation != TQ_ROTATION_HADAMARD || plan.head_dim > 256) return false;
     if (plan.scale != TQ_SCALE_EDEN && plan.scale != TQ_SCALE_NORM) return false;
     for (const tq_side *side : {&plan.key, &plan.value})
         for (int group = 0; side->tile_bytes && group < plan.groups; group++)

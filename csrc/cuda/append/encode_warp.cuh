@@ -16,7 +16,7 @@ template <int PER_LANE> struct Flips {
     __device__ __forceinline__ Flips(const HadamardSigns &signs, int lane)
     {
 #pragma unroll
-        for (int k = 0; k < PER_LANE; k++) bit[k] = (signs.word[0][k] >> lane & 1u) << 31;
+        for (int k = 0; k < PER_LANE; k++) bit[k] = (signs.pass(0)[k] >> lane & 1u) << 31;
     }
 };
 
@@ -396,6 +396,8 @@ template <class F> tq_status with_channels_per_lane(const AppendArgs &args, bool
     const auto with = [&](auto fine, const auto &as_it_is) {
         if (args.head_dim <= 64) return f(std::integral_constant<int, 2>(), fine, as_it_is);
         if (args.head_dim <= 128) return f(std::integral_constant<int, 4>(), fine, as_it_is);
+        if constexpr (!fine()) // no plan has groups of 16 there
+            if (args.head_dim > 256) return f(std::integral_constant<int, 16>(), fine, as_it_is);
         return f(std::integral_constant<int, 8>(), fine, as_it_is);
     };
     const auto with_groups = [&](const auto &as_it_is) {

@@ -1,4 +1,4 @@
-// Appending in the general case: any head_dim up to 256, dtype, rotation, widths and scale. A block takes the token tiles of a
+// Appending in the general case: any head_dim, dtype, rotation, widths and scale. A block takes the token tiles of a
 // (side, sequence, KV head), one or all of them; with tiles of 16 always both of a pair, which share their words, one after the other
 // up to step 3:
 //
@@ -128,10 +128,11 @@ __device__ __forceinline__ void append_tile(const Args &a, const Work &work, con
 
 /** Of a multiprocessor, by registers. */
 template <int PER_LANE, bool FINE, class Args>
-constexpr int BLOCKS = !Args::SETTLED ? (PER_LANE == 2 && !FINE ? 4 : 2)
-                       : PER_LANE > 4 ? 2
-                       : FINE         ? 3
-                                      : 4;
+constexpr int BLOCKS = PER_LANE > 8     ? 1
+                       : !Args::SETTLED ? (PER_LANE == 2 && !FINE ? 4 : 2)
+                       : PER_LANE > 4   ? 2
+                       : FINE           ? 3
+                                        : 4;
 
 /** `blocks` blocks for each (side, sequence, head); a single one also copies what stays exact. */
 template <int PER_LANE, bool FINE, class Args>

@@ -20,8 +20,6 @@
 namespace tq
 {
 
-constexpr int APPEND_GROUPS = TQ_CUDA_MAX_HEAD_DIM / TQ_FINE_GROUP;
-
 /** Of a tile. FINE: of 16 channels. */
 template <bool FINE> constexpr int TILE_TOKENS = FINE ? TQ_TILE * TQ_TILE / TQ_FINE_GROUP : TQ_TILE;
 
@@ -32,7 +30,7 @@ struct AppendSide {
     int64_t stride_batch, stride_head, stride_token;
     const float *rotation, *centre, *steps;
     int64_t rotation_stride_head, numbers_stride_head; // elements; the second of centre and steps
-    int32_t bits[APPEND_GROUPS], offset[APPEND_GROUPS];
+    int32_t bits[PLAN_GROUPS], offset[PLAN_GROUPS];
     int32_t tile_bytes, codes_offset, scales_offset;
     uint32_t widths;   // bit b: some group has b bits
     int32_t one_width; // the bits of all groups, if they are the same and at most 5, without padding and steps; else 0

@@ -62,7 +62,7 @@ struct Nothing {};
 struct FragmentsArgs : SettledArgs {
     /** What, added to the bits of a whole number (tile/quantize.cuh) and to where shared memory is, is the place of its code; by side and group.
      *  Not known to the compiler, which would otherwise add a part of it on its own. */
-    uint32_t table[2][TQ_CUDA_MAX_HEAD_DIM / TQ_TILE];
+    uint32_t table[2][256 / TQ_TILE];
     int32_t table_of_width[MOST_BITS + 1], tables;            // where a width's table is, or -1; bytes of all
     int16_t first_place[MOST_BITS + 1][(1 << MOST_BITS) - 1]; // by width: in its table, of rank i + 1
     /** Token tiles of a (side, sequence, head). The tiles of a side are a line, one (sequence, head) behind the other. Warps from

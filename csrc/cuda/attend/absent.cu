@@ -7,7 +7,7 @@ namespace tq
 namespace
 {
 
-/** Page codes of 8 bits and scales of both sides at head_dim 256: the longest record of a plain plan. */
+/** Page codes of 8 bits and scales of both sides at head_dim 512: the longest record of a plain plan. */
 constexpr int ABSENT_BYTES = 2 * TQ_PAGE_TOKENS * (TQ_CUDA_MAX_HEAD_DIM + 2);
 
 struct AbsentRecord {
@@ -26,7 +26,7 @@ tq_status find_absent_record(const DeviceFacts &device, const tq_plan &plan, con
     static thread_local int known = -1;
     static thread_local void *found;
     if (plan.record_bytes > ABSENT_BYTES)
-        return fail(error, TQ_E_UNSUPPORTED, "plan", -1, (double)plan.record_bytes, "records of 66048 bytes at most");
+        return fail(error, TQ_E_UNSUPPORTED, "plan", -1, (double)plan.record_bytes, "records of 131584 bytes at most");
     if (device.id != known) {
         TQ_CUDA_TRY(check_cuda(cudaGetSymbolAddress(&found, absent_record), "cudaGetSymbolAddress", error));
         known = device.id;

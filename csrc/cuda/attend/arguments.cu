@@ -13,10 +13,10 @@ namespace
 
 void copy_side(const tq_plan &plan, const tq_side &from, SideArgs *to)
 {
-    for (int g = 0; g < GROUPS_MAX; g++) {
+    for (int g = 0; g < PLAN_GROUPS; g++) {
         to->bits[g] = (uint8_t)from.bits[g];
         to->width[g] = (uint16_t)(1u << from.bits[g]);
-        to->offset[g] = (uint16_t)from.offset[g]; // below 32 tokens x 256 channels of 8 bits
+        to->offset[g] = (uint16_t)from.offset[g]; // below 32 tokens x 512 channels of 8 bits
     }
     to->tile_bytes = from.tile_bytes * TQ_TILE / plan.tile_tokens;
     to->codes_offset = (int32_t)from.codes_offset;

@@ -31,7 +31,6 @@
 namespace tq
 {
 
-constexpr int GROUPS_MAX = TQ_CUDA_MAX_HEAD_DIM / TQ_FINE_GROUP;
 constexpr int FUSED_ROWS = 128;      /* the most rows of a KV head in attend_fused_many_rows */
 constexpr int LARGE_CLUSTER = 16;    /* blocks that share a segment of attend_fused if segments are few */
 constexpr int MOST_RAGGED = 1024;    /* sequences of attend_fused if they differ in length */
@@ -49,13 +48,13 @@ constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.69314718055994531f;
 
 /** Small types: the arguments should leave room in a multiprocessor's 2 KB of constants (measured.md). */
 struct SideArgs {
-    uint8_t bits[GROUPS_MAX];
-    uint16_t offset[GROUPS_MAX], width[GROUPS_MAX];  /* width: 1 << bits, for with_width */
-    int32_t tile_bytes, codes_offset, scales_offset; /* tile_bytes: of 32 tokens */
-    int32_t at_codes, at_scales;                     /* offsets of this side in a stage, bytes */
-    float factor[TQ_WIDE_BITS + 1];                  /* of a code byte, by width */
-    float offset_factor[TQ_WIDE_BITS + 1];           /* values: factor of the sum of weights */
-    int32_t offset_levels[TQ_WIDE_BITS + 1];         /* keys: factor of the sum of the query */
+    uint8_t bits[PLAN_GROUPS];
+    uint16_t offset[PLAN_GROUPS], width[PLAN_GROUPS]; /* width: 1 << bits, for with_width */
+    int32_t tile_bytes, codes_offset, scales_offset;  /* tile_bytes: of 32 tokens */
+    int32_t at_codes, at_scales;                      /* offsets of this side in a stage, bytes */
+    float factor[TQ_WIDE_BITS + 1];                   /* of a code byte, by width */
+    float offset_factor[TQ_WIDE_BITS + 1];            /* values: factor of the sum of weights */
+    int32_t offset_levels[TQ_WIDE_BITS + 1];          /* keys: factor of the sum of the query */
     bool row_factor; /* values: sums of 1 and 2 bits have the factor of Reading::ROW_FACTOR */
 };
 

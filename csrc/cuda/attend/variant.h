@@ -46,7 +46,8 @@ struct Variant {
     static constexpr bool QUERY_IN_SHARED = !QUERY_IN_REGISTERS && GROUPS <= 4 && BULK;
     /* Limits registers so that 12 warps (8 with 255 registers) and, where possible, one block of prepare fit on a multiprocessor. 16 warps,
      * for which 128 registers would leave room, are slower (measured.md). */
-    static constexpr int MAX_REGISTERS = GROUPS > 4       ? (ROW_QUADS == 1 ? 168 : 255)
+    static constexpr int MAX_REGISTERS = GROUPS > 8       ? 255
+                                         : GROUPS > 4     ? (ROW_QUADS == 1 ? 168 : 255)
                                          : ROW_QUADS == 1 ? (TILES == 4 ? 144 : 128)
                                          : ROW_QUADS == 2 ? (TILES == 4 ? 168 : 144)
                                                           : 255;

@@ -18,7 +18,7 @@
 namespace tq
 {
 
-constexpr int BLOCK_GROUPS = TQ_CUDA_MAX_HEAD_DIM / TQ_TILE;
+constexpr int BLOCK_GROUPS = TQ_CUDA_MAX_BLOCKS_DIM / TQ_TILE;
 constexpr int BLOCK_TILES = 2 * BLOCK_GROUPS; // groups, and as many of a sketch
 constexpr int LEVELS_MAX = 1 << TQ_MAX_BITS;
 constexpr int LEVEL_TABLE = (TQ_MAX_BITS + 1) * LEVELS_MAX; // by bits and code

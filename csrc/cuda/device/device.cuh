@@ -343,7 +343,7 @@ __device__ __forceinline__ void hadamard_row(float *row, int dim, const Hadamard
 #pragma unroll 1
     for (int i = 0; i < passes; i++) {
         int pass = inverse ? passes - 1 - i : i;
-        hadamard_pass<PER_LANE>(pass ? row + dim - p : row, p, signs.word[pass], inverse, lane);
+        hadamard_pass<PER_LANE>(pass ? row + dim - p : row, p, signs.pass(pass), inverse, lane);
     }
 }
 

@@ -49,15 +49,25 @@ struct DeviceFacts {
 
 constexpr int PORTABLE_CLUSTER = 8; /* the most blocks of a cluster on every GPU with clusters */
 
+/** Groups of a plan: of 32 channels, or of 16 up to head_dim 256 (TQ_MAX_SPHERE_DIM). */
+constexpr int PLAN_GROUPS = TQ_CUDA_MAX_HEAD_DIM / TQ_TILE;
+static_assert(PLAN_GROUPS == TQ_MAX_SPHERE_DIM / TQ_FINE_GROUP);
+
+/** tq_plan.signs. A head_dim that is a power of two has one pass over all channels. Any other has two, of at most 256 channels each. */
 struct HadamardSigns {
-    uint32_t word[2][TQ_CUDA_MAX_HEAD_DIM / 32]; /* tq_plan.signs of head_dim <= 256 */
+    static constexpr int SECOND = TQ_CUDA_MAX_HEAD_DIM / 64; /* words up to where those of a second pass begin */
+    uint32_t word[2][SECOND];                                /* by pass; all of a single one */
+
+    __host__ __device__ const uint32_t *pass(int i) const { return &word[0][0] + SECOND * i; }
 };
 
 inline HadamardSigns signs_of(const tq_plan &plan)
 {
+    const bool one_pass = (plan.head_dim & (plan.head_dim - 1)) == 0;
     HadamardSigns signs;
     for (int pass = 0; pass < 2; pass++)
-        for (int word = 0; word < TQ_CUDA_MAX_HEAD_DIM / 32; word++) signs.word[pass][word] = plan.signs[pass][word];
+        for (int i = 0; i < HadamardSigns::SECOND; i++)
+            signs.word[pass][i] = one_pass ? plan.signs[0][HadamardSigns::SECOND * pass + i] : plan.signs[pass][i];
     return signs;
 }
 

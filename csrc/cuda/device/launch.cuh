@@ -14,8 +14,10 @@ namespace tq
 inline tq_status check_plan(const tq_plan &plan, tq_error *error)
 {
     if (plan.head_dim > TQ_CUDA_MAX_HEAD_DIM)
+        return fail(error, TQ_E_UNSUPPORTED, "head_dim", -1, plan.head_dim, "at most 512 channels on CUDA");
+    if (!tq_is_plain(&plan) && plan.head_dim > TQ_CUDA_MAX_BLOCKS_DIM)
         return fail(error, TQ_E_UNSUPPORTED, "head_dim", -1, plan.head_dim,
-                    "at most 256 channels on CUDA; CPUs take 512");
+                    "at most 256 channels on CUDA in plans that are not plain; CPUs take 512");
     return TQ_OK;
 }
 
@@ -93,6 +95,9 @@ inline tq_status allow_shared(const void *kernel, const DeviceFacts &device, siz
                               tq_error *error)
 {
     Told &t = told(kernel, device);
+    if (shared_bytes > (size_t)device.shared_bytes_per_block)
+        return fail(error, TQ_E_UNSUPPORTED, "device", -1, (double)shared_bytes,
+                    "a GPU with more shared memory of a thread block (got: the bytes that the call needs)");
     if (shared_bytes > 40 * 1024 && !t.much) { // together with the kernel's static shared memory 48 KB
         cudaFuncAttributes fixed;
         TQ_CUDA_TRY(check_cuda(cudaFuncGetAttributes(&fixed, kernel), "kernel", error));

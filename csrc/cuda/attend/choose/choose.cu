@@ -48,7 +48,7 @@ constexpr Condition CONDITIONS[] = {
     {Strategy::FUSED_MANY_ROWS, true, 9, 9, FUSED_ROWS, 4, 4, true, false, false, cut_fused_many_rows},
     {Strategy::FUSED, true, 1, 1, 16, 1, 4, false, false, false, cut_fused},
     {Strategy::MANY_ROWS, true, 9, 17, INT32_MAX, 4, 4, true, true, false, choose_many_rows},
-    {Strategy::SPLIT, false, 1, 1, INT32_MAX, 1, 8, false, true, true, choose_split},
+    {Strategy::SPLIT, false, 1, 1, INT32_MAX, 1, 16, false, true, true, choose_split},
 };
 
 bool holds(const Condition &c, const tq_plan &plan, const Device &device, const AttendArgs &a)

@@ -33,7 +33,8 @@ constexpr int FLOAT_BITS = 0x4b400000;
 template <class V, int BITS>
 constexpr int START = V::ONE_WIDTH && (BITS == 3 || BITS == 4) && V::ROW_QUADS == 2 && V::TILES == 2 ? FLOAT_BITS : 0;
 static_assert(8 * TQ_TILE * 127 * 127 < 1 << 22 && 2 * TQ_TILE * 255 * 255 < 1 << 22,
-              "keys x queries, values x weights");
+              "keys x queries, values x weights; kernels of one width have 8 groups at most");
+static_assert((int64_t)TQ_CUDA_MAX_HEAD_DIM * 127 * QUERY_LIMIT <= INT32_MAX, "keys x queries, both planes joined");
 static_assert(4LL * TQ_TILE * 255 * 65535 <= INT32_MAX, "values x weights of a unit, both planes joined");
 
 /** hi * BASE + lo, for accumulators that started from START. */

@@ -136,6 +136,7 @@ template <int GROUPS>
 __device__ __forceinline__ void exact_scores(const AttendArgs &a, const RowSet &s, const Sequence &seq, int32_t n,
                                              const ExactState &x)
 {
+    constexpr int AT_ONCE = GROUPS < 8 ? GROUPS : 8; /* groups of a key, as the registers allow */
     int warps = blockDim.x / 32, lane = threadIdx.x & 31, piece = lane % 8, chunk = min(a.exact_tokens, EXACT_CHUNK),
         tokens = tokens_of_warp(a.prepare_rows, chunk, warps);
 #pragma unroll 1
@@ -156,16 +157,19 @@ __device__ __forceinline__ void exact_scores(const AttendArgs &a, const RowSet &
 #pragma unroll 1
         for (int i = first + lane / 8; i < first + tokens; i += 4) {
             ExactToken token = x.tokens[min(i, n - 1)];
-            Quad k[GROUPS];
-#pragma unroll
-            for (int g = 0; g < GROUPS; g++) {
-                int c = TQ_TILE * g + 4 * piece;
-                k[g].raw = make_uint4(0, 0, 0, 0);
-                if (c < a.head_dim) k[g] = load_quad(token.k, c, a.p.layer.dtype);
-            }
             float dot = 0;
 #pragma unroll
-            for (int g = 0; g < GROUPS; g++) dot = dot_quads(q[g], to_float4(k[g], a.p.layer.dtype), dot);
+            for (int from = 0; from < GROUPS; from += AT_ONCE) {
+                Quad k[AT_ONCE];
+#pragma unroll
+                for (int g = 0; g < AT_ONCE; g++) {
+                    int c = TQ_TILE * (from + g) + 4 * piece;
+                    k[g].raw = make_uint4(0, 0, 0, 0);
+                    if (c < a.head_dim) k[g] = load_quad(token.k, c, a.p.layer.dtype);
+                }
+#pragma unroll
+                for (int g = 0; g < AT_ONCE; g++) dot = dot_quads(q[from + g], to_float4(k[g], a.p.layer.dtype), dot);
+            }
 #pragma unroll
             for (int d = 1; d < 8; d *= 2) dot += __shfl_xor_sync(ALL_LANES, dot, d);
             if (piece) continue;

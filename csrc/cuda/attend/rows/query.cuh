@@ -96,9 +96,9 @@ __device__ __forceinline__ void rotate_dense(const AttendArgs &a, int n, const f
     __syncthreads();
 }
 
-/** A row in a warp's registers: lane l holds channels 4 l .. and, in rows of more than 128, also 128 + 4 l ... */
+/** A row in a warp's registers: lane l holds channels 4 l .., and of longer rows also 128 + 4 l .. and so on. */
 template <int GROUPS> struct LaneRow {
-    static constexpr int QUADS = GROUPS > 4 ? 2 : 1;
+    static constexpr int QUADS = (GROUPS + 3) / 4;
     float4 quad[QUADS];
 
     static __device__ __forceinline__ int channel(int k, int lane) { return 128 * k + 4 * lane; }
@@ -123,7 +123,7 @@ template <int GROUPS> __device__ __forceinline__ uint32_t lane_signs(const Atten
     uint32_t flip = 0;
 #pragma unroll
     for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++)
-        flip |= (a.signs.word[0][LaneRow<GROUPS>::channel(k, lane) / 32] >> (4 * (lane % 8)) & 15) << 4 * k;
+        flip |= (a.signs.pass(0)[LaneRow<GROUPS>::channel(k, lane) / 32] >> (4 * (lane % 8)) & 15) << 4 * k;
     return flip;
 }
 
@@ -157,13 +157,15 @@ __device__ __forceinline__ void hadamard_lanes(LaneRow<GROUPS> &row, int dim, fl
 #pragma unroll
         for (int i = 0; i < N; i++) x[i] = fmaf(sign, x[i], __shfl_xor_sync(ALL_LANES, x[i], d));
     }
-    if constexpr (N > 4) {
-        if (dim > 128)
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                float a = x[i], b = x[i + 4];
+    for (int d = 4; d < N; d *= 2) {
+        if (32 * d >= dim) break;
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            if (!(i & d)) {
+                float a = x[i], b = x[i + d];
                 x[i] = a + b;
-                x[i + 4] = a - b;
+                x[i + d] = a - b;
             }
     }
 #pragma unroll
@@ -236,8 +238,8 @@ __device__ __forceinline__ float take_query(const AttendArgs &a, const RowSet &s
 
 /** A KV head's wave, being loaded into a warp's registers. */
 template <int GROUPS> struct WaveLoad {
-    static constexpr int PAIRS = GROUPS > 4 ? 4 : 2; /* lane, lane + 32 .. */
-    int32_t first[PAIRS], second[PAIRS];             /* channels of a pair */
+    static constexpr int PAIRS = GROUPS > 4 ? GROUPS / 2 : 2; /* lane, lane + 32 .. */
+    int32_t first[PAIRS], second[PAIRS];                      /* channels of a pair */
     float2 amplitude[PAIRS];
 
     WaveLoad() = default;

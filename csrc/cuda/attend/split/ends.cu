@@ -13,7 +13,7 @@ namespace
 
 /** Blocks 0 .. row sets - 1 prepare queries, the others attend to exact tokens: block (part, row set). */
 template <int GROUPS>
-__global__ void __launch_bounds__(END_THREADS, 2) prepare_kernel(const __grid_constant__ AttendArgs a)
+__global__ void __launch_bounds__(END_THREADS, GROUPS > 8 ? 1 : 2) prepare_kernel(const __grid_constant__ AttendArgs a)
 {
     wait_for_previous();
     let_next_start(); /* after the wait, so that data that `pages` reads before it waits for this kernel is complete */
@@ -80,7 +80,7 @@ __device__ __forceinline__ MergedRow merge_totals(const RowParts &packed, const 
 
 /** A batch of a row's parts being loaded: parts first, first + step, .. */
 template <int GROUPS> struct PartLoads {
-    static constexpr int AT_ONCE = GROUPS > 4 ? 3 : 6;
+    static constexpr int AT_ONCE = GROUPS > 8 ? 2 : GROUPS > 4 ? 3 : 6;
     LaneRow<GROUPS> x[AT_ONCE];
     float max[AT_ONCE];
 
@@ -190,8 +190,9 @@ __global__ void __launch_bounds__(END_THREADS) combine_kernel(const __grid_const
 
 EndKernels attend_end_kernels(int groups)
 {
-    return groups > 4 ? EndKernels{prepare_kernel<8>, combine_kernel<8>}
-                      : EndKernels{prepare_kernel<4>, combine_kernel<4>};
+    if (groups > 8) return {prepare_kernel<16>, combine_kernel<16>};
+    if (groups > 4) return {prepare_kernel<8>, combine_kernel<8>};
+    return {prepare_kernel<4>, combine_kernel<4>};
 }
 
 } // namespace tq

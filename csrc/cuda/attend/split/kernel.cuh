@@ -171,7 +171,8 @@ template <class V> __device__ __forceinline__ void attend_pages(const AttendArgs
     if (ahead.now.there) top_up(a, ring, ahead, thread);
     if (has_wave<V>(a)) {
         const WaveConstants<V::TILES * V::RUN> constants(a, lane);
-        const LaneIncrements<(V::GROUPS > 4 ? 4 : 2)> increments(a, lane); /* they are complete, as lengths are */
+        const LaneIncrements<(V::GROUPS > 4 ? V::GROUPS / 2 : 2)> increments(
+            a, lane); /* they are complete, as lengths are */
         fill_wave_table(a, constants, increments);
         __syncthreads();
     }
