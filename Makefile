@@ -246,7 +246,7 @@ test-lm-eval: $(LM_EVAL)/.ready build
 	PYTHONPATH=$(abspath $(LM_EVAL)):. HF_DATASETS_OFFLINE=1 HF_EVALUATE_OFFLINE=1 $(INTERPRETER) \
 	    -m pytest tests/test_readme.py -k lm-eval $(PYTEST_ARGS)
 
-# docs/codec.md's serialiser in LMCache, which has wheels for CPython 3.10 to 3.13 and needs no GPU for this.
+# docs/codec.md's serialiser in LMCache, whose wheel for CPython 3.11 needs no GPU for this.
 LMCACHE := build/lmcache
 $(LMCACHE)/.ready: .ci/lmcache.txt $(READY)
 	rm -rf $(LMCACHE)

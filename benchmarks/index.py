@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from index_recall import F32, K, build, recall, true_neighbours
+from index_recall import F32, K, add_plot, build, picture, recall, true_neighbours
 from numpy.typing import NDArray
 from timing import RESULTS, Report
 
 import turboquant
+from turboquant.plot import check_picture
 
 Search = Callable[[F32], NDArray[np.int64]]
 Built = tuple[Search, Callable[[], int]]  # and the size of the saved index
@@ -156,7 +157,10 @@ def main() -> None:
     parser.add_argument("--bits", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", default=RESULTS / "local")
+    add_plot(parser)
     args = parser.parse_args()
+    if args.plot:
+        check_picture(args.plot, "--plot")
     one_thread(parser)
     data = np.ascontiguousarray(np.load(args.minilm), np.float32)
     queries, x = data[:1000], np.ascontiguousarray(data[1000:])
@@ -193,6 +197,8 @@ def main() -> None:
         report.add("index", {"data": "minilm", "index": label, "k": K, "rounds": args.rounds}, figures[label])
         print(f"{label:44} " + "  ".join(f"{key} {value}" for key, value in figures[label].items()))
     print(report.save(args.out))
+    if args.plot:
+        picture(report, args.plot)
 
 
 if __name__ == "__main__":

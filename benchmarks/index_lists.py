@@ -29,12 +29,13 @@ from typing import Any
 
 import numpy as np
 from index import cpu_ms, one_thread, one_thread_of_faiss
-from index_recall import F32, SHARED, K, build, embeddings, recall, true_neighbours
+from index_recall import F32, SHARED, K, add_plot, build, embeddings, picture, recall, true_neighbours
 from numpy.typing import NDArray
 from timing import RESULTS, Report
 
 import turboquant
 from turboquant.index.lists import Sorted
+from turboquant.plot import check_picture
 
 QUERIES = 1000
 SHARE = 0.95
@@ -179,7 +180,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--out", default=RESULTS / "local")
+    add_plot(parser)
     args = parser.parse_args()
+    if args.plot:
+        check_picture(args.plot, "--plot")
     one_thread(parser)
     report = Report("index_lists", "cpu")
     for name in args.data:
@@ -188,6 +192,8 @@ def main() -> None:
             measure(report, name, data, bits, args.lists, args.rounds, not args.no_peers)
         del data
     print(report.save(args.out))
+    if args.plot:
+        picture(report, args.plot)
 
 
 if __name__ == "__main__":

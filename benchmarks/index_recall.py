@@ -28,11 +28,25 @@ from numpy.typing import NDArray
 from timing import RESULTS, Report
 
 import turboquant
+from turboquant.plot import check_picture, points
 
 SHARED = Path(os.environ.get("TURBOQUANT_SHARED", Path(__file__).resolve().parents[2] / "shared"))
 K = 10
 TRAINING: dict[str, bool | None] = {"untrained": None, "mean": False, "axes": True}
 F32 = NDArray[np.float32]
+
+
+def add_plot(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--plot", metavar="FILE", help="a picture of recall against bytes, .png, .svg or .pdf")
+
+
+def picture(report: Report, path: str) -> None:
+    """What --plot asks for: the share that is not found, at least 0.0001, against the bytes of a vector."""
+    places = {}
+    for row in report.rows:
+        name = " ".join(str(value) for key, value in row["params"].items() if key not in ("k", "rounds"))
+        places[name] = row["metrics"]["bytes"], max(1 - row["metrics"]["recall"], 1e-4)
+    points(path, places, "bytes of a vector", f"share of the true {K} that is not found")
 
 
 def true_neighbours(queries: F32, x: F32) -> NDArray[np.int64]:
@@ -125,7 +139,10 @@ def main() -> None:
     parser.add_argument("--words", action="store_true", help="word vectors of shared/data/sentences.txt.xz")
     parser.add_argument("--bits", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6])
     parser.add_argument("--out", default=RESULTS / "local")
+    add_plot(parser)
     args = parser.parse_args()
+    if args.plot:
+        check_picture(args.plot, "--plot")
     report = Report("index_recall", "cpu")
     sift = np.loadtxt(SHARED / "data" / "sift5k.tsv", dtype=np.float32, usecols=range(128))
     sift /= np.linalg.norm(sift, axis=1, keepdims=True)
@@ -140,6 +157,8 @@ def main() -> None:
         data = word_vectors(SHARED / "data" / "sentences.txt.xz")
         measure(report, "words", data[:1000], data[1000:], args.bits)
     print(report.save(args.out))
+    if args.plot:
+        picture(report, args.plot)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
@@ -57,3 +58,19 @@ def test_no_picture(command, capsys, monkeypatch, tmp_path):
     with pytest.raises(SystemExit):
         main([*command, "--plot", str(tmp_path / "a.png")])
     assert "a picture needs matplotlib: pip install 'turboquant-attention[plot]'" in capsys.readouterr().err
+
+
+def test_recall_of_indexes_against_bytes(drawn, monkeypatch, tmp_path):
+    """--plot of the benchmarks of indexes, on their committed results."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import index_recall
+    from timing import Report
+
+    for name in ("index", "index_recall", "index_lists"):
+        drawn.clear()
+        rows = json.loads((ROOT / f"benchmarks/results/zen4-2core/{name}.json").read_text())["rows"]
+        index_recall.picture(Report(name, "cpu", rows), str(target := tmp_path / f"{name}.svg"))
+        shown = {line.get_label(): line.get_xydata()[0].tolist() for line in drawn[0].get_lines()}
+        assert len(shown) == len(rows) and target.read_bytes().startswith(b"<?xml")
+        for place, row in zip(shown.values(), rows, strict=True):
+            assert place == pytest.approx([row["metrics"]["bytes"], max(1 - row["metrics"]["recall"], 1e-4)])
