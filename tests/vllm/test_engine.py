@@ -148,8 +148,7 @@ def test_sliding_and_alternating_windows(kind, tmp_path, rng):
     """Layers with windows of 200 tokens free their pages: in small chunks, with a prefix cache and preemption the
     log-probabilities are those of one chunk, and at 8 bits near vLLM's own."""
     models.tiny(kind, sliding_window=200).save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match="random token ids"):
-        assert main(["measure", str(tmp_path)]) == 0
+    assert main(["measure", str(tmp_path)]) == 0  # on random token ids, as it says
     prompts = [rng.integers(2, 96, n).tolist() for n in (500, 127, 300)]
     with Engine(None, tmp_path, dtype="float32") as engine:
         stock = engine.log_probs(prompts)
