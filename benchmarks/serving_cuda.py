@@ -32,7 +32,6 @@ serving_bundle.sh carries vLLM to a machine without a network.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import shutil
@@ -72,7 +71,10 @@ def measure_all(names: list[str], how: list[str], out: Path | None, limit: float
 
     report = Report("vllm" if how[0] == "one" else "vllm_throughput", "cuda")
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
-        runs = [(name, pool.submit(_run, name, [*how, "--turn", f"{folder}/turn"], limit)) for name in names]
+        ended = Path(folder) / "ended"
+        ended.touch()
+        runs = [(name, pool.submit(_run, name, [*how, "--turn", str(ended), str(i)], ended, limit))
+                for i, name in enumerate(names)]  # fmt: skip
         for name, future in runs:
             printed, failed = future.result()
             for line in printed.splitlines():
@@ -90,8 +92,8 @@ def measure_all(names: list[str], how: list[str], out: Path | None, limit: float
         _table(report.rows)
 
 
-def _run(name: str, how: list[str], limit: float) -> tuple[str, bool]:
-    """What the process that measures a NAME printed, and whether it failed."""
+def _run(name: str, how: list[str], ended: Path, limit: float) -> tuple[str, bool]:
+    """What the process that measures a NAME printed, and whether it failed. ended: a byte for each that has ended."""
     environment = os.environ | {"VLLM_USE_V2_MODEL_RUNNER": "1" if "v2" in name.split("-")[1:] else "0"}
     command = [sys.executable, __file__, how[0], name, *how[1:]]
     try:
@@ -99,6 +101,9 @@ def _run(name: str, how: list[str], limit: float) -> tuple[str, bool]:
         return ran.stdout + ran.stderr, ran.returncode != 0
     except subprocess.TimeoutExpired as error:
         return "".join((x or b"").decode() for x in (error.stdout, error.stderr)), True
+    finally:
+        with ended.open("ab") as file:
+            file.write(b".")
 
 
 def _table(rows: list[dict[str, Any]]) -> None:
@@ -246,8 +251,9 @@ class Rows:
         return claim
 
 
-def engine_of(name: str, turn: Path, **more: Any) -> tuple[Any, float]:
-    """The engine of a NAME, and the seconds that it took to start. turn: a file that is locked while one runs."""
+def engine_of(name: str, turn: list[str], **more: Any) -> tuple[Any, float]:
+    """The engine of a NAME, and the seconds that it took to start, when it is its turn: [`ended` of `_run`, how many
+    bytes it has by then]."""
     base = name.split("-")[0]
     sys.path.insert(0, str(HERE))
     prepare(base)
@@ -258,7 +264,8 @@ def engine_of(name: str, turn: Path, **more: Any) -> tuple[Any, float]:
         folder = Path(made)
         (folder / "config.json").write_text(json.dumps(LLAMA_8B))
         options = options_of(name, folder) | more
-        fcntl.flock(os.open(turn, os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)  # until this process ends
+        while Path(turn[0]).stat().st_size < int(turn[1]):
+            time.sleep(0.05)
         began = time.perf_counter()
         llm = LLM(model=made, **options)
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
@@ -271,7 +278,7 @@ def print_result(bench: str, metrics: dict[str, Any], **params: Any) -> None:
     print("RESULT " + json.dumps({"bench": bench, "params": params, "metrics": metrics}), flush=True)
 
 
-def measure_throughput(name: str, turn: Path) -> None:
+def measure_throughput(name: str, turn: list[str]) -> None:
     llm, _ = engine_of(name, turn, kv_cache_memory_bytes=8 * (8192 + 1024) * 65536, kv_transfer_config=None)
     from vllm import SamplingParams
 
@@ -290,7 +297,7 @@ def measure_throughput(name: str, turn: Path) -> None:
                  cache=name)  # fmt: skip
 
 
-def measure_one(name: str, batches: list[int], turn: Path) -> None:
+def measure_one(name: str, batches: list[int], turn: list[str]) -> None:
     base = name.split("-")[0]
     llm, seconds = engine_of(name, turn)
     import torch
@@ -580,7 +587,7 @@ def main() -> None:
     one, other = commands.add_parser("one"), commands.add_parser("one-throughput")
     for command in (one, other):
         command.add_argument("name")
-        command.add_argument("--turn", type=Path, required=True, help="a file that is locked while one is measured")
+        command.add_argument("--turn", nargs=2, required=True, metavar=("FILE", "BYTES"), help="when it may begin")
     for command in (timed, one):
         command.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="requests of a decode step")
     checked = commands.add_parser("check")
