@@ -9,6 +9,7 @@ docs/index_bytes.svg       recall of vector indexes against the bytes of a vecto
 docs/index_time.svg        their recall against the time of a query
 docs/whole_model.svg       tokens that fit and tokens a second of a whole model, presets beside bfloat16 and fp8
 docs/serving_GPU.svg       a decode step of vLLM against requests, with fp8's cache and with ours, where it was measured
+docs/whole_model_steps.svg  tokens a second of the whole model, for every batch and context of its table
 docs/quality.svg           divergence of two real models against bits, our widths and other formats
 """
 
@@ -248,9 +249,32 @@ def serving(machine: str) -> None:
     save(figure, both[0], f"serving_{machine}.svg")
 
 
+def whole_model_steps() -> None:
+    """Of each cache the faster of its two ways, with and without a CUDA graph; no point where memory ran out."""
+    best: dict[tuple[int, int], dict[str, float]] = {}
+    for one in rows("h200", "generate"):
+        params, speed = one["params"], one["metrics"].get("tokens_per_s")
+        if "batch" in params and speed is not None:
+            cell = best.setdefault((params["batch"], params["tokens"]), {})
+            name = params["cache"].removesuffix(" graph")
+            cell[name] = max(speed, cell.get(name, 0))
+    places = sorted(best)
+    figure, ax = plt.subplots(figsize=(9, 3.4), constrained_layout=True)
+    for i, (name, colour) in enumerate(zip(("bf16", "default", "compact", "tiny"), ("#999999", *COLOURS.values()))):
+        at = [j + 0.15 * (i - 1.5) for j, place in enumerate(places) if name in best[place]]
+        ax.plot(at, [best[place][name] for place in places if name in best[place]], "o", color=colour, label=name)
+    ax.set(yscale="log", xlabel="sequences x tokens of each", ylabel="tokens a second", xticks=range(len(places)))
+    ax.set_xticklabels([f"{batch} x\n{tokens:,}" for batch, tokens in places])
+    ax.grid(axis="y", linewidth=0.3)
+    ax.legend(frameon=False, fontsize=8, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1))
+    figure.savefig(DOCS / "whole_model_steps.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
 def main() -> None:
     quality()
     whole_model()
+    whole_model_steps()
     for machine in ("h100", "h200"):
         if (ROOT / "results" / machine / "vllm.json").exists():
             serving(machine)
