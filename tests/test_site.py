@@ -73,4 +73,4 @@ def test_code_on_the_first_screen_and_copy_buttons(tmp_path):
     found = seen("index", 1280, tmp_path)
     tops, buttons = zip(*found["code"], strict=True)
     assert max(tops[:2]) < 400 and all(buttons)  # the install line and the first example
-    assert seen("codec", 1280, tmp_path)["boxes"] == 1
+    assert seen("codec", 1280, tmp_path)["boxes"] == 2  # a warning and a note
