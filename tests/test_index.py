@@ -330,7 +330,7 @@ def test_save_load_and_damage(tmp_path):
     data = path.read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
     codes = start + json.loads(data[8:start])["codes"]["data_offsets"][0]
-    for at, text in ((data.index(b"next_id") + 12, "header is damaged"), (codes, "checksum of .'codes'. differs")):
+    for at, text in ((data.index(b"next_id") + 12, "header is damaged"), (codes, "got others in codes")):
         spoilt = bytearray(data)
         spoilt[at] ^= 1
         path.write_bytes(spoilt)

@@ -148,7 +148,7 @@ def test_verify(here, capsys):
                     f"y: sound, 7 vectors, {os.path.getsize('y'):,} bytes"]  # fmt: skip
     good = (here / "y").read_bytes()
     (here / "y").write_bytes(good[:-70] + bytes([good[-70] ^ 4]) + good[-69:])
-    assert "index verify: 'y': its bytes must be those that were saved, other checksums have " in fails(
+    assert "index verify: 'y': its bytes must be those that were saved, got others in " in fails(
         capsys, "verify", "x", "y"
     )
     (here / "y").write_bytes(good[:-1])
@@ -174,7 +174,7 @@ def truncated(path):
     os.truncate(path, 300)
 
 
-NO_NPY = "must be a file of embeddings"
+NO_NPY = "it is not one that turboquant wrote"
 BAD_FILES = {
     "missing": (lambda path: None, "which is no file"),
     "a folder": (os.mkdir, "a folder"),
@@ -196,6 +196,7 @@ def test_bad_files_of_vectors(here, kind, capsys):
     make("bad.npy")
     main(["index", "build", "vectors.npy", "--out", "x"])
     before = (here / "x").read_bytes()
+    assert "`path`" not in fails(capsys, "build", "bad.npy", "--out", "x")
     for name, command in (("VECTORS", ["build", "bad.npy", "--out", "x"]), ("QUERIES", ["search", "x", "bad.npy"]),
                           ("--refine", ["search", "x", "queries.npy", "--refine", "bad.npy"])):  # fmt: skip
         said = fails(capsys, *command)

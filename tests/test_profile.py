@@ -137,6 +137,10 @@ def test_the_command_without_a_tokenizer_says_so_in_a_line(tmp_path, caplog, cap
     assert line.startswith("the model is measured on random token ids, because no tokenizer can be read at ")
     assert why in line and line.endswith("Add the tokenizer's files to the model's folder, or pass `tokenizer`.")
     with pytest.raises(SystemExit):
+        main(["measure", str(tmp_path)])
+    wants = f"measure: MODEL must be a folder or a name on the Hugging Face hub, got {str(tmp_path)!r}: "
+    assert wants in capsys.readouterr().err
+    with pytest.raises(SystemExit):
         main(["chat", str(folder)])
     wants = f"chat: MODEL must be a folder or a name with the files of a tokenizer (tokenizer.json): no tokenizer can be read at {why}"  # noqa: E501
     assert wants in capsys.readouterr().err

@@ -96,16 +96,20 @@ def _check_name(model: str) -> None:
         raise ValueError(f"{_MODEL}, got {model!r}")
 
 
-def _check_kind(name: str, proteins: bool) -> None:
-    """Checks that a model is one for proteins, or one for text."""
+def _config(name: str) -> Any:
     from transformers import AutoConfig
 
-    from ..models.families import family_of
-
     try:
-        config = AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ValueError(f"{_MODEL}, got {name!r}: {str(error).strip().partition(chr(10))[0]}") from None
+
+
+def _check_kind(name: str, proteins: bool) -> None:
+    """Checks that a model is one for proteins, or one for text."""
+    from ..models.families import family_of
+
+    config = _config(name)
     if proteins != family_of(config).proteins:
         wants = "an ESM-2 model, for proteins" if proteins else "a causal language model"
         raise ValueError(f"MODEL must be {wants}, got {name!r}, which is of type {config.model_type!r}")
@@ -193,12 +197,10 @@ def measure(chosen: argparse.Namespace) -> int:
     where engines look for it."""
     check_output(chosen.out, "--out", {}, moved=True)
     _check_name(chosen.model)
-    from transformers import AutoConfig
-
     from ..evaluation.forecast import measure as run
     from ..models.families import family_of
 
-    config = AutoConfig.from_pretrained(chosen.model)
+    config = _config(chosen.model)
     model = family_of(config).auto_class(config).from_pretrained(chosen.model, dtype=chosen.dtype).eval()
     digest = _checkpoint(chosen.model)
     out = Path(_kept_profile(digest, chosen.model) if chosen.out is None else chosen.out)

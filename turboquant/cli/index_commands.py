@@ -40,7 +40,8 @@ def mapped(path: str, name: str) -> tuple[Any, tuple[str, ...] | None]:
                 return found.means(), found.names
         x = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:  # also for objects
-        raise ValueError(f"{wanted}, got {path!r}: {error}") from None
+        why = str(error).rpartition(f"{path!r}: ")[2]  # of `Embeddings.load`, without what it wanted
+        raise ValueError(f"{wanted}, got {path!r}: {why}") from None
     if x.ndim != 2 or not len(x) or x.dtype.kind not in "biuf":
         raise ValueError(f"{wanted}, got {path!r} of {x.dtype}, {list(x.shape)}")
     return x, None

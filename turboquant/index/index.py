@@ -543,4 +543,4 @@ class Index:
         except (KeyError, TypeError) as error:
             raise ValueError(f"the file must be sound: {error!r}") from None
         if damaged:
-            raise ValueError(f"its bytes must be those that were saved, other checksums have {', '.join(damaged)}")
+            raise ValueError(f"its bytes must be those that were saved, got others in {', '.join(damaged)}")
