@@ -25,7 +25,7 @@ struct ExactView {
 __device__ __forceinline__ Range seen_exact(const AttendArgs &a, const Sequence &s, int32_t b, int32_t p)
 {
     Range r = seen(a, s, p);
-    if (a.p.ends) r.hi = min(r.hi, a.p.ends[b]);
+    if (a.p.ends) r.hi = min(r.hi, end_of(a, b));
     return r;
 }
 

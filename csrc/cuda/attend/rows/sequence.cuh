@@ -93,13 +93,16 @@ __device__ __forceinline__ int32_t tail_begin(const AttendArgs &a, int32_t b, in
     return begin < last_page && !has_row(page - 1) ? last_page : begin;
 }
 
+/** What its queries see ends before it, if the call has `ends`. Not negative, or a range from a start to it would have a length that wraps. */
+__device__ __forceinline__ int32_t end_of(const AttendArgs &a, int32_t b) { return max(a.p.ends[b], 0); }
+
 /** What schedules have of a sequence, from more arrays than lengths and starts. */
 __device__ __forceinline__ int4 look_up_varying(const AttendArgs &a, int32_t b, int32_t length, int32_t start)
 {
     const int32_t queries = queries_of(a, b).count;
     length = queries ? min(max(length, 0), a.capacity) : 0;
     int32_t end = tail_begin(a, b, length);
-    if (a.p.ends) end = min(end, max(a.p.ends[b] - a.unpacked_sinks, 0));
+    if (a.p.ends) end = min(end, max(end_of(a, b) - a.unpacked_sinks, 0));
     return make_int4(length, start, queries, 2 * end + has_sinks(a, b));
 }
 static __device__ __noinline__ int4 look_up_apart(const AttendArgs &a, int32_t b, int32_t length, int32_t start)
