@@ -56,10 +56,10 @@ search of scales, and with one width in all layers. The presets have both, and d
 SHARED = """
 ## With shared widths and the search of scales
 
-The presets as they are today. Float32 on a CPU, `python benchmarks/quality.py --real smollm2 --own-exact --windows 8
---only 0 3`: the same windows as above, but not all of them, and of Gemma every fourth token. With all packed but 4
-tokens widths are uniform, and 2 bits have no search. The last column is the figure above, of all windows:
-windows differ by a factor of up to 1.7, so compare it with care.
+The presets as they are today. Float32 on a CPU, `python benchmarks/quality.py --real smollm2 --own-exact --windows 8`:
+the windows from above, or with `--only` those that are named, and then of Gemma every fourth token. With all packed but
+4 tokens widths are uniform, and 2 bits have no search. The last column is the figure above, of all windows. Windows
+differ by a factor of up to 1.7, so compare it with care where a row has few.
 """
 BYTES = """
 ## What they take
@@ -230,7 +230,7 @@ def shared() -> list[str]:
             params, metrics = row["params"], row["metrics"]
             before = real(model, params["spec"], params["exact"])
             before = None if before is None or before["file"] == row["file"] else before
-            cells = [f"`{params['spec']}`", params["exact"], ", ".join(map(str, params["only"])),
+            cells = [f"`{params['spec']}`", params["exact"], ", ".join(map(str, params["only"] or ["all"])),
                      f"{metrics['kl_divergence']:#.3g}", f"{metrics['kl_divergence_p99']:#.2g}",
                      _loss(row).partition(", ")[2], _loss(before).partition(", ")[0]]  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
