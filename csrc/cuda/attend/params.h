@@ -46,7 +46,7 @@ constexpr int QUERY_LIMIT = 127 * QUERY_BASE + QUERY_BASE / 2 - 1; /* the larges
 constexpr int32_t FAR_BACK = 1 << 30;                              /* as many positions as there can be */
 constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.69314718055994531f;
 
-/** Small types: the arguments should leave room in a multiprocessor's 2 KB of constants (measured.md). */
+/** Small types: a multiprocessor's first cache of constants has 2 KB, for all arguments together. */
 struct SideArgs {
     uint8_t bits[PLAN_GROUPS];
     uint16_t offset[PLAN_GROUPS], width[PLAN_GROUPS]; /* width: 1 << bits, for with_width */
