@@ -59,7 +59,9 @@ SHARED = """
 The presets as they are today. Float32 on a CPU, `python benchmarks/quality.py --real smollm2 --own-exact --windows 8`:
 the windows from above, or with `--only` those that are named, and then of Gemma every fourth token. With all packed but
 4 tokens widths are uniform, and 2 bits have no search. The last column is the figure above, of all windows. Windows
-differ by a factor of up to 1.7, so compare it with care where a row has few.
+differ by a factor of up to 1.7, so compare it with care where a row has few. On Gemma the mean
+of `default` has not fallen. A few tokens make up much of it: with the search alone (`uniform=True`) it is 0.0073, and
+shared widths take the 99 % from 0.059 to 0.054.
 """
 BYTES = """
 ## What they take
