@@ -9,9 +9,9 @@
  *     returns: no synchronisation, no allocation, no read of device memory by the host. It can be captured in a CUDA
  *     graph, and a replay sees whatever lengths, starts, block_table and other contents the arrays hold then.
  *   - The host cannot see the arrays. Contents that are an error in turboquant.h are made harmless instead: a length is
- *     clamped to 0..capacity, a start to 0..length, query_start_loc to an ascending sequence in 0..total_tokens with at
- *     most query_tokens of each, channels of pairs to 0..head_dim-1. A row of sinks or tails that is not there is absent,
- *     as -1 is. A page index outside
+ *     clamped to 0..capacity, a start to 0..length, an end below 0 to 0, query_start_loc to an ascending sequence in
+ *     0..total_tokens with at most query_tokens of each, channels of pairs to 0..head_dim-1. A row of sinks or tails that
+ *     is not there is absent, as -1 is. A page index outside
  *     0..n_pages-1 reads no page: its tokens weigh nothing (attend) or decode to 0 (dequantize); and append drops what it
  *     would write there. No contents can make a kernel read outside the named arrays or write outside its outputs.
  *   - Results are the same from run to run on one device; they do not depend on other streams.
