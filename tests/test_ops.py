@@ -97,7 +97,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "several queries, fresh": dict(lengths=[70, 140], query_tokens=5, sinks=4, window=16, fresh=True),
     "sliding window and softcap": dict(lengths=[40, 150], sliding_window=33, softcap=15.0, sinks=2, window=8),
     "not causal": dict(lengths=[9, 100], query_tokens=3, causal=False),
-    "own scale, group of 8": dict(lengths=[90], softmax_scale=0.1, kv_heads=1, group=8),
+    "own scale, group of 8": dict(lengths=[90], softmax_scale=0.3, kv_heads=1, group=8),
 }
 
 
@@ -130,6 +130,8 @@ def test_attend_matches_fp64(
             pytest.skip("only on compute capability 9.x is there anything else")
         monkeypatch.setenv("TURBOQUANT_CUDA_PATH", "hopper-line")
         device = "cuda"
+    if plan.head_dim > 256 and "softmax_scale" in shape:  # logits grow with the channels: as large as those of others
+        shape = shape | dict(softmax_scale=0.1)
     case = make_case(rng, plan, dtype=dtype, **shape)
     want, want_lse = ref.attend(case.plan, case.cache, case.query)
     out, lse = tq.attend(**attend_arguments(case, device))
@@ -140,9 +142,9 @@ def test_attend_matches_fp64(
     accuracy = ACCURACY.get((device, dtype), 1e-3)
     if device == "cuda":  # queries are rounded to 16 bits (turboquant_cuda.h), so errors grow with the largest logit
         accuracy = max(accuracy, 2.5e-5 * float(abs(want_lse[seen]).max(initial=0)), 1e-3 if plan.wave_pairs else 0)
-    off = max(
-        2 * accuracy, 2e-5 * largest_product(case) if device == "cuda" else 0
-    )  # of one token: a logit, however small
+    off = 2 * accuracy
+    if device == "cuda" and plan.head_dim > 256:  # of one token: a logit, which large products may cancel to
+        off = max(off, 2e-5 * largest_product(case))
     np.testing.assert_allclose(array(lse)[seen], want_lse[seen], rtol=accuracy, atol=off)
     limit = accuracy * abs(want).max() + ROUNDING[dtype] * abs(want)
     assert (abs(ref.widen(array(out)) - want) <= limit).all()

@@ -21,7 +21,7 @@ constexpr Rules H200 = {
     /* most_in_turns */ 32,
     /* ragged_few */ 50,
     /* ragged_many */ 300,
-    /* ragged_segments_two */ 4,
+    /* ragged_two */ 400,
     /* half_cost */ 10,
     /* merge_cost */ 10,
     /* page_cost */ {15, 18},

@@ -21,10 +21,10 @@ struct Rules {
     int most_any_8_rows;
     int long_wave_pages; /* pages of a warp: with more, fewer warps have exact tokens, so that there is room for more warps */
     int most_in_turns; /* half pages of a warp: with exact tokens, and more blocks than there is room for at once */
-    /* of any lengths */
-    int ragged_few,
-        ragged_many; /* segments for 100 multiprocessors: up to so many run here, and without a wave from so many on */
-    int ragged_segments_two; /* for each multiprocessor: up to so many have two large blocks a multiprocessor, more have small ones */
+    /* of any lengths; segments for 100 multiprocessors */
+    int ragged_few;            /* up to so many run here */
+    int ragged_many;           /* and from so many on, without a wave */
+    int ragged_two;            /* up to so many have two large blocks a multiprocessor, more have small ones */
     int half_cost, merge_cost; /* what a warp takes for half a page, and what merge_parts takes; only ratios count */
     int page_cost[2];          /* for a page: head_dim up to 64, above */
     /* FUSED_MANY_ROWS */

@@ -227,13 +227,12 @@ bool cut_ragged(const tq_plan &plan, const Device &device, int tiles, Launch *la
     KernelChoice kernel = find_kernel(Strategy::FUSED, true, plan, launch->args.tile_rows / 4, tiles);
     const Rules &r = *device.rules;
     const int most = kernel.max_threads / 32, busy = r.busy_warps;
-    const int64_t segments = launch->segments, processors = device.processors;
+    const double of_100 = 100.0 * (double)launch->segments / device.processors; /* segments for 100 multiprocessors */
     const bool wave = launch->args.wave.steps;
     if (!kernel.ragged) return false;
     kernel.kernel = kernel.ragged, kernel.is_ragged = true;
-    if (100 * segments > r.ragged_few * processors && (wave || 100 * segments < r.ragged_many * processors))
-        return false;
-    const int first = most > busy && segments <= r.ragged_segments_two * processors ? 2 : most / LEAST_WARPS;
+    if (of_100 > r.ragged_few && (wave || of_100 < r.ragged_many)) return false;
+    const int first = most > busy && of_100 <= r.ragged_two ? 2 : most / LEAST_WARPS;
     /* One block alone starts and ends while nothing else runs, which takes longer with a wave than few warps do. */
     const int enough = wave ? WARPS_WITH_WAVE : busy;
     for (int at_once = first; at_once; at_once--) {
