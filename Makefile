@@ -133,19 +133,18 @@ sanitize: sanitize-core
 	$(MAKE) sanitize-torch  # not beside it: they share objects
 
 # The quick suite on the C core and its Python binding, and the programs of tests/c on the same library, in an environment
-# without torch, so this is also the test that the package does without.
+# without torch, so this is also the test that the package does without (tests/conftest.py leaves out what needs it).
 $(SANITIZE)/.ready: $(CONSTRAINTS)
 	$(PYTHON) -m venv $(SANITIZE)/venv
 	$(SANITIZE)/venv/bin/python -m pip install -q -c $(CONSTRAINTS) setuptools ninja numpy pytest pytest-xdist hypothesis scipy
 	@touch $@
 
-NEED_TORCH = $(shell grep -lE '^(import|from) (torch|transformers|safetensors)' tests/test_*.py)
 sanitize-core: $(SANITIZE)/.ready
 	rm -rf $(SANITIZE)/core
 	$(SANITIZE)/venv/bin/python setup.py -q build_py --build-lib $(SANITIZE)/core
 	$(SANITIZING) TURBOQUANT_TORCH=0 $(SANITIZE)/venv/bin/python setup.py -q build_ext --build-lib $(SANITIZE)/core
 	PYTHONPATH=$(abspath $(SANITIZE)/core) TURBOQUANT_SANITIZED=$(abspath $(SANITIZE)/core/turboquant/libturboquant.so) $(SANITIZED) \
-	    $(SANITIZE)/venv/bin/python -m pytest $(SHARED_OUT) -p no:cacheprovider --capture=sys -m 'not slow' $(NO_NATIVE) $(NEED_TORCH:%=--ignore=%) $(PYTEST_ARGS)
+	    $(SANITIZE)/venv/bin/python -m pytest $(SHARED_OUT) -p no:cacheprovider --capture=sys -m 'not slow' $(NO_NATIVE) $(PYTEST_ARGS)
 
 # The operators: csrc/torch and what it calls, inside a torch that knows nothing of sanitizers. Any tests run so:
 #   make sanitize-torch SANITIZE_TESTS='tests/test_cache.py tests/test_pages.py'

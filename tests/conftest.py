@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import atexit
+import functools
+import importlib.util
 import os
 import shutil
 import sys
@@ -39,6 +42,30 @@ settings.register_profile("explore", deadline=None, max_examples=400, derandomiz
 settings.load_profile("turboquant")
 
 
+OPTIONAL = frozenset({"torch", "transformers", "safetensors"})
+ABSENT = {name for name in OPTIONAL if importlib.util.find_spec(name) is None}
+
+
+@functools.cache
+def imported_on_loading(module: Path) -> frozenset[str]:
+    """The packages that a module of the tests imports at its top level, and those that the helpers it imports do."""
+    names: set[str] = set()
+    for node in ast.parse(module.read_text()).body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.partition(".")[0])
+    helpers = (module.parent / f"{name}.py" for name in names)
+    return frozenset(names).union(*(imported_on_loading(helper) for helper in helpers if helper.exists()))
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leaves out the modules that import a package which is not installed: the core is also tested without torch."""
+    if ABSENT and collection_path.match("test_*.py"):
+        return True if imported_on_loading(collection_path) & ABSENT else None
+    return None
+
+
 def pytest_collection_finish() -> None:
     """Calls a vector function of MKL on one thread before any test does. These functions detect the CPU on first use,
     and if two threads do so at once, one may get a cosine that is wrong by 1.5e-4. A model's first forward in a process
@@ -47,12 +74,13 @@ def pytest_collection_finish() -> None:
         torch.ones(1).cos()
 
 
-def pytest_report_header() -> str:
+def pytest_report_header() -> str | list[str]:
     try:
         from turboquant import _core
     except ImportError as error:
         return f"turboquant._core: {error}"
-    return f"turboquant isa: {_core.isa()} of {', '.join(_core.isa_available())}; threads: {_core.num_threads()}"
+    isa = f"turboquant isa: {_core.isa()} of {', '.join(_core.isa_available())}; threads: {_core.num_threads()}"
+    return [isa, *(f"test modules that import {name} are left out: it is not installed" for name in sorted(ABSENT))]
 
 
 def random_numbers(name: str) -> np.random.Generator:

@@ -7,6 +7,7 @@ check finds it.
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -392,6 +393,18 @@ def test_import_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_modules_of_the_tests_load_without_torch(tmp_path):
+    """No test module fails to load where torch is not installed, as in `make sanitize-core`."""
+    for package in Path(pytest.__file__).parents[1].iterdir():
+        if package.suffix != ".pth" and not package.name.startswith(("torch", "transformers", "safetensors")):
+            (tmp_path / package.name).symlink_to(package)
+    command = [sys.executable, "-S", "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider", "tests"]
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def test_version_is_written_once():
