@@ -215,7 +215,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "`seed`": lambda n: turboquant.calibrate(model(), [torch.arange(200).view(2, 100) % 50], seed=n),
     "patch: `tokens`": lambda n: turboquant.patch(model(), memory="1 GiB", tokens=0.5 if n is None else n),
     "calc: --batch": lambda n: main(["calc", "llama-3-8b", "--batch", str(n)]),
-    "calc: --context": lambda n: main(["calc", "llama-3-8b", "--context", str(n)]),
+    "calc: --tokens": lambda n: main(["calc", "llama-3-8b", "--tokens", str(n)]),
     "calibrate: --tokens": lambda n: main(["calibrate", DEMO, "--out", "o", "--text", "t", "--tokens", str(n)]),
     "calibrate: --seed": lambda n: main(["calibrate", DEMO, "--out", "o", "--seed", str(n)]),
     "chat: --seed": lambda n: main(["chat", DEMO, "--seed", str(n)]),

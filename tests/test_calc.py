@@ -294,7 +294,7 @@ def test_widths_count_as_their_mean(spec, column):
 
 
 def test_a_table_of_sizes(capsys):
-    arguments = ["calc", "llama-3-8b", "--batch", "2", "--context", "4096", "--spec", "default,3,turboesm"]
+    arguments = ["calc", "llama-3-8b", "--batch", "2", "--tokens", "4096", "--spec", "default,3,turboesm"]
     assert main([*arguments, "--memory", "10 GB"]) == 0
     out = capsys.readouterr().out
     size = sum(packed_parts(read_model("llama-3-8b"), presets()["default"], 2, 4096).values())
@@ -338,8 +338,8 @@ def test_more_memory_than_floats_count(capsys):
     (["meta-llama/Llama-3-8B"], "did you mean"),
     (["no such thing at all"], "`turboquant calc` without a model lists the table"),
     ([str(ROOT / "README.md")], "MODEL must be a folder with a config.json, or such a file"),
-    (["llama-3-8b", "--context", "0"], "--context must be in 1..2147483647, got 0"),
-    (["llama-3-8b", "--context", "many"], "argument --context: invalid int value: 'many'"),
+    (["llama-3-8b", "--tokens", "0"], "--tokens must be in 1..2147483647, got 0"),
+    (["llama-3-8b", "--tokens", "many"], "argument --tokens: invalid int value: 'many'"),
     (["llama-3-8b", "--batch", "-1"], "--batch must be in 1..2147483647, got -1"),
     (["llama-3-8b", "--memory", "40"], "--memory must be a size above 0 such as 40GB or 512MiB, got '40'"),
     (["llama-3-8b", "--memory", "0GB"], "--memory must be a size above 0"),

@@ -98,14 +98,14 @@ def some_settings() -> list[dict[str, Any]]:
     settings = []
     for model in MODELS:
         for spec in data if not calc.read_model(model).refused else data[:1]:
-            settings.append({"model": model, "batch": next(batches), "context": next(contexts), "spec": spec,
+            settings.append({"model": model, "batch": next(batches), "tokens": next(contexts), "spec": spec,
                              "memory": next(memories), "gpu": next(gpus)})  # fmt: skip
     return settings
 
 
 def expected(one: dict[str, Any]) -> dict[str, tuple[Callable[[int], int], list[float]]]:
     """(tokens -> bytes, [seconds, share of the bandwidth]) of each cache; -1 where it is not timed."""
-    model, batch, context, gpu = calc.read_model(one["model"]), one["batch"], one["context"], one["gpu"]
+    model, batch, context, gpu = calc.read_model(one["model"]), one["batch"], one["tokens"], one["gpu"]
     caches: dict[str, Any] = {name: (item, lambda n, item=item: sizes.full_bytes(model, batch, n, item))
                               for name, item in calc.FULL.items()}  # fmt: skip
     if not model.refused:
@@ -145,15 +145,15 @@ def test_every_model_and_spec(page):
         assert [cache[0] for cache in caches] == list(wanted)
         for name, held, tokens, *step in caches:
             size, wanted_step = wanted[name]
-            assert held == size(one["context"]) and fits(size, tokens, one["memory"]), (one, name)
+            assert held == size(one["tokens"]) and fits(size, tokens, one["memory"]), (one, name)
             assert step == pytest.approx(wanted_step, rel=1e-12), (one, name)
 
 
 LINKS = [
-    dict(model="llama-3.1-8b", batch=8, context=32768, spec="default", memory="40GB", gpu="h200"),
-    dict(model="gemma-3-27b", batch=2, context=100000, spec="calibrated-3", memory="16 GiB", gpu="l4"),
-    dict(model="qwen3-0.6b", batch=1, context=700, spec="skainet-balanced", memory="", gpu="h100"),
-    dict(model="deepseek-v3", batch=3, context=5000, spec="2.5", memory="1.5gb", gpu="b200"),
+    dict(model="llama-3.1-8b", batch=8, tokens=32768, spec="default", memory="40GB", gpu="h200"),
+    dict(model="gemma-3-27b", batch=2, tokens=100000, spec="calibrated-3", memory="16 GiB", gpu="l4"),
+    dict(model="qwen3-0.6b", batch=1, tokens=700, spec="skainet-balanced", memory="", gpu="h100"),
+    dict(model="deepseek-v3", batch=3, tokens=5000, spec="2.5", memory="1.5gb", gpu="b200"),
 ]
 
 
@@ -164,7 +164,7 @@ def test_page_and_command_print_the_same(settings, page, capsys):
     assert "wrong" not in seen.words
     command = shlex.split(seen.words["command"])
     assert command[:3] == ["turboquant", "calc", settings["model"]]
-    for name in ("batch", "context", "spec", "gpu"):
+    for name in ("batch", "tokens", "spec", "gpu"):
         assert command[command.index(f"--{name}") + 1] == str(settings[name])
     assert ("--memory" in command) == bool(settings["memory"])
     refused = main(command[1:])
@@ -200,12 +200,12 @@ def test_sliders(page):
         + """<script>
         const slider = (name) => document.querySelector(`[data-of=${name}]`);
         const field = (name) => document.querySelector(`[name=${name}]`);
-        const found = [["batch", "context", "memory"].map((name) => slider(name).value)];
-        for (const [name, value] of [["batch", 5], ["context", 12.25], ["memory", 6]]) {
+        const found = [["batch", "tokens", "memory"].map((name) => slider(name).value)];
+        for (const [name, value] of [["batch", 5], ["tokens", 12.25], ["memory", 6]]) {
             slider(name).value = value;
             slider(name).dispatchEvent(new Event("input", { bubbles: true }));
         }
-        found.push(["batch", "context", "memory"].map((name) => field(name).value));
+        found.push(["batch", "tokens", "memory"].map((name) => field(name).value));
         found.push([document.querySelector("#calculator .command").textContent]);
         document.body.innerHTML = `<pre class="found">${JSON.stringify(found)}</pre>`;
         </script>"""
@@ -213,12 +213,12 @@ def test_sliders(page):
     before, after, command = json.loads(Shown(chromium(asked, "--dump-dom")).words["found"])
     assert before == ["3", "15", "5.375"]  # 8 sequences of 32,768 tokens, 40 GB
     assert after == ["32", "4864", "64GB"]
-    assert "--batch 32 --context 4864 " in command[0] and "--memory 64GB" in command[0]
+    assert "--batch 32 --tokens 4864 " in command[0] and "--memory 64GB" in command[0]
 
 
 @pytest.mark.parametrize(("settings", "wants"), [
     (dict(batch=0), "batch must be in 1..2147483647, got \"0\"."),
-    (dict(context="many"), "context must be in 1..2147483647, got \"many\"."),
+    (dict(tokens="many"), "tokens must be in 1..2147483647, got \"many\"."),
     (dict(memory="40"), "memory must be empty or a size above 0 such as 40GB or 512MiB, got \"40\"."),
     (dict(model="<b>lama"), "model must be one of the list, got"),
 ])  # fmt: skip

@@ -74,7 +74,7 @@ def test_a_model_that_can_be_packed(capsys):
         model(torch.arange(1000)[None], **{CACHE: cache})
     promised = float(re.search(r"([\d.]+) MiB packed", said["cache"][1])[1]) * 2**20
     assert promised == pytest.approx(cache.nbytes, abs=0.05 * 2**20)
-    assert main(["calc", str(DEMO), "--context", "1000", "--spec", "default"]) == 0
+    assert main(["calc", str(DEMO), "--tokens", "1000", "--spec", "default"]) == 0
     assert f" {cache.nbytes:,} " in capsys.readouterr().out
 
 

@@ -30,7 +30,7 @@ def drawn(monkeypatch):
 
 def test_bytes_by_tokens(drawn, tmp_path, capsys):
     target = tmp_path / "calc.svg"
-    assert main(["calc", "llama-3-8b", "--context", "4096", "--spec", "default,2", "--plot", str(target)]) == 0
+    assert main(["calc", "llama-3-8b", "--tokens", "4096", "--spec", "default,2", "--plot", str(target)]) == 0
     lines = {line.get_label(): line.get_xydata() for line in drawn[0].get_lines()}
     assert [*lines] == ["fp32", "bf16", "fp8", "default", "2"] and target.read_bytes().startswith(b"<?xml")
     assert lines["bf16"][-1].tolist() == [4096, 4096 * 32 * 2 * 8 * 128 * 2 / 2**30]

@@ -383,7 +383,7 @@ def test_calc_chooses_bits(profile, tmp_path, capsys):
 
     profile.save(tmp_path / "demo.safetensors")
     told = ["calc", DEMO, "--dtype", "float32", "--profile", str(tmp_path / "demo.safetensors")]
-    assert main([*told, "--context", "8192", "--memory", "4MiB"]) == 0
+    assert main([*told, "--tokens", "8192", "--memory", "4MiB"]) == 0
     found = re.search(r"Bits by layer and side for each sequence: (\S+) bits on average, (\S+) MiB for 8,192 tokens",
                       capsys.readouterr().out)  # fmt: skip
     assert 2 < float(found[1]) < 6 and 3.5 < float(found[2]) <= 4

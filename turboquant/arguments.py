@@ -72,7 +72,7 @@ BOUNDS = {
     "`seed`": (0, 2**63 - 1),
     "patch: `tokens`": (1, _MOST),
     "calc: --batch": (1, _MOST),
-    "calc: --context": (1, _MOST),
+    "calc: --tokens": (1, _MOST),
     "calibrate: --tokens": (1, _MOST),
     "calibrate: --seed": (0, 2**63 - 1),
     "chat: --seed": (0, 2**63 - 1),

@@ -72,7 +72,7 @@
   // ---- all of it ----
 
   // The caches that are compared: {name, size: tokens -> bytes, tokens that fit, step}.
-  function calculate({ model: name, batch, context, spec: specName, memory, gpu: gpuName }) {
+  function calculate({ model: name, batch, tokens, spec: specName, memory, gpu: gpuName }) {
     const model = data.models[name], gpu = data.gpus[gpuName];
     const caches = Object.entries(data.full).map(([full, itemBytes]) => ({
       name: full, column: "bf16", layers: model.layers, itemBytes, size: (tokens) => fullBytes(model, batch, tokens, itemBytes),
@@ -83,9 +83,9 @@
       caches.push({ name: specName, column: spec.column, packed, spec, size });
     }
     for (const cache of caches) {
-      cache.bytes = cache.size(context);
+      cache.bytes = cache.size(tokens);
       cache.fit = memory === null ? undefined : tokensThatFit(cache.size, memory);
-      cache.step = step(cache, gpu, batch, context);
+      cache.step = step(cache, gpu, batch, tokens);
     }
     return caches;
   }
@@ -101,7 +101,7 @@
   // What a slider stands for at a power of two.
   const amounts = {
     batch: (power) => `${2 ** power}`,
-    context: (power) => `${128 * Math.round(2 ** power / 128)}`,
+    tokens: (power) => `${128 * Math.round(2 ** power / 128)}`,
     memory: (power) => `${Math.round(2 ** power)}GB`,
   };
   const sliders = [...page.querySelectorAll("[data-of]")];
@@ -119,7 +119,7 @@
     const found = /^(\d+(?:\.\d+)?) ?([KMGT]?I?B)$/.exec(text.memory.toUpperCase());
     const memory = found ? Math.floor(found[1] * data.units[found[2]]) : null;
     if (text.memory && !memory) wrong("memory", "empty or a size above 0 such as 40GB or 512MiB");
-    return { ...text, batch: whole("batch"), context: whole("context"), memory };
+    return { ...text, batch: whole("batch"), tokens: whole("tokens"), memory };
   }
 
   const escaped = (text) => text.replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
@@ -140,7 +140,7 @@
     history.replaceState(null, "", `#${new URLSearchParams(text)}`);
     const model = data.models[settings.model], gpu = data.gpus[settings.gpu];
     const caches = calculate(settings);
-    const amount = { batch: settings.batch, context: settings.context, memory: settings.memory / 1e9 };
+    const amount = { batch: settings.batch, tokens: settings.tokens, memory: settings.memory / 1e9 };
     for (const slider of sliders) slider.value = Math.log2(amount[slider.dataset.of] || 1);
     put("about", escaped(model.about));
     const notPacked = model.packed[settings.spec] ? "" : `A packed cache of it is not counted: ${model.refused}.`;
@@ -150,7 +150,7 @@
     put("all", notPacked ? "" : table(every(settings), caches, text, gpu));
     put("chart", chart(caches, settings, text.memory));
     const memory = text.memory ? ` --memory ${text.memory.replace(" ", "")}` : "";
-    put("command", escaped(`turboquant calc ${text.model} --batch ${settings.batch} --context ${settings.context} ` +
+    put("command", escaped(`turboquant calc ${text.model} --batch ${settings.batch} --tokens ${settings.tokens} ` +
       `--spec ${text.spec}${memory} --gpu ${text.gpu}`));
   }
 
@@ -177,11 +177,11 @@
       `The share is that of the ${speed}. fp32 and fp8 are timed as bf16 over their bytes.`;
   }
 
-  // Bytes against tokens, up to twice the context: one line for each cache, the memory as a dashed line across.
-  function chart(caches, { context, memory }, memoryText) {
+  // Bytes against tokens, up to twice the chosen number: one line for each cache, the memory as a dashed line across.
+  function chart(caches, { tokens: chosen, memory }, memoryText) {
     const width = Math.max(280, Math.min(760, page.clientWidth || 760)), height = 300;
     const [left, right, top, bottom] = [52, 56, 26, 40];
-    const most = Math.max(2 * context, 2);
+    const most = Math.max(2 * chosen, 2);
     const highest = Math.max(...caches.map((cache) => cache.size(most)));
     const [unit, unitBytes] = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]].find(([, size]) => highest >= size) ?? ["bytes", 1];
     const rough = highest / unitBytes / 4, power = 10 ** Math.floor(Math.log10(rough));
@@ -194,9 +194,9 @@
     let drawn = text(4, 14, "start", `${unit} of cache`);
     for (let at = 0; at <= peak * 1.001; at += tick * unitBytes)
       drawn += rule(left, y(at), width - right, y(at), "grid") + text(left - 6, y(at) + 4, "end", +(at / unitBytes).toPrecision(4));
-    drawn += rule(x(context), top, x(context), height - bottom, "mark");
-    for (const tokens of [0, context, most]) drawn += text(x(tokens), height - bottom + 16, "middle", count(tokens));
-    drawn += text(x(context), height - 6, "middle", "tokens of each sequence");
+    drawn += rule(x(chosen), top, x(chosen), height - bottom, "mark");
+    for (const tokens of [0, chosen, most]) drawn += text(x(tokens), height - bottom + 16, "middle", count(tokens));
+    drawn += text(x(chosen), height - 6, "middle", "tokens of each sequence");
     if (memory !== null && memory <= peak)
       drawn += rule(left, y(memory), width - right, y(memory), "mark") + text(left + 4, y(memory) - 4, "start", escaped(memoryText));
     let lowest = Infinity; // the ends of lines that lie close get their names above each other
@@ -204,7 +204,7 @@
       const kind = cache.packed ? "packed" : cache.name;
       const points = Array.from({ length: 97 }, (_, i) => Math.max(1, Math.round((most * i) / 96)));
       drawn += `<polyline class="${kind}" points="${points.map((n) => `${x(n).toFixed(1)},${y(cache.size(n)).toFixed(1)}`).join(" ")}"/>`;
-      drawn += `<circle class="${kind}" cx="${x(context)}" cy="${y(cache.bytes)}" r="3"/>`;
+      drawn += `<circle class="${kind}" cx="${x(chosen)}" cy="${y(cache.bytes)}" r="3"/>`;
       lowest = Math.min(y(cache.size(most)) + 4, lowest - 13);
       drawn += text(width - right + 6, lowest, "start", kind, kind);
     }

@@ -38,7 +38,7 @@ from .calc_table import GPUS, ITEM_BYTES, MODELS, TIMED, TIMED_BYTES, TIMES, Row
 __all__ = ["FULL", "bytes_read", "calc", "decode_seconds", "read_model", "timed_as"]
 
 FULL = {"fp32": 4, "bf16": 2, "fp8": 1}  # what packed caches are compared with
-DEFAULT_CONTEXT = 32768
+DEFAULT_TOKENS = 32768
 
 _LETTERS = {"f": "full", "s": "sliding", "c": "chunked", "n": "none", "m": "latent"}
 
@@ -196,15 +196,15 @@ def calc(chosen: argparse.Namespace) -> int:
             print(_from_row(name, row))
         return 0
     specs = {name: named_or_bits(name, "--spec") for name in chosen.spec.split(",")}
-    asked = chosen.context
-    chosen.context = DEFAULT_CONTEXT if asked is None else asked
+    asked = chosen.tokens
+    chosen.tokens = DEFAULT_TOKENS if asked is None else asked
     memory = None if chosen.memory is None else bytes_of(chosen.memory, "--memory")
     gpu = chosen.gpu.lower()
     if gpu not in GPUS:
         raise ValueError(f"--gpu must be one of {', '.join(GPUS)}, got {chosen.gpu!r}")
     model = read_model(chosen.model)
     print(model)
-    sequences = f"{chosen.batch:,} sequence{'s' * (chosen.batch > 1)} of {chosen.context:,} tokens"
+    sequences = f"{chosen.batch:,} sequence{'s' * (chosen.batch > 1)} of {chosen.tokens:,} tokens"
     print(f"{sequences}, sinks and window in {chosen.dtype}\n")
     if chosen.plot:
         check_picture(chosen.plot, "--plot")
@@ -221,16 +221,16 @@ def calc(chosen: argparse.Namespace) -> int:
 
 
 def _budget(model: Model, chosen: argparse.Namespace, tokens: int | None, memory: int | None) -> str:
-    """What two of --context, --memory and --quality choose, in a line."""
+    """What two of --tokens, --memory and --quality choose, in a line."""
     from ..measured import Profile
     from ..measured.budget import solve
 
     if chosen.profile is None:
         raise ValueError("--profile must be a file of `turboquant measure` where --quality is given, got none")
-    given = {"--context": tokens, "--memory": chosen.memory, "--quality": chosen.quality}
+    given = {"--tokens": tokens, "--memory": chosen.memory, "--quality": chosen.quality}
     if sum(value is not None for value in given.values()) != 2:
         named = ", ".join(f"{name} {value}" for name, value in given.items() if value is not None) or "none"
-        raise ValueError(f"two of --context, --memory and --quality must be given with --profile, got {named}")
+        raise ValueError(f"two of --tokens, --memory and --quality must be given with --profile, got {named}")
     profile = Profile.of(chosen.profile)
     packed = [one for one in model.layers if one.kind != "none"]
     if len(profile.layers) != len(packed):
@@ -254,22 +254,22 @@ def _budget(model: Model, chosen: argparse.Namespace, tokens: int | None, memory
 def _print_table(
     model: Model, specs: dict[str, CacheSpec], chosen: argparse.Namespace, memory: int | None, gpu: str
 ) -> None:
-    batch, context, item_bytes = chosen.batch, chosen.context, ITEM_BYTES[chosen.dtype]
-    bf16 = full_bytes(model, batch, context, 2)
+    batch, tokens, item_bytes = chosen.batch, chosen.tokens, ITEM_BYTES[chosen.dtype]
+    bf16 = full_bytes(model, batch, tokens, 2)
     fit = [] if memory is None else [f"tokens in {chosen.memory.strip()}"]
     step = f"step, {gpu.upper()}{'' if gpu in TIMES else ' (guess)'}"
     rows = [["", "bytes", "GiB", "to bf16", *fit, step]]
 
     def line(name: str, size: Callable[[int], int], spec: CacheSpec | int) -> None:
-        held = size(context)
-        tokens = [] if memory is None else [_count(tokens_that_fit(size, memory))]
+        held = size(tokens)
+        most = [] if memory is None else [_count(tokens_that_fit(size, memory))]
         try:
-            seconds = decode_seconds(model, spec, batch, context, gpu, item_bytes)
-            share = bytes_read(model, spec, batch, context, item_bytes) / seconds / GPUS[gpu]
+            seconds = decode_seconds(model, spec, batch, tokens, gpu, item_bytes)
+            share = bytes_read(model, spec, batch, tokens, item_bytes) / seconds / GPUS[gpu]
             time = f"{1e3 * seconds:,.3f} ms, {share:4.0%}"
         except NotImplementedError:
             time = "not timed"
-        rows.append([name, f"{held:,}", f"{held / 2**30:,.3f}", f"{bf16 / held:.2f}x", *tokens, time])
+        rows.append([name, f"{held:,}", f"{held / 2**30:,.3f}", f"{bf16 / held:.2f}x", *most, time])
 
     for name, bytes_ in FULL.items():
         line(name, lambda n, bytes_=bytes_: full_bytes(model, batch, n, bytes_), bytes_)  # type: ignore[misc]
@@ -283,8 +283,8 @@ def _print_table(
 
 
 def _plot(model: Model, specs: dict[str, CacheSpec], chosen: argparse.Namespace) -> None:
-    """GiB of the cache by tokens of each sequence, from a 64th of `--context` on."""
-    at = sorted({max(1, chosen.context >> i) for i in range(7)})
+    """GiB of the cache by tokens of each sequence, from a 64th of `--tokens` on."""
+    at = sorted({max(1, chosen.tokens >> i) for i in range(7)})
     sizes = {name: [full_bytes(model, chosen.batch, n, held) for n in at] for name, held in FULL.items()}
     sizes |= {name: [sum(packed_parts(model, spec, chosen.batch, n, ITEM_BYTES[chosen.dtype]).values()) for n in at]
               for name, spec in specs.items()}  # fmt: skip

@@ -471,13 +471,13 @@ def _add_calc(commands: Any) -> None:
     one.add_argument("model", metavar="MODEL", nargs="?", help="a folder, a config.json or a model of the table, which "
                      "is printed without one")  # fmt: skip
     one.add_argument("--batch", type=int, metavar="N", default=1, help="sequences (default 1)")
-    one.add_argument("--context", type=int, metavar="N", help="tokens of each (default 32768)")
+    one.add_argument("--tokens", type=int, metavar="N", help="tokens of each (default 32768)")
     one.add_argument("--spec", metavar="NAME[,NAME...]", default="4,3,2", help="presets, or numbers of bits for the "
                      "preset default (default 4,3,2)")  # fmt: skip
     one.add_argument("--memory", metavar="SIZE", help="for the cache, such as 40GB or 512MiB: also print how many "
                      "tokens of each sequence fit")  # fmt: skip
     one.add_argument("--profile", metavar="FILE", help="of `turboquant measure`: also print which bits two of "
-                     "--context, --memory and --quality choose")  # fmt: skip
+                     "--tokens, --memory and --quality choose")  # fmt: skip
     one.add_argument("--quality", type=float, metavar="NATS", help="a divergence of the next token, with --profile")
     one.add_argument("--gpu", metavar="NAME", default="h100", help=f"to estimate a step for: {', '.join(GPUS)} "
                      "(default h100)")  # fmt: skip
