@@ -8,10 +8,13 @@ text ends with a question whose answer the model has begun. The first forward re
 question is asked and the model goes on, each time by its likeliest token, so that the question and every digit read
 what the cache holds of the text. A number is found if all its digits are right.
 
-Our specs are presets, sinks and window included; fp8 is simulated from the question on, as baselines.py says.
+Our specs are presets, sinks and window included, or as paired.py names them; fp8 is simulated from the question on, as
+baselines.py says. Each spec is compared with the last one on the same texts: how many more numbers it finds, and the
+standard error of that, the root of how many one of both finds and the other does not.
 The question is plain text, not a turn of a chat: SmolLM2-135M-Instruct and Gemma 3 270M both go on with it.
 Weights are de-quantised 4-bit weights (`make real-models`). File: recall_real_<model>.json, with a calibration
-recall_calibrated_<model>.json; benchmarks/presets.py shows them on docs/presets.md.
+recall_calibrated_<model>.json; benchmarks/presets.py shows them on docs/presets.md. With --no-baselines
+recall_paired_<model>.json.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from typing import Any
 
 import torch
 from baselines import BASELINES, simulated
+from paired import spec_of
 from presets import passkey_table
 from quality import REAL_MODELS
 from texts import text_of
@@ -140,12 +144,14 @@ def measure(
     keys: int,
     batch: int,
     profile: turboquant.Profile | None = None,
+    baselines: bool = True,
 ) -> dict[tuple[str, int, float], list[bool]]:
     """(name, length, depth) -> whether each key was found."""
     text = _ids(tokenizer, text_of("wikitext2"))
     each = {(n, d): prompts(tokenizer, text, n, d, keys) for n in lengths for d in depths}
     results: dict[tuple[str, int, float], list[bool]] = {}
-    for group in (plain_ways(model, tokenizer), packed_ways(model, tokenizer, specs, profile)):
+    groups = [*([plain_ways(model, tokenizer)] if baselines else []), packed_ways(model, tokenizer, specs, profile)]
+    for group in groups:
         with group as ways:
             for name, (length, depth) in tqdm([(w, at) for w in ways for at in each], unit="run", disable=None):
                 results[name, length, depth] = []
@@ -153,6 +159,16 @@ def measure(
                     hits = [said.strip().startswith(key) for said, key in zip(ways[name](some), some.keys)]
                     results[name, length, depth] += hits
     return results
+
+
+def compared(results: Mapping[tuple[str, int, float], Sequence[bool]], specs: Sequence[str]) -> Iterator[str]:
+    """A line for each spec but the last, which it is compared with."""
+    every = {spec: [hit for (name, *_), hits in results.items() if name == spec for hit in hits] for spec in specs}
+    *names, base = specs
+    for name in names:
+        more = [int(a) - int(b) for a, b in zip(every[name], every[base])]
+        error = sum(map(abs, more)) ** 0.5
+        yield f"{name} finds {sum(every[name])} of {len(more)} numbers, {sum(more):+d} +- {error:.1f} of {base}"
 
 
 def _batches(asked: Prompts, batch: int) -> Iterator[Prompts]:
@@ -166,7 +182,8 @@ def main() -> None:
     parser.add_argument("--real", choices=("smollm2", "gemma3"), required=True, help="a model of `make real-models`")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
-    parser.add_argument("--specs", nargs="+", default=SPECS, help="presets")
+    parser.add_argument("--specs", nargs="+", default=SPECS, help="presets, or as paired.py")
+    parser.add_argument("--no-baselines", action="store_true", help="neither the full cache nor fp8")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--depths", type=float, nargs="+", default=DEPTHS)
     parser.add_argument("--keys", type=int, default=10, help="at each length and depth")
@@ -177,13 +194,14 @@ def main() -> None:
     folder = REAL_MODELS / args.real
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype)).eval().to(args.device)
-    specs = {name: turboquant.preset(name) for name in args.specs}
+    specs = {name: spec_of(name) for name in args.specs}
     found = turboquant.Profile.load(args.profile) if args.profile else None
     start = time.perf_counter()
-    results = measure(model, tokenizer, specs, args.lengths, args.depths, args.keys, args.batch, found)
+    results = measure(model, tokenizer, specs, args.lengths, args.depths, args.keys, args.batch, found,
+                      not args.no_baselines)  # fmt: skip
     print(f"{time.perf_counter() - start:.1f} s")
     source = found.calibration.source if found is not None and found.calibration is not None else None
-    kind = "real" if found is None else "calibrated"
+    kind = "paired" if args.no_baselines else "real" if found is None else "calibrated"
     report = Report(f"recall_{kind}_{args.real}", torch.device(args.device).type)
     for (name, length, depth), hits in results.items():
         exact = f"{specs[name].sinks} sinks, window {specs[name].window}" if name in specs else ""
@@ -191,8 +209,8 @@ def main() -> None:
                   "length": length, "depth": depth, "keys": len(hits), "dtype": args.dtype,
                   "calibrated_on": source if name in specs and specs[name].calibrated else None,
                   "commit": commit()}  # fmt: skip
-        report.add("recall-real", params, {"found": sum(hits)})
-    print(*passkey_table(report.rows), report.save(args.out), sep="\n")
+        report.add("recall-real", params, {"found": sum(hits), "hits": "".join(str(int(hit)) for hit in hits)})
+    print(*passkey_table(report.rows), *compared(results, args.specs), report.save(args.out), sep="\n")
 
 
 if __name__ == "__main__":

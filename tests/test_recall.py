@@ -114,3 +114,9 @@ def test_every_cache_is_read(recall, monkeypatch):
         for length in (150, 200)
         for depth in (0.0, 0.8)
     }
+
+
+def test_specs_are_compared_on_the_same_texts(recall):
+    hits = {("a", 64, 0.0): [True, True, False], ("b", 64, 0.0): [True, False, False],
+            ("a", 64, 0.5): [False, True, True], ("b", 64, 0.5): [True, False, True]}  # fmt: skip
+    assert list(recall.compared(hits, ["a", "b"])) == ["a finds 4 of 6 numbers, +1 +- 1.7 of b"]
