@@ -23,7 +23,7 @@ def tensors_of(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     start = 8 + int.from_bytes(data[:8], "little")
     entries = json.loads(data[8:start])
     about = entries.pop("__metadata__")
-    assert about["format"] == "turboquant-cache-4"
+    assert about["format"] == "turboquant-cache-5"
     assert about["crc32"] == f"{zlib.crc32(about['turboquant'].encode()):08x}"
     header, tensors, at = json.loads(about["turboquant"]), {}, 0
     for name, entry in entries.items():
@@ -125,7 +125,7 @@ def read(path: Path) -> list[dict[str, Any]]:
                 vectors = np.stack(heads)
                 if side == "key" and header["moments"] is not None:
                     moments = {name: tensors[f"moments.{i}.{name}"] for name in MOMENTS}
-                    vectors = moved_back(vectors, spec["sinks"], moments)
+                    vectors = moved_back(vectors, spec["sinks"] + header["shifts"][b], moments)
                 layer[f"packed_{side[0]}"].append(vectors)
         for name in ("sink_k", "sink_v", "window_k", "window_v"):
             if f"layers.{i}.{name}" in tensors:

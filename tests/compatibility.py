@@ -26,12 +26,12 @@ version. "-" is a feature whose tests could not run, for want of a GPU most ofte
 Diverse beam search, contrastive search and DoLa are not in transformers since 4.57, but code on the hub.
 What does not work says so in an error that [troubleshooting.md](troubleshooting.md) lists.
 
-**Positions.** A spec with a wave turns the mean key by the cache's own count of tokens, padding left out. Positions
-that are 4 or more away from it (several texts in one row, shifted positions, left padding without
-`position_ids`) give right results at a larger error: with 2 bits a shift of 4 makes the divergence of SmolLM2-135M
-1.3 times as large, one of 512 makes it 2.3 times (512 tokens, all packed). A patched model warns of that once. On a
-GPU, steps of one token are not looked at, because that would synchronise the device. With `centre="none"` positions do
-not matter.
+**Positions.** A spec with a wave turns the mean key by the positions of the model, where those of each sequence are the
+cache's own count of tokens and one shift: left padding without `position_ids`, or `position_ids` that begin elsewhere.
+The first forward decides. Positions that jump by 4 or more inside a sequence (several texts in one row) give right
+results at a larger error: with 2 bits, 4 positions make the divergence of SmolLM2-135M 1.3 times as large, 512 make it
+2.3 times (512 tokens, no window, 4 sinks). A patched model warns of that once. On a GPU, steps of one token are not
+looked at, because that would synchronise the device. With `centre="none"` positions do not matter.
 
 """
 FEATURES = {

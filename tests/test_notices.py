@@ -175,14 +175,15 @@ def test_positions_far_from_the_count(spec, warns):
 
     assert not notices_of() and not notices_of(position_ids=at) and not notices_of(position_ids=at + 3)
     assert not notices_of(position_ids=padded, attention_mask=mask)
-    for off, inputs in (
-        (4, dict(position_ids=at + 4)),
-        (12, dict(position_ids=torch.cat([at[:, :12], at[:, :18]], 1))),  # two texts in a row
-        (5, dict(attention_mask=mask)),  # the model counts padding, the cache does not
+    assert not notices_of(position_ids=torch.cat([at + 4, at + 300]))  # one shift a row
+    assert not notices_of(attention_mask=mask)  # the model counts padding, the cache does not
+    for off, moved in (
+        (12, torch.cat([at[:, :12], at[:, :18]], 1)),  # two texts in a row
+        (9, torch.cat([at[:, :20], at[:, 20:] + 9], 1)),
     ):
-        found = notices_of(**inputs)
+        found = notices_of(position_ids=moved)
         assert len(found) == warns
-        assert not warns or f"`position_ids` lie up to {off} from the cache's count of tokens" in found[0]
+        assert not warns or f"`position_ids` jump by up to {off} inside a sequence" in found[0]
 
     def steps(offset):
         turboquant.patch(model, spec)
@@ -194,6 +195,15 @@ def test_positions_far_from_the_count(spec, warns):
             model(ids[:, :1], position_ids=padded[:, -1:] + 1 + i + offset, attention_mask=longer, **{name: cache})
 
     assert not said(lambda: steps(0)) and len(said(lambda: steps(7))) == warns
+
+    def without_ids():  # the model counts the padding now, and did not before
+        turboquant.patch(model, spec)
+        cache = TurboQuantCache(model)
+        name = model._turboquant.cache_name
+        model(ids, position_ids=padded, attention_mask=mask, **{name: cache})
+        model(ids[:, :1], attention_mask=torch.cat([mask, mask[:, -1:]], 1), **{name: cache})
+
+    assert len(said(without_ids)) == warns
 
 
 def test_generate_keeps_to_the_count():

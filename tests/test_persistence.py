@@ -348,11 +348,11 @@ def test_files_of_others(tmp_path, small):
     for data in (b"", b"TQ", b"\x80\x04K\x01.", b"PK\x03\x04" + bytes(60), small[1:], os.urandom(5000)):
         refuses(tmp_path, data, "it is not one that turboquant wrote, or it is truncated")
     Codes.save(Quantizer(32, 3).quantize(np.ones((3, 32), np.float32)), tmp_path / "codes")
-    refuses(tmp_path, (tmp_path / "codes").read_bytes(), "its format must be turboquant-cache-4, got '.*codes-2'")
-    refuses(tmp_path, small.replace(b"cache-4", b"cache-3"), "its format must be turboquant-cache-4, got '.*cache-3'")
-    refuses(tmp_path, small.replace(b"cache-4", b"cache-1"), "cache-1', which commit 14a37f9 of turboquant reads")
+    refuses(tmp_path, (tmp_path / "codes").read_bytes(), "its format must be turboquant-cache-5, got '.*codes-2'")
+    refuses(tmp_path, small.replace(b"cache-5", b"cache-4"), "its format must be turboquant-cache-5, got '.*cache-4'")
+    refuses(tmp_path, small.replace(b"cache-5", b"cache-1"), "cache-1', which commit 14a37f9 of turboquant reads")
     turboquant.Index(8, 4).save(tmp_path / "index")
-    refuses(tmp_path, (tmp_path / "index").read_bytes(), "its format must be turboquant-cache-4, got '.*index-5'")
+    refuses(tmp_path, (tmp_path / "index").read_bytes(), "its format must be turboquant-cache-5, got '.*index-5'")
     save_file({"layers.0.pages": torch.zeros(1)}, tmp_path / "weights")
     refuses(tmp_path, (tmp_path / "weights").read_bytes(), "it is not one that turboquant wrote")
     with pytest.raises(FileNotFoundError, match="`path` must be a cache file, got 'absent'"):
@@ -414,6 +414,9 @@ FORGED = {
     "negative padding": lambda h: h.__setitem__("padding", [-1]),
     "padding of another batch": lambda h: h.__setitem__("padding", [0] * 1000),
     "no padding": lambda h: h.__setitem__("padding", []),
+    "shifts of another batch": lambda h: h["shifts"].append(0),
+    "a shift of 2^31": lambda h: h.__setitem__("shifts", [2**31]),
+    "shifts that are no list": lambda h: h.__setitem__("shifts", 0),
     "a page that is not there": lambda h: h["rows"][0][0].__setitem__(0, 1),
     "a page below": lambda h: h["rows"][0][0].__setitem__(0, -2),
     "a page given back": lambda h: h["rows"][0][0].__setitem__(0, -1),

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers.cache_utils import Cache
 
 from ..arguments import bounded
@@ -170,40 +172,37 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
     def moments(self, moments: Moments | None) -> None:
         self._shared.moments = moments
 
-    #: The moments as they were measured, where `follow` has others in use. None: the same.
+    #: The moments as they were measured, where `turn` has others in use. None: the same.
     measured_moments: Moments | None = None
-    #: Positions that the last token of the last prompt lies later than the cache counts, where `follow` knows.
-    shift = 0
 
-    def follow(self, positions: torch.Tensor, mask: torch.Tensor | None) -> int:
-        """A forward has tokens at positions int64 [3, batch, tokens], one for each axis of an image (M-RoPE): behind an
-        image they are not those that the cache counts, by which the wave is turned. In the first forward the wave is
-        replaced by the mean of what it would be at all positions, half of it at that of the last token, behind which
-        the text goes on. Fast pairs of channels then have little wave left, slow ones nearly all. Returns how many
-        positions later the tokens of another forward lie than was counted on.
+    @property
+    def waves(self) -> bool:
+        """Whether keys are packed around a mean that turns with their position."""
+        moments = self.moments if self._may_wave else None
+        return moments is not None and any(len(layer.pairs) for layer in moments.layers)
 
-        mask   [batch, tokens], False for padding; or None. Reads the device.
-        """
-        tokens, stored = positions.shape[2], self.get_seq_length()
-        if not self.waves or (tokens == 1 and positions.device.type != "cpu"):
-            return 0
-        if stored:
-            padding = torch.tensor(self.packed_layers[0].storage.padding).view(-1, 1)
-            counted = torch.arange(stored, stored + tokens) - padding
-            return int((positions.cpu() - counted - self.shift).abs().max())
-        real = torch.ones(positions.shape[1:], dtype=torch.bool)
-        if mask is not None and mask.shape == real.shape:
-            real = mask.cpu().bool()
-        shifts = positions.cpu() - (real.long().cumsum(1) - 1)
-        distances, counts = torch.unique(shifts[:, real], return_counts=True)
-        last = shifts[0, :, -1]
-        weights = counts / (2 * counts.sum()) + (distances[:, None] == last).sum(1) / (2 * len(last))
+    @property
+    def padding(self) -> tuple[int, ...]:
+        """Positions of each sequence that are padding."""
+        first = self._shared.layer(0)
+        return () if first is None else first.padding
+
+    @property
+    def shifts(self) -> tuple[int, ...]:
+        """How many positions later each sequence lies in the model than it is counted."""
+        first = self._shared.layer(0)
+        return () if first is None else first.shifts
+
+    def turn(
+        self, shifts: Sequence[int], spread: tuple[NDArray[np.integer], NDArray[np.floating]] | None = None
+    ) -> None:
+        """Before the first forward: the tokens of each sequence lie so many positions later than they are counted, one
+        number for each sequence or for all, (): none. spread: further shifts, beside these, and the weight of each,
+        where tokens of a sequence differ (`LayerMoments.averaged`)."""
         measured = self.measured_moments or self.moments
-        turned = measured is not None and bool(distances.any())
-        self.measured_moments = measured if turned else None
-        self.moments = measured.averaged(distances.numpy(), weights.numpy()) if turned and measured else measured
-        self.shift = int(last.float().mean())
-        return 0
+        self.measured_moments = None if spread is None else measured
+        self.moments = measured if spread is None or measured is None else measured.averaged(*spread)
+        self._shared.shifts = tuple(shifts)
 
     #: A forward has begun and not ended. Only known of caches with states.
     at_work = False
@@ -238,7 +237,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         super().__init__(layers=layers)
         self._shared.layers = [layer.storage for layer in self.packed_layers]
         self._shared.model_layers, self._shared.stateful = len(layers), bool(self.state_layers)
-        self.waves = any(layer.spec.centre == "wave" for layer in self.packed_layers)
+        self._may_wave = any(layer.spec.centre == "wave" for layer in self.packed_layers)
 
     def __getstate__(self) -> dict[str, Any]:
         self.was_read()
@@ -278,7 +277,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         other._shared = self._shared.fork()
         own = (PackedLayer, StateLayer)
         other._hold([layer.fork(other._shared) if isinstance(layer, own) else copy(layer) for layer in self.layers])
-        other.measured_moments, other.shift = self.measured_moments, self.shift
+        other.measured_moments = self.measured_moments
         other.known_ids, other.compared_with = self.known_ids, self.compared_with
         return other
 
@@ -397,7 +396,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Empties the cache: see `PackedLayer.reset`."""
-        self.known_ids, self.at_work = None, False
+        self.known_ids, self.at_work, self._shared.shifts = None, False, ()
         super().reset()
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:

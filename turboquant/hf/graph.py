@@ -107,7 +107,8 @@ class DecodeGraph:
 
     @staticmethod
     def _next_positions(stored: LayerStorage) -> torch.Tensor:
-        return torch.tensor([[stored.tokens - pad] for pad in stored.padding], device=stored.device)
+        counted = [[stored.tokens - pad + shift] for pad, shift in zip(stored.padding, stored.shifts)]
+        return torch.tensor(counted, device=stored.device)
 
     def _run(self, cache: TurboQuantCache, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         out = self._forward(input_ids=ids, position_ids=positions, use_cache=True, **{self._argument: cache})

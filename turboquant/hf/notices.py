@@ -1,5 +1,5 @@
 """What happens without an error and a user may not expect: nothing is packed, logits show no quantisation, or keys lie
-at other positions than a wave assumes. Each is one warning, given once after each `patch` of a model.
+at other positions than a wave can follow. Each is one warning, given once after each `patch` of a model.
 
 `state` is that of a patched model (`patching.llama`). Its pre-hook sees its forwards, the attention function sees all
 others.
@@ -19,7 +19,7 @@ import torch
 from ..kvcache.storage import LayerStorage
 from ..models.routing import adopt, patched_with
 
-__all__ = ["Unread", "check_positions", "foreign_cache", "foreign_keys", "later_positions", "named_cache", "quiet"]
+__all__ = ["Unread", "foreign_cache", "foreign_keys", "named_cache", "positions_off", "quiet"]
 
 _KINDS = ("cache", "positions", "spec", "unread")
 FAR = 4  # positions. With 2 bits, 4 make the divergence of SmolLM2-135M 1.3 times as large, 16 make it 1.6 times
@@ -94,47 +94,15 @@ class Unread:
         _say(self._said, "unread", f"{self._name}: the logits of a forward show no quantisation, {why}: {how}")
 
 
-def later_positions(model: Any, state: Any, off: int) -> None:
-    """Warns if tokens with an image in a later forward lie `off` positions from where the wave is turned."""
-    if off >= FAR:
+def positions_off(model: Any, state: Any, off: int, images: bool) -> None:
+    """Warns if tokens of a forward lie up to `off` positions from where the wave is turned, because of an image in a
+    later one (`images`) or because of `position_ids`."""
+    if off < FAR:
+        return
+    if images:
         why = f"because an image in a later turn moves positions by up to {off}, and the wave cannot follow"
         how = 'give images in the first turn, or use a spec with centre="none"'
-        _say(state.said, "positions", f"{type(model).__name__}: keys are quantised worse, {why}: {how}")
-
-
-def check_positions(
-    model: Any,
-    state: Any,
-    stored: int,
-    padding: tuple[int, ...],
-    new: int,
-    positions: torch.Tensor | None,
-    mask: torch.Tensor | None,
-) -> None:
-    """Warns if the `new` tokens of a forward lie far from where the cache counts them. Reads the device, but not in a
-    step of one token on a GPU.
-
-    stored, padding   positions in the cache, and how many of them are padding, of each sequence
-    positions   [batch or 1, new], or None: counted from the first position of the cache, padding included
-    mask        [batch, positions], or None: no padding
-    """
-    if positions is None:
-        if stored or mask is None:  # a later forward lies as far off as the first one
-            return
-        positions = torch.arange(new, device=mask.device)[None]
-    if positions.dim() != 2 or positions.shape[1] != new or (new == 1 and positions.device.type != "cpu"):
-        return
-    if new == 1:
-        off = abs(int(positions[-1, 0]) - stored + padding[-1]) if padding else 0
     else:
-        at, real = torch.arange(stored, stored + new)[None], torch.ones(1, new, dtype=torch.bool)
-        if mask is not None and mask.dim() == 2:
-            shown = mask.cpu() != 0
-            at, real = at - (~shown).sum(1, keepdim=True), shown[:, -new:]
-        elif stored:
-            at = at - torch.tensor(padding)[:, None]
-        off = int(((positions.cpu() - at).abs() * real).max())
-    if off >= FAR:
-        how = 'number the tokens of each sequence from 0, or use a spec with centre="none"'
-        why = f"because `position_ids` lie up to {off} from the cache's count of tokens, by which the wave is turned"
-        _say(state.said, "positions", f"{type(model).__name__}: keys are quantised worse, {why}: {how}")
+        why = f"because `position_ids` jump by up to {off} inside a sequence, and the wave cannot follow"
+        how = 'number the tokens of each sequence one after the other, or use a spec with centre="none"'
+    _say(state.said, "positions", f"{type(model).__name__}: keys are quantised worse, {why}: {how}")

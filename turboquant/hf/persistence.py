@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMAT", "calibration_mark", "load", "moments_mark", "save"]
 
-FORMAT = "turboquant-cache-4"
+FORMAT = "turboquant-cache-5"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _EXACT = ("sink_k", "sink_v", "window_k", "window_v")
@@ -169,6 +169,7 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
         "kinds": [[kind, options] for kind, options in cache.kinds],
         "positions": layers[0].tokens,
         "padding": list(layers[0].padding),
+        "shifts": list(layers[0].shifts),
     }
     tensors: dict[str, Tensor] = {}
     parts: list[memoryview] = []
@@ -386,6 +387,9 @@ class _Reader:
             for name, x in zip(("kv_heads", "head_dim"), one):
                 bounded(f"cache file: `{name}`", x)
         _want(len(padding) > 0, "`padding` is empty")
+        shifts = header["shifts"]
+        right = isinstance(shifts, list) and all(type(x) is int and abs(x) < 2**31 for x in shifts)
+        _want(right and len(shifts) == len(padding), "`shifts` is no list of this batch")
         released = self.integers("released", len(layers))
         self.integers("sliding_windows", len(layers))
         pages = [self.check_rows(i, layer, padding, released[i]) for i, layer in enumerate(layers)]
@@ -440,6 +444,7 @@ class _Reader:
             if split := {side: x.to(device) for side, x in rotations.items() if x is not None}:
                 stored.hold_split(split)
             stored.tokens, stored.padding = header["positions"], tuple(padding)
+            stored.hold_shifts(tuple(header["shifts"]))
             stored.released, stored.sliding_window = header["released"][i], header["sliding_windows"][i]
 
     def check_rows(self, i: int, layer: PackedLayer, padding: list[int], released: int) -> int:

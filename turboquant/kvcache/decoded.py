@@ -69,7 +69,7 @@ def _attend(stored: LayerTensors, query: torch.Tensor, sequences: slice, packed:
             pages, table = stored.pages, stored.block_table[sequences, first // PAGE_TOKENS :].contiguous()
         lengths = torch.full((batch,), count, dtype=torch.int32, device=stored.device)
         k, v = _dequantize(stored.plan.words, pages, table, lengths, count, sinks=stored.spec.sinks + first,
-                           dtype=query.dtype, **stored.transforms)  # fmt: skip
+                           dtype=query.dtype, **stored.turned(sequences))  # fmt: skip
         for part in _attention(rows, k, v, scale):
             result = part if result is None else _joined(result, part)
     assert result is not None

@@ -40,13 +40,12 @@ def store_rows(
     with table.pool.lock:
         undo, begun = stored.reserve_pages(after, padding), False
         exact = stored.exact()
-        others = {name: tensor for name, tensor in stored.arguments().items() if name not in exact}
         try:
             for b, first in enumerate(masked - known for masked, known in zip(padding, stored.padding)):
                 if first >= new:
                     continue
                 row, some = slice(b, b + 1), slice(first, new)
-                step = {**how, **others, **{name: tensor[row] for name, tensor in exact.items()}}
+                step = {**how, **stored.turned(row), **{name: tensor[row] for name, tensor in exact.items()}}
                 if stored.flag is not None:
                     step["flag"] = flag = torch.zeros_like(stored.flag)
                 if lse is not None:
@@ -91,5 +90,6 @@ def join(joined: LayerStorage, parts: Sequence[LayerStorage]) -> None:
     joined.padding = tuple(tokens - part.tokens + pad for part in parts for pad in part.padding)
     joined.released = max(part.released and part.released + tokens - part.tokens for part in parts)
     joined.shape = (len(joined.padding), *first.shape[1:])
+    joined.hold_shifts(tuple(shift for part in parts for shift in part.shifts))
     joined.past, joined.least, joined.damaged = PastWindows(), 0, False
     joined.begin()

@@ -1,6 +1,7 @@
 """Tensors that the layers of one TurboQuantCache share; their bytes are counted once:
 
 lengths      int32 [batch] of each device: one tensor for all its layers
+offsets      int32 [batch] of each device, for a wave: by how many positions later tokens lie than they are counted
 schedule     how a step's attention is divided among a GPU's thread blocks, for all layers of the same sizes
 rotation     the random matrices of a spec (Haar, sketches) on each device
 """
@@ -8,7 +9,7 @@ rotation     the random matrices of a spec (Haar, sketches) on each device
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,8 +26,8 @@ _write_schedule = torch.ops.turboquant.schedule.default
 
 
 @outside_autograd
-def _new_lengths(lengths: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(lengths, dtype=torch.int32, device=device)
+def _integers(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
 @outside_autograd
@@ -51,6 +52,7 @@ class Layer(Protocol):
     rank: int
     tokens: int
     padding: tuple[int, ...]
+    shifts: tuple[int, ...]
     table: PageTable | None
     damaged: bool
 
@@ -66,12 +68,15 @@ class Common:
     layers                 that have keys and values, in order
     model_layers           of the model, those with a state or without a cache included; 0: not known
     stateful               some layers have a state, which no failed forward can take back
+    shifts                 of the first forward (`LayerTensors.hold_shifts`): of each sequence, one for all, or (): 0
     """
 
     def __init__(self, calibration: Calibration | None, moments: Moments | None = None) -> None:
         self.calibration, self.moments = calibration, moments
         self._layers: list[weakref.ref[Layer]] = []  # weak: a dropped cache is freed at once
         self.model_layers, self.stateful = 0, False
+        self.shifts: tuple[int, ...] = ()
+        self._offsets: dict[torch.device, tuple[tuple[int, ...], torch.Tensor]] = {}
         self._lengths: dict[torch.device, tuple[int, tuple[int, ...], torch.Tensor]] = {}
         self._earlier: dict[tuple[torch.device, int], torch.Tensor] = {}  # of the forward at work
         self._rotations: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -116,13 +121,22 @@ class Common:
         device: torch.device,
     ) -> torch.Tensor:
         if known is None or known[1] != padding:
-            return _new_lengths([after - p for p in padding], device)
+            return _integers([after - p for p in padding], device)
         if device.type == "cpu":  # in every step: torch's and NumPy's sums take several times as long
             numbers = known[2].numpy().data
             for i, pad in enumerate(padding):
                 numbers[i] = after - pad
             return known[2]
         return _add(known[2], after - known[0])
+
+    def offsets(self, shifts: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
+        """`shifts` as the operators take them, one tensor for all layers of a device. None if there are none."""
+        if not any(shifts):
+            return None
+        known = self._offsets.get(device)
+        if known is None or known[0] != shifts:
+            known = self._offsets[device] = shifts, _integers(shifts, device)
+        return known[1]
 
     def equal_schedule(self, after: int, padding: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
         """The schedule of sequences that are about equally long (`ops.schedule`), or None where they are not."""
@@ -201,7 +215,7 @@ class Common:
             else:
                 layer.take_back(before)
         if before == 0:
-            self._lengths, self._earlier, self._schedules = {}, {}, {}
+            self._lengths, self._earlier, self._schedules, self.shifts = {}, {}, {}, ()
         for device, (_, padding, _) in list(self._lengths.items()):
             padding = next((layer.padding for layer in self.layers if layer.tokens == before), padding)
             self.lengths(before, padding, device)  # in place, as a rule: there may be no memory for more
@@ -209,5 +223,6 @@ class Common:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from (("lengths", known[2]) for known in self._lengths.values())
         yield from (("lengths", tensor) for tensor in self._earlier.values())
+        yield from (("lengths", tensor) for _, tensor in self._offsets.values())
         yield from (("lengths", schedule) for _, schedule in self._schedules.values())
         yield from (("rotation", matrix) for matrix in self._rotations.values())

@@ -64,7 +64,7 @@ def visible_past(
             packed - first,
             sinks=sinks + first,
             dtype=stored.dtype,
-            **stored.transforms,
+            **stored.turned(),
         )
         row = sinks + first + torch.arange(packed - first, device=device)
         positions = torch.where(row < length - window, row + pad, _NOWHERE)

@@ -3,7 +3,8 @@ room for more tokens.
 
 Each sequence has its own length. Padding is never stored. It is counted as if it were all in front: token i of
 sequence b has position i - padding[b], and is padding if that is negative. Padding between a prefix and what follows
-(`rows`) moves the prefix of its sequence to the right.
+(`rows`) moves the prefix of its sequence to the right. A model may put a sequence `shifts` positions later than that:
+then its wave is turned by so many more.
 
     pages        uint8 [n_pages, kv_heads, record_bytes], zeros where nothing is stored
     block_table  int32 [batch, max_pages]: the page of each 128 packed tokens of a sequence
@@ -49,6 +50,7 @@ class LayerTensors(PackedKV):
     rank            among the layers of the model that have keys and values; calibration and moments count so
     tokens          positions seen, padding included: what transformers calls the sequence length
     padding         how many of them are padding, which is not stored, of each sequence
+    shifts          how many positions later the tokens of each sequence lie than they are counted
     sliding_window  of the last forward, 0: none
     released        the pages of positions before this one are freed
     shape           (batch, kv_heads, head_dim, dtype, device), None while there is nothing
@@ -65,6 +67,8 @@ class LayerTensors(PackedKV):
         """Frees all memory. The next forward may have another batch size, dtype or device."""
         self.tokens = 0
         self.padding: tuple[int, ...] = ()
+        self.shifts: tuple[int, ...] = ()
+        self.position_offset: torch.Tensor | None = None  # `shifts`, None: all 0
         self.shape: tuple[Any, ...] | None = None
         self.table: PageTable | None = None
         self.sliding_window = 0
@@ -96,6 +100,8 @@ class LayerTensors(PackedKV):
         if device.type == "cuda":
             self.flag = torch.zeros(1, dtype=torch.int64, device=device)
         self.hold_split({})
+        shifts = self.shared.shifts
+        self.hold_shifts(shifts if len(shifts) == batch else (shifts or (0,)) * batch)
         self.shape = (batch, kv_heads, head_dim, dtype, device)
 
     def plan_for(self, kv_heads: int, head_dim: int) -> Plan:
@@ -120,6 +126,19 @@ class LayerTensors(PackedKV):
         rows = {side: rotation.shape[1] for side, rotation in rotations.items()}
         whole = self.transforms.get("rotation", _NOTHING)
         self.split = {side: whole[:, :n] if side == "key" else whole[:, -n:] for side, n in rows.items()}
+
+    def hold_shifts(self, shifts: tuple[int, ...]) -> None:
+        """Sets `shifts`, one for each sequence."""
+        self.shifts, self.position_offset = shifts, self.shared.offsets(shifts, self.device)
+
+    def turned(self, sequences: slice = slice(None)) -> dict[str, torch.Tensor]:
+        """The transforms of these sequences and how far their waves are turned, as keyword arguments of operators."""
+        offset = self.position_offset
+        return self.transforms if offset is None else {**self.transforms, "position_offset": offset[sequences]}
+
+    def arguments(self) -> dict[str, torch.Tensor]:
+        """See `PackedKV.arguments`."""
+        return {**self.exact(), **self.turned()}
 
     def __str__(self) -> str:
         heads = f"{self.kv_heads} KV heads of {self.head_dim} channels"
@@ -257,6 +276,7 @@ class LayerTensors(PackedKV):
         table.select(sequences, self._table_before())
         self.__dict__.update(state)
         self.padding = tuple(self.padding[b] for b in sequences)
+        self.hold_shifts(tuple(self.shifts[b] for b in sequences))
         self.shape = (len(sequences), *self.shape[1:])
 
     def share(self, other: LayerTensors) -> None:

@@ -2,7 +2,7 @@
 inside models that read images or sound.
 
 What changes in a model: the attention that its configuration names, methods of generation (`_METHODS`) and one
-forward pre-hook. Nothing is patched in a class or in transformers.
+forward pre-hook or two. Nothing is patched in a class or in transformers.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from ..attention import NAME
 from ..cache import TurboQuantCache
 from ..graph import ForwardWithGraphs
 from ..persistence import calibration_mark, moments_mark
+from ..positions import follow, padding_mask
 from ..refusals import check_model, head_dims_of
 from . import continuation
 
@@ -99,8 +100,9 @@ def _prepare(model: Any, spec: CacheSpec) -> None:
     handles = [model.register_forward_pre_hook(_give_cache, with_kwargs=True)]
     if any(has_state(kind) for kind, _ in kinds_of(text_config(model))):
         handles.append(model.register_forward_hook(_ended, with_kwargs=True))
-    if (decoder := decoder_of(model)) is not model:
-        handles.append(decoder.register_forward_pre_hook(partial(_follow, model), with_kwargs=True))
+    decoder = decoder_of(model)
+    follows = partial(_follow, model, list(inspect.signature(decoder.forward).parameters))
+    handles.append(decoder.register_forward_pre_hook(follows, with_kwargs=True))
     previous = route(model, NAME)
     name = cache_argument(model.forward) or CACHE
     at = arguments.index(name)
@@ -223,16 +225,6 @@ def _new_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return int(given.shape[1]) if isinstance(given, torch.Tensor) and given.dim() > 1 else 0
 
 
-def _notice_positions(
-    model: Any, state: _Patch, cache: TurboQuantCache, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    if torch.compiler.is_compiling() or not cache.waves or "positions" in state.said:
-        return
-    if new := _new_tokens(args, kwargs):
-        notices.check_positions(model, state, cache.get_seq_length(), cache.packed_layers[0].storage.padding, new,
-                                kwargs.get("position_ids"), kwargs.get("attention_mask"))  # fmt: skip
-
-
 def _give_cache(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -248,7 +240,6 @@ def _give_cache(
         _compare(given, state)
         given.was_read()
         given.begin()
-        _notice_positions(model, state, given, args, kwargs)
     elif given is not None and "cache" not in state.said:
         notices.foreign_cache(model, state, type(given).__name__)
     if given is not None:
@@ -264,7 +255,6 @@ def _give_cache(
     cache = _new_cache(model)
     cache.begin()
     continuation.remember_first(cache, ids)
-    _notice_positions(model, state, cache, args, kwargs)
     if not torch.compiler.is_compiling() and _new_tokens(args, kwargs) > 1 and cache.spec.prefill == "exact":
         cache.unread = notices.Unread(model, state, cache.packed_layers[-1].storage)
     if len(args) > at:
@@ -273,16 +263,27 @@ def _give_cache(
     return args, {**others, state.cache_name: cache}
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _follow(model: Any, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The text decoder inside `model` runs. Only here are the positions known that it gives to tokens of an image."""
-    positions: Any = kwargs.get("position_ids")
-    cache, mask = given_cache(kwargs), kwargs.get("attention_mask")
-    state = getattr(model, "_turboquant", None)
-    if state is None or not isinstance(cache, TurboQuantCache) or getattr(positions, "ndim", 0) != 3:
+def _follow(
+    model: Any, names_of_arguments: list[str], decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """The text decoder of `model` runs. If it is a part, only here are the positions of an image's tokens known."""
+    given = {**dict(zip(names_of_arguments, args)), **kwargs}
+    state, cache = getattr(model, "_turboquant", None), given_cache(given)
+    if state is None or not isinstance(cache, TurboQuantCache) or not cache.waves:
         return
-    mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
-    notices.later_positions(model, state, cache.follow(positions[-3:], mask))
+    if not cache.get_seq_length() or not ("positions" in state.said or torch.compiler.is_compiling()):
+        _turn(model, state, cache, given)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _turn(model: Any, state: _Patch, cache: TurboQuantCache, given: dict[str, Any]) -> None:
+    positions, new, first = given.get("position_ids"), _new_tokens((), given), not cache.get_seq_length()
+    images = getattr(positions, "ndim", 0) == 3
+    if positions is not None and images:
+        positions = positions[-3:]  # some models have their own count in front
+    off = follow(cache, new, positions, padding_mask(given.get("attention_mask"))) if new else 0
+    if not (images and first):
+        notices.positions_off(model, state, off, images)
 
 
 def _ended(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
