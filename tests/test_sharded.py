@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from models import tiny
+from ranks import run_ranks
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers.distributed", reason="this transformers has no DistributedConfig")
@@ -21,34 +19,11 @@ RANKS = 2
 
 
 @pytest.mark.slow
-def test_two_ranks(tmp_path):
-    tiny("llama", num_attention_heads=4, num_key_value_heads=RANKS).save_pretrained(tmp_path)
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    env = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(RANKS),
-        "TURBOQUANT_CACHE": "",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
-    }
-    ranks = [
-        subprocess.Popen([sys.executable, __file__, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                         text=True, env={**env, "RANK": str(i), "LOCAL_RANK": str(i)})
-        for i in range(RANKS)
-    ]  # fmt: skip
-    try:
-        for rank in ranks:
-            out = rank.communicate(timeout=900)[0]
-            if "pip install" in out or "ImportError" in out:
-                pytest.skip(out.strip().splitlines()[-1])
-            assert rank.returncode == 0 and "as one model" in out, out
-    finally:
-        for rank in ranks:
-            rank.kill()
+@pytest.mark.parametrize("kv_heads", [RANKS, 1])
+def test_two_ranks(tmp_path, kv_heads):
+    tiny("llama", num_attention_heads=4, num_key_value_heads=kv_heads).save_pretrained(tmp_path)
+    says = "as one model" if kv_heads == RANKS else "LlamaForCausalLM cannot be patched: `tp_plan` on 2 ranks"
+    assert all(says in out for out in run_ranks(RANKS, __file__, str(tmp_path), timeout=900))
 
 
 def run_rank(folder: str) -> None:
@@ -65,6 +40,11 @@ def run_rank(folder: str) -> None:
         folder, dtype=torch.float32, distributed_config=DistributedConfig(tp_plan="auto")
     ).eval()
     rank = torch.distributed.get_rank()
+    if whole.config.num_key_value_heads < RANKS:
+        with pytest.raises(NotImplementedError) as refused:
+            turboquant.patch(sharded)
+        print(refused.value)
+        return
     for all_heads, own in zip(turboquant.measure(whole).layers, turboquant.measure(sharded).layers):
         assert len(own.scale) * RANKS == len(all_heads.scale)
         assert np.abs(all_heads.scale[rank : rank + 1] - own.scale).max() < 1e-5

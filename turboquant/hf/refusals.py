@@ -62,6 +62,14 @@ def _wider(model: Any, text: Any, most: int) -> int:
     return max((size for size in head_dims_of(model, text) if size > most), default=0)
 
 
+def _cuts_heads(model: Any, text: Any) -> int:
+    """The ranks of a `tp_plan` that cuts KV heads into pieces; 0: it does not."""
+    ranks = getattr(model, "tp_size", None) or 1
+    plan = (getattr(model, "tp_plan", None) or {}) if ranks > 1 else {}
+    by_heads = any(name.endswith("k_proj") and how == "colwise" for name, how in plan.items())
+    return ranks if by_heads and any(heads % ranks for heads, _ in layer_sizes(describe(text))) else 0
+
+
 # The same of a model and its text configuration.
 _MODELS: tuple[tuple[Callable[[Any, Any], Any], str], ...] = (
     (lambda model, text: text.model_type in _ALIBI or getattr(text, "alibi", False), "its attention adds ALiBi biases"),
@@ -69,6 +77,7 @@ _MODELS: tuple[tuple[Callable[[Any, Any], Any], str], ...] = (
     (lambda model, text: getattr(model, "dtype", None) == torch.float64, FLOAT64),
     (lambda model, text: not uses_interface(model),
      "its attention does not go through transformers' AttentionInterface"),
+    (_cuts_heads, "`tp_plan` on {} ranks would cut KV heads into pieces: use as many ranks as divide them"),
     (lambda model, text: cache_argument(model.forward) is None, "its forward takes no cache"),
     (lambda model, text: any(hasattr(part, "_update_causal_mask") for part in decoder_of(model).modules()),
      "it makes its attention masks itself"),
