@@ -57,7 +57,7 @@ FEATURES = {
     "same text over threads, runs and processes": "test_the_same",
     "patch twice, two models, copies, threads": "test_patch_twice or test_two_models or test_a_copy_of or test_threads",
     "training, no cache, attention weights: as before": "test_training or without_a_cache",
-    "custom masks, right padding, gradients: a clear error": "test_custom_masks or test_masks or test_there_is_no",
+    "custom masks, gradients: a clear error": "test_custom_masks or test_masks or test_there_is_no",
     "other architectures: a clear error": "test_unsupported_models",
 }
 TESTS = [f"test_{name}.py" for name in ("generate", "cache", "pages", "patch", "persistence", "graph")]

@@ -423,8 +423,8 @@ def test_custom_masks_are_refused():
         model(torch.tensor([[5, 6]]), attention_mask=torch.zeros(1, 1, 2, 2), use_cache=True)
     with torch.no_grad():
         model(torch.tensor([[5, 6]]), attention_mask=torch.zeros(1, 1, 2, 2), use_cache=False)
-    with pytest.raises(ValueError, match="left padding only"):
-        model(torch.tensor([[5, 6, 0]]), attention_mask=torch.tensor([[1, 1, 0]]), use_cache=True)
+    with pytest.raises(ValueError, match="got masked ones between tokens in 1 of 1 sequences"):
+        model(torch.tensor([[5, 0, 6]]), attention_mask=torch.tensor([[1, 0, 1]]), use_cache=True)
 
 
 def test_a_cache_of_the_model_has_what_it_was_patched_with():

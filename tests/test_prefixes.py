@@ -176,8 +176,13 @@ def test_what_cannot_be() -> None:
         with torch.no_grad():
             return model(given, attention_mask=mask, past_key_values=cache)
 
-    for bad in (torch.cat([whole, more.flip(1)], 1), torch.cat([whole.clone().fill_(0), more], 1)):
-        with pytest.raises(ValueError, match="must mask as many stored positions of each sequence as were padding"):
+    hole = torch.ones_like(more)
+    hole[:, 1] = 0
+    for bad, why in (
+        (torch.cat([whole, hole], 1), "got masked ones between tokens in 2 of 2 sequences"),
+        (torch.cat([whole.clone().fill_(0), more], 1), "as many stored positions of each sequence as were padding"),
+    ):
+        with pytest.raises(ValueError, match=why):
             forward(bad)
     assert cache.get_seq_length() == PREFIX
     forward(torch.cat([whole, more], 1))

@@ -37,8 +37,8 @@ every `LlamaForCausalLM` patched and a window that holds everything.
 Tests that want models from the hub or a GPU cannot run there, and tests of other
 classes of caches never meet ours.
 
-By their messages none of those below fails for a wrong number. They ask for attention weights beside a cache; pad
-on the right; compare `layer.keys`, full-precision tensors that a packed layer does not have ("NoneType"; in
+By their messages none of those below fails for a wrong number. They ask for attention weights beside a cache;
+compare `layer.keys`, full-precision tensors that a packed layer does not have ("NoneType"; in
 `test_generate_continue_*` after texts and scores agreed); demand the class `DynamicCache` ("False is not true"); or set
 `config._attn_implementation`.
 """

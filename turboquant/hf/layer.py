@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..arguments import bounded
 from ..kvcache.again import Seen, attend_again
 from ..kvcache.pages import outside_autograd
-from ..kvcache.rows import store_rows
+from ..kvcache.rows import moved, store_rows
 from ..kvcache.shared import Common
 from ..kvcache.sliding import attention_behind_window, attention_under_mask, chunk_starts, visible_past
 from ..kvcache.storage import LayerStorage
@@ -326,9 +326,35 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             raise ValueError(f"`{CACHE}` must be a cache of this model's {layers} layers, got one of {own}")
 
     def _attend(self, call: Call, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None, Seen | None]:
-        query, key, value, mask, options = call.query, call.key, call.value, call.mask, call.options
+        """Padding behind the tokens of a sequence is moved to their front, and back in the result."""
+        padding, sliding = self._visible(call.mask, call.options, self.storage.tokens, call.key.shape[2])
+        behind = call.mask.behind if type(call.mask) is MaskRequest else ()
+        if not behind:
+            return self._attend_in_front(call, call, padding, sliding, return_lse)
+        exact = self._is_exact_prefill(return_lse)
+        if not exact and (self.is_shared or not call.mask.causal):
+            what = "keys that later layers share" if self.is_shared else "a pattern other than causal"
+            raise NotImplementedError(f"padding behind a sequence's tokens is not supported with {what}: pad on the "
+                                      'left (`tokenizer.padding_side = "left"`)')  # fmt: skip
+        query, key, value = (moved(x, behind) for x in (call.query, call.key, call.value))
+        left = replace(call, query=query, key=key, value=value)
+        out, lse, seen = self._attend_in_front(call, left, padding, sliding, return_lse)
+        if exact:
+            return out, lse, seen
+        back = [-n for n in behind]
+        out = moved(out.transpose(1, 2), back).transpose(1, 2).contiguous()
+        return out, None if lse is None else moved(lse, back), seen
+
+    def _is_exact_prefill(self, return_lse: bool) -> bool:
+        """Whether the model's own attention reads the tokens of this forward, which are the first."""
+        return self.storage.tokens == 0 and self.spec.prefill == "exact" and not return_lse
+
+    def _attend_in_front(
+        self, call: Call, left: Call, padding: tuple[int, ...], sliding: int, return_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Seen | None]:
+        """`_attend` for padding in front. call: of the model; left: the same with all padding in front."""
+        query, key, value, mask, options = left.query, left.key, left.value, call.mask, call.options
         stored, new = self.storage, key.shape[2]
-        padding, sliding = self._visible(mask, options, stored.tokens, new)
         after = stored.tokens + new
         how: dict[str, Any] | None
         how = {
@@ -343,8 +369,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         if behind:
             out, lse = store_rows(stored, query, key, value, lengths, padding, how, return_lse)
             return out.transpose(1, 2).contiguous(), lse, None
-        seen = Seen.of(stored, key, value, lengths, padding, how) if self.is_shared else None
-        if stored.tokens == 0 and self.spec.prefill == "exact" and not return_lse:
+        seen = Seen.of(stored, call.key, call.value, lengths, padding, how) if self.is_shared else None
+        if self._is_exact_prefill(return_lse):
             out, _ = own_attention(call)
             how = None
         if how is not None and type(mask) is MaskRequest and not mask.causal:
@@ -373,8 +399,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         for what, there in why.items():
             if there:
                 raise NotImplementedError(
-                    f"padding between stored and new tokens is not supported with {what}: give each text to a fork of "
-                    "the cache, and put these together by TurboQuantCache.join"
+                    f"padding between stored and new tokens, or behind these, is not supported with {what}: give each "
+                    "text to a fork of the cache, and put these together by TurboQuantCache.join"
                 )
 
     def _attend_in_chunks(

@@ -52,7 +52,7 @@ def follow(cache: TurboQuantCache, new: int, positions: torch.Tensor | None, mas
     at, real = torch.arange(stored, stored + new)[None], torch.ones((1, new), dtype=torch.bool)
     if mask is not None and mask.shape[1] == stored + new:
         shown = mask.cpu() != 0
-        at, real = at - (~shown).sum(1, keepdim=True), shown[:, stored:]
+        at, real = shown.long().cumsum(1)[:, stored:] - 1, shown[:, stored:]
     elif stored:
         at = at - torch.tensor(padding)[:, None]
     off = positions.cpu() - at
@@ -60,7 +60,8 @@ def follow(cache: TurboQuantCache, new: int, positions: torch.Tensor | None, mas
         return int(((off - torch.tensor(shifts)[:, None]) * real).abs().max())
     off = off.view(-1, *off.shape[-2:])
     real = real.expand(off.shape[1:])
-    last = off[0, :, -1] * real[:, -1]
+    ends = (real * torch.arange(1, new + 1)).argmax(1, keepdim=True)
+    last = off[0].gather(1, ends)[:, 0] * real.any(1)
     distances, counts = torch.unique((off - last[:, None])[:, real], return_counts=True)
     weights = counts / (2 * counts.sum()) + 0.5 * (distances == 0)
     cache.turn(last.tolist(), (distances.numpy(), weights.numpy()) if distances.any() else None)

@@ -1,5 +1,5 @@
-"""Sequences of a layer one by one: forwards with padding between the tokens that are stored and the new ones, and
-sequences of several layers put together."""
+"""Sequences of a layer one by one: forwards with padding between the tokens that are stored and the new ones or behind
+these, and sequences of several layers put together."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from .pages import PageTable, outside_autograd
 from .rewind import PastWindows
 from .storage import LayerStorage
 
-__all__ = ["join", "store_rows"]
+__all__ = ["join", "moved", "store_rows"]
 
 _append_attend = torch.ops.turboquant.append_attend.default
+
+
+def moved(x: torch.Tensor, by: Sequence[int]) -> torch.Tensor:
+    """x [batch, heads, tokens, ..] with sequence b moved by[b] tokens to the right, and what leaves it put in front."""
+    return torch.stack([row.roll(n, 1) for row, n in zip(x, by, strict=True)])
 
 
 def store_rows(

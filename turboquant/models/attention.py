@@ -27,11 +27,22 @@ class MaskRequest:
     positions      columns of the mask: the stored ones of the cache's first layer of this kind, and the new ones
     causal         False where the model changes the pattern, as by images whose tokens all see each other. Only `made`
                    has that pattern
+    behind         how many new positions of each sequence are padding behind its tokens, found by `padding`; (): none
     last           how many of the last queries it is for; 0: all. Models ask for that with mask[:, :, -last:, :]
     """
 
     ndim = 4  # of the tensor it stands for: models ask whether a mask is [batch, positions]
-    __slots__ = ("_arguments", "_made", "_padding", "causal", "last", "local_size", "padding_mask", "positions")
+    __slots__ = (
+        "_arguments",
+        "_made",
+        "_padding",
+        "behind",
+        "causal",
+        "last",
+        "local_size",
+        "padding_mask",
+        "positions",
+    )
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.padding_mask: torch.Tensor | None = arguments.get("attention_mask")
@@ -41,6 +52,7 @@ class MaskRequest:
         self._arguments = arguments
         self._made: dict[str, torch.Tensor | None] = {}
         self._padding: tuple[int, ...] | None = None
+        self.behind: tuple[int, ...] = ()
         self.last = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -54,7 +66,7 @@ class MaskRequest:
         if not others or not isinstance(rows, slice) or rows.stop is not None or (rows.start or 0) > 0:
             raise RuntimeError(_CHANGED)
         part = MaskRequest(self._arguments)
-        part._padding, part.last = self._padding, -(rows.start or 0)
+        part._padding, part.behind, part.last = self._padding, self.behind, -(rows.start or 0)
         return part
 
     @classmethod
@@ -74,51 +86,41 @@ class MaskRequest:
         return self.made("sdpa")
 
     def padding(self, before: int, tokens: int, known: tuple[int, ...]) -> tuple[int, ...]:
-        """Masked positions of each sequence, with those of this forward: they are not stored. In the first forward
-        (`before` is 0) and in later ones they are in front of a sequence's new tokens.
+        """Masked positions of each sequence, with those of this forward: they are not stored. They are in front of a
+        sequence's new tokens, or `behind` them.
 
         before, tokens   positions of each sequence before this forward, and new ones
         known            masked positions so far; those of an empty cache are unknown: zeros, as many as sequences
 
-        Checked once per forward, but not in a step of one token on a GPU. Raises ValueError for masked positions behind
-        new tokens, and where others of the stored positions are masked than were padding, by their number.
+        Checked once per forward, but not in a step of one token on a GPU. Raises ValueError for masked positions
+        between new tokens, and where others of the stored positions are masked than were padding, by their number.
         """
         if self._padding is None:
-            self._padding = self._found(tokens, known) if before == 0 else self._confirmed(before, tokens, known)
+            self._padding = self._found(before, tokens, known)
         return self._padding
 
-    def _found(self, tokens: int, known: tuple[int, ...]) -> tuple[int, ...]:
-        mask = self.padding_mask
-        if mask is None:
-            return known
-        if mask.shape != (len(known), tokens):
-            raise ValueError(f"`attention_mask` must have shape {(len(known), tokens)}, got {tuple(mask.shape)}")
-        ends = (mask[:, :-1] > mask[:, 1:]).any(1)  # a real token before a masked one
-        *padding, bad = torch.cat([(~mask).sum(1), ends.sum().view(1)]).tolist()
-        if bad:
-            raise ValueError("`attention_mask` must be left padding only, got masked positions after real ones in "
-                             f"{bad} of {len(padding)} sequences: set `tokenizer.padding_side = \"left\"`")  # fmt: skip
-        return tuple(padding)
-
-    def _confirmed(self, before: int, tokens: int, known: tuple[int, ...]) -> tuple[int, ...]:
+    def _found(self, before: int, tokens: int, known: tuple[int, ...]) -> tuple[int, ...]:
         mask, after = self.padding_mask, before + tokens
         if mask is None:
             return known
         if mask.shape != (len(known), after):
             raise ValueError(f"`attention_mask` must cover the {before} stored positions and the {tokens} new ones, "
                              f"shape {(len(known), after)}, got {tuple(mask.shape)}")  # fmt: skip
-        if tokens == 1 and mask.device.type != "cpu" and all(pad < before for pad in known):
+        if before and tokens == 1 and mask.device.type != "cpu" and all(pad < before for pad in known):
             return known  # reading the mask would wait for the device in every step
-        masked, new = ~mask, mask[:, before:]
-        ends = (new[:, :-1] > new[:, 1:]).any(1)  # a real token before a masked one
-        stored, every, bad = torch.stack([masked[:, :before].sum(1), masked.sum(1), ends.long()]).tolist()
-        if tuple(stored) != known or any(bad):
-            raise ValueError(
-                f"`attention_mask` must mask as many stored positions of each sequence as were padding, {list(known)}, "
-                f"and new ones only in front of its new tokens, got {stored} and padding behind new tokens in "
-                f"{sum(bad)} of {len(bad)} sequences"
-            )
-        return tuple(every)
+        new = mask[:, before:]
+        runs = (new[:, 1:] & ~new[:, :-1]).sum(1) + new[:, 0]  # of real tokens, one after the other
+        behind = (~new).flip(1).long().cumprod(1).sum(1) * (runs > 0)
+        counts = (~mask[:, :before]).sum(1), (~mask).sum(1), behind, runs
+        stored, padding, ends, found = torch.stack(counts).tolist()
+        if broken := sum(n > 1 for n in found):
+            raise ValueError("`attention_mask` must mask positions in front of the new tokens of a sequence or behind "
+                             f"them, got masked ones between tokens in {broken} of {len(found)} sequences")  # fmt: skip
+        if before and tuple(stored) != known:
+            raise ValueError("`attention_mask` must mask as many stored positions of each sequence as were padding, "
+                             f"{list(known)}, got {stored}")  # fmt: skip
+        self.behind = tuple(ends) if any(ends) else ()
+        return tuple(padding)
 
 
 def request_mask(**arguments: Any) -> MaskRequest:
