@@ -51,11 +51,11 @@ def test_build_makes_the_file_that_the_library_makes(here, kind, monkeypatch, ca
     x = (rows(2000) * (20 if kind == "int8" else 1)).astype("float32" if kind == "fortran" else kind)
     np.save("vectors.npy", np.asfortranarray(x) if kind == "fortran" else x)
     monkeypatch.setattr(index_commands, "_ROWS", 700)
-    for flag in ([], ["--train"]):
+    for flag in ([], ["--train"], ["--refine", "int8"]):
         command = ["index", "build", "vectors.npy", "--bits", "2", "--metric", "l2", "--seed", "5", *flag, "-o", "x"]
         assert main(command) == 0
-        index = turboquant.Index(64, 2, "l2", seed=5)
-        if flag:
+        index = turboquant.Index(64, 2, "l2", seed=5, refine="int8" if "int8" in flag else None)
+        if flag == ["--train"]:
             index.train(x)
         index.add(x)
         index.save("y")
@@ -128,6 +128,18 @@ def test_info(here, capsys):
     assert f"{chosen['widths'].count(max(chosen['widths']))} of {max(chosen['widths'])}" in said
     for name, share in chosen["recall"].items():
         assert f"          {share:.4f}  {name}\n" in said
+
+
+def test_an_index_that_refines(here, capsys):
+    """It takes --factor, with --refine of the search or without."""
+    main(["index", "build", "vectors.npy", "--bits", "1", "--refine", "int8", "--out", "x"])
+    index, x, queries = turboquant.Index.load("x"), np.load("vectors.npy"), np.load("queries.npy")
+    capsys.readouterr()
+    for more, options in (([], {}), (["--factor", "40"], {"factor": 40}), (["--refine", "vectors.npy"], {"refine": x})):
+        main(["index", "search", "x", "queries.npy", "-k", "5", *more])
+        assert (found(capsys.readouterr().out, 7, 5)[0] == index.search(queries, 5, **options)[1]).all()
+    main(["index", "info", "x"])
+    assert "refine    int8, of what a search finds\n" in capsys.readouterr().out
 
 
 def test_info_says_that_there_is_no_bound(here, capsys):

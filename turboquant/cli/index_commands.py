@@ -76,7 +76,7 @@ def build(chosen: argparse.Namespace) -> int:
     if names is not None:
         check_names(names, chosen.vectors)
     _check_build(chosen, *x.shape)
-    index = Index(x.shape[1], chosen.bits, chosen.metric, chosen.seed, chosen.lists)
+    index = Index(x.shape[1], chosen.bits, chosen.metric, chosen.seed, chosen.lists, chosen.refine)
     fill(index, x, chosen.out, chosen.vectors, chosen.train or chosen.lists > 0, names)
     return 0
 
@@ -162,8 +162,8 @@ def search(chosen: argparse.Namespace) -> int:
 
 
 def _check_search(chosen: argparse.Namespace, index: Index, queries: Any, vectors: Any) -> None:
-    if chosen.factor is not None and vectors is None:
-        raise ValueError(f"--factor must be given with --refine only, got {chosen.factor}")
+    if chosen.factor is not None and vectors is None and index.refine is None:
+        raise ValueError(f"--factor must be given with --refine only: INDEX keeps no more bits, got {chosen.factor}")
     if chosen.probe is not None and not 1 <= chosen.probe <= index.lists:
         within = f"in 1..{index.lists}, the lists of INDEX" if index.lists else "left out: INDEX has no lists"
         raise ValueError(f"--probe must be {within}, got {chosen.probe}")
@@ -207,6 +207,7 @@ def info(chosen: argparse.Namespace) -> int:
         "bytes": f"{index.nbytes:,}, of which {index.fixed_nbytes:,} whatever the number of vectors{a_vector}",
         "bound": bound,
         **({"lists": f"{index.lists:,}"} if index.lists else {}),
+        **({"refine": f"{index.refine}, of what a search finds"} if index.refine else {}),
         **_training(index.training),
     }
     for name, text in rows.items():
@@ -278,6 +279,8 @@ def _add_build(actions: Any) -> None:
                      "the vectors, spread evenly; what does not help is not kept")  # fmt: skip
     one.add_argument("--lists", type=int, metavar="N", default=0, help="divide the vectors into N lists around centres "
                      "that are learnt first (needs faiss-cpu or scikit-learn), for search --probe")  # fmt: skip
+    one.add_argument("--refine", choices=("int8",), help="keep each vector in 8 bits a number too, by which search "
+                     "ranks what it finds")  # fmt: skip
     one.add_argument("--seed", type=int, metavar="N", default=0, help="of the random rotation (default 0)")
     one.set_defaults(run=build, command="index build")
 
@@ -295,8 +298,8 @@ def _add_search(actions: Any) -> None:
     one.add_argument("-k", type=int, metavar="N", default=10, help="vectors to find for each query (default 10)")
     one.add_argument("--refine", metavar="VECTORS", help="the .npy file that the index was built from: what is found "
                      "is sorted by exact scores")  # fmt: skip
-    one.add_argument("--factor", type=int, metavar="N", help="with --refine, how many times k vectors are scored "
-                     "exactly (default 10 at 1 bit, 3 at 2 bits, otherwise 2)")  # fmt: skip
+    one.add_argument("--factor", type=int, metavar="N", help="with --refine, or where INDEX was built with it, how "
+                     "many times k vectors are ranked (default 10 at 1 bit, 3 at 2 bits, otherwise 2)")  # fmt: skip
     one.add_argument("--probe", type=int, metavar="N", help="of an index with lists, how many of them each query reads "
                      "(default: all)")  # fmt: skip
     one.add_argument("--threads", type=int, metavar="N", default=0, help="at most (default: one a core)")
