@@ -100,6 +100,37 @@ def test_probed_lists_are_as_good_as_a_slow_scan_of_them(few_means, metric, isa)
         _core.set_isa(None)
 
 
+@pytest.mark.parametrize("isa", _core.isa_available())
+@pytest.mark.parametrize("metric", ["ip", "cosine"])
+def test_few_of_many_lists_are_found_as_if_all_had_their_values(monkeypatch, metric, isa):
+    """Where few lists are read, float32 rules most of them out. Many centres here are equal, or differ by less than
+    it can tell. A tail, even of removed rows, makes a search value all lists in float64."""
+
+    def means(x, n, *_):
+        noise = 2e-7 * np.random.default_rng(5).standard_normal((n, DIM)) * (np.arange(n) % 3 > 0)[:, None]
+        return (np.repeat(x[: n // 10], 10, axis=0) * (1 + noise)).astype(np.float32)
+
+    monkeypatch.setattr(lists, "_clustered", means)
+    _core.set_isa(isa)
+    try:
+        index = turboquant.Index(DIM, 2, metric, lists=170)
+        index.train(rows(0, 1200))
+        index.add(np.repeat(index._contents.transform.lists.directions, 9, axis=0) + rows(1, 1530) / 10)
+        index.compact()
+        queries = rows(4, 75)
+        found = [index.search(queries, 20, probe=probe, sigmas=np.inf) for probe in (1, 3, 5)]
+        for probe, own in zip((1, 3, 5), found, strict=True):
+            assert same(own, index.search(queries, 20, probe=probe, threads=3, sigmas=np.inf))
+            for i in range(3):
+                assert same(index.search(queries[i], 20, probe=probe, sigmas=np.inf), (own[0][i], own[1][i]))
+        index.add(rows(2, 1), ids=[9999])
+        index.remove([9999])
+        for probe, own in zip((1, 3, 5), found, strict=True):
+            assert same(own, index.search(queries, 20, probe=probe, sigmas=np.inf))
+    finally:
+        _core.set_isa(None)
+
+
 def test_levels_give_the_same_bits(few_means):
     found = []
     for isa in _core.isa_available():

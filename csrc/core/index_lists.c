@@ -1,5 +1,6 @@
 /* The lists of an index: which list a vector belongs to, and which ones a query reads. turboquant_index.h has the rules. */
 #include "index_internal.h"
+#include <math.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 
@@ -10,6 +11,41 @@ void tq_index_list_values(const tq_index_use *use, const float *x, int32_t rows,
     for (int64_t i = 0; i < use->list_stride; i += TQ_INDEX_CENTRES)
         use->scan->values(space->directions + i / TQ_INDEX_CENTRES * tile, space->dim, x, rows, use->padded,
                           space->metric == TQ_INDEX_L2, values + i, use->list_stride);
+}
+
+/** The value of one list that is not of l2, as tq_index_list_values has it. */
+static double value_of(const tq_index_space *space, const float *x, int32_t list)
+{
+    const float *own = space->directions + (int64_t)(list / TQ_INDEX_CENTRES) * space->dim * TQ_INDEX_CENTRES;
+    double sum = 0;
+    own += list % TQ_INDEX_CENTRES;
+    for (int32_t j = 0; j < space->dim; j++) sum += (double)own[TQ_INDEX_CENTRES * j] * (double)x[j];
+    return sum;
+}
+
+/** Takes the n best lists by rough values, and looks again at all whose rough values do not rule them out. */
+static int32_t best_by_rough(const tq_index_use *use, const float *x, double *values, const uint8_t *skipped, int32_t n,
+                             int32_t *lists)
+{
+    const tq_index_space *space = use->space;
+    double squares = 0;
+    int32_t count = tq_index_best_lists(values, skipped, space->n_lists, n, lists);
+    if (!count) return 0;
+    for (int32_t j = 0; j < space->dim; j++) squares += (double)x[j] * x[j];
+    double wrong = (space->dim + 2) * 0x1p-24 * 1.001 * sqrt(squares) + 1e-30; /* |c| is 1, to rounding */
+    double least = values[lists[count - 1]] - 2 * wrong;
+    for (int32_t list = 0; list < space->n_lists; list++)
+        values[list] = values[list] >= least && !(skipped && skipped[list]) ? value_of(space, x, list) : -INFINITY;
+    return tq_index_best_lists(values, skipped, space->n_lists, n, lists);
+}
+
+void tq_index_near_lists(const tq_index_use *use, const float *x, int32_t rows, const uint8_t *skipped, int32_t n,
+                         double *values, int32_t *lists)
+{
+    use->scan->rough_values(use->space->directions, (int32_t)(use->list_stride / TQ_INDEX_CENTRES), use->space->dim, x,
+                            rows, use->padded, values, use->list_stride);
+    for (int32_t r = 0; r < rows; r++, values += use->list_stride, lists += n)
+        best_by_rough(use, x + (int64_t)r * use->padded, values, skipped, n, lists);
 }
 
 void tq_index_centre_on_list(const tq_index_use *use, const float *x, int32_t list, float *centred, double *offset,

@@ -28,6 +28,7 @@ typedef struct {
     int64_t *first_task;   /* [n_segments + 1]: how many tasks come before each segment */
     double *values, *most; /* with lists: what each adds to scores [n, list_stride], and the largest of them [n] */
     int32_t probe;         /* lists that are taken for each query */
+    int near;              /* whether only the lists that a query reads have values, and `most` has none */
     int32_t *probes;       /* [n, probe], the best first; NULL: all queries read all segments */
     uint8_t *skipped;      /* [n_lists]: lists without allowed rows */
     int64_t *segment_of;   /* [n_lists]: the first segment whose rows are all of the list */

@@ -8,6 +8,7 @@
 enum {
     RARE = 50,                 /* if at most 1 row in 50 is allowed, all are scored */
     TOGETHER = 64,             /* queries that are rotated together */
+    NEAR = 32,                 /* if at most 1 list in 32 is read, finding them roughly first takes less time */
     CANDIDATE_BYTES = 1 << 20, /* for candidates at first; pools that need more allocate */
     LEAST_ROOM = 16,           /* candidates of a pool at first */
     MOST_ROOM = 1024,
@@ -45,6 +46,16 @@ static void finish_query(void *context, int64_t q, int32_t worker)
 static void value_lists(const tq_index_job *job, const float *x, int64_t first, int32_t rows)
 {
     const tq_index_use *use = &job->use;
+    if (job->near) {
+        tq_index_near_lists(use, x, rows, job->skipped, job->probe, job->values + first * use->list_stride,
+                            job->probes + first * job->probe);
+        for (int64_t q = first; q < first + rows; q++)
+            for (int32_t i = 0; i < job->probe; i++) {
+                int32_t list = job->probes[q * job->probe + i];
+                job->values[q * use->list_stride + list] *= use->space->lengths[list];
+            }
+        return;
+    }
     tq_index_list_values(use, x, rows, job->values + first * use->list_stride);
     for (int64_t q = first; q < first + rows; q++) {
         double *values = job->values + q * use->list_stride, most = -INFINITY;
@@ -188,13 +199,14 @@ static int64_t count_allowed(const tq_index_rows *rows)
 static void look_at_rows(tq_index_job *job)
 {
     int32_t n_lists = job->use.space->n_lists, there = 0;
-    int64_t all = 0, allowed = 0;
+    int64_t all = 0, allowed = 0, tails = 0;
     if (n_lists) memset(job->skipped, 1, (size_t)n_lists);
     for (int64_t s = job->n_segments; s-- > 0;) {
         const tq_index_rows *rows = job->rows + s;
         int64_t own = count_allowed(rows);
         all += rows->n;
         allowed += own;
+        tails += rows->lists != NULL;
         if (!n_lists || rows->lists || !own) continue;
         there += job->skipped[rows->list];
         job->skipped[rows->list] = 0;
@@ -203,6 +215,7 @@ static void look_at_rows(tq_index_job *job)
     job->rare = allowed <= all / RARE;
     if (job->probe > there) job->probe = there;
     if (job->rare || !job->probe) job->probes = NULL;
+    job->near = job->probes && !tails && job->use.space->metric != TQ_INDEX_L2 && NEAR * job->probe <= n_lists;
     if (job->rare) job->tables = NULL;
 }
 

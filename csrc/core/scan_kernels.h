@@ -42,6 +42,10 @@ typedef struct {
      *  centres [n, 16] -> values [rows, 16], which begin `values_stride` apart. l2: whether |c|^2 / 2 is taken off. */
     void (*values)(const float *centres, int32_t n, const float *x, int32_t rows, int64_t stride, int l2,
                    double *values, int64_t values_stride);
+    /** The same in float32, for centres [tiles, n, 16] and without `l2`: each value is wrong by at most
+     *  (n + 2) 2^-24 |x| |c|, and not the same on all units. */
+    void (*rough_values)(const float *centres, int32_t tiles, int32_t n, const float *x, int32_t rows, int64_t stride,
+                         double *values, int64_t values_stride);
     /** z [32 groups], 0 behind the last channel -> its codes, a byte each (0 in groups without bits), and its scale. */
     float (*encode)(const tq_scan_layout *layout, const float *z, uint8_t *codes);
     /** One row and its own leading bits [planes] -> its levels, int16 [32 groups], any behind the last channel. */

@@ -55,14 +55,20 @@ static int has_rows(PyArrayObject *array)
     return 1;
 }
 
+static PyArrayObject *raise_no_array(const char *op, const char *name, int type, PyObject *got)
+{
+    char wants[64];
+    PyOS_snprintf(wants, sizeof wants, "an array of %s", type_name(type));
+    return (PyArrayObject *)raise_type(op, name, wants, got);
+}
+
 PyArrayObject *read_array(const char *op, const char *name, PyObject *object, int type, int flags, int ndim,
                           const npy_intp *dims)
 {
-    char want_shape[160], got_shape[160], wants[64];
-    PyOS_snprintf(wants, sizeof wants, "an array of %s", type_name(type));
-    if (!PyArray_Check(object)) return (PyArrayObject *)raise_type(op, name, wants, object);
+    char want_shape[160], got_shape[160];
+    if (!PyArray_Check(object)) return raise_no_array(op, name, type, object);
     PyArrayObject *array = (PyArrayObject *)object;
-    if (!is_type(array, type)) return (PyArrayObject *)raise_type(op, name, wants, (PyObject *)PyArray_DESCR(array));
+    if (!is_type(array, type)) return raise_no_array(op, name, type, (PyObject *)PyArray_DESCR(array));
     if (!same_shape(array, ndim, dims)) {
         print_shape(want_shape, sizeof want_shape, dims, ndim);
         print_shape(got_shape, sizeof got_shape, PyArray_DIMS(array), PyArray_NDIM(array));
