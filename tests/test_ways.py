@@ -1,5 +1,5 @@
 """Ways of running a model that no other test goes: a patched model whose window holds everything gives what it gives
-without a patch. Those of generation are in test_generate.py, adapters in test_wrappers.py, offloading in test_placement.py.
+without a patch. Generation is in test_generate.py, adapters in test_wrappers.py, offloading in test_placement.py.
 """
 
 from __future__ import annotations
