@@ -562,6 +562,7 @@ def samples(rng: np.random.Generator, device: str) -> dict[str, Sample]:
             (KEYS_ONLY.words, narrow, table.new_zeros(1, 1), counts[1:], 20),
             {},
         ),
+        "recode": (tq.recode.default, (PLAN.words, pages, ref.plan(64, 3, 2).words), {}),
         "merge": (tq.merge.default, (k, k[..., 0]), {}),
         "merge, half": (tq.merge.default, (k.half().transpose(0, 2), k[..., 0].transpose(0, 2)), {}),
     }
@@ -663,7 +664,7 @@ def test_inference_mode(device: str, rng: np.random.Generator) -> None:
 def test_documented() -> None:
     """Every operator says what it does and explains each of its arguments."""
     found = [name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if "turboquant::" in name]
-    assert len(found) == 12 and "attend.out" in found
+    assert len(found) == 13 and "attend.out" in found
     for overloaded in found:
         name, _, overload = overloaded.partition(".")
         text = getattr(tq, name).__doc__

@@ -109,6 +109,11 @@ def _decoded(a: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return _empty(pages, k, dtype), _empty(pages, v, dtype)
 
 
+def _recoded(a: dict[str, Any]) -> Tensor:
+    pages = a["pages"]
+    return _empty(pages, (*pages.shape[:2], _core.plan_info(a["target"])["record_bytes"]))
+
+
 # What each operator returns, from its arguments by name.
 _RESULTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "rotate": lambda a: _empty(a["x"]),
@@ -119,6 +124,7 @@ _RESULTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "append_attend": lambda a: _empty(a["q"]),
     "quantize": _pages,
     "dequantize": _decoded,
+    "recode": _recoded,
     "merge": lambda a: (_empty(a["outs"], a["outs"].shape[1:]), _empty(a["lses"], a["outs"].shape[1:-1])),
 }
 

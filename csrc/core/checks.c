@@ -442,6 +442,56 @@ tq_status tq_check_dequantize(const tq_plan *plan, const tq_layer *l, int32_t ma
     return check_pointers(pointers, LENGTH(pointers), error);
 }
 
+/* ---- recode ---- */
+
+static const char a_target[] = "like the plan of the pages in all but bits and tries";
+
+static tq_status check_fewer_bits(const tq_side *from, const tq_side *to, int32_t groups, tq_error *error)
+{
+    for (int32_t g = 0; g < groups; g++) {
+        int32_t a = from->bits[g], b = to->bits[g];
+        if (b > a || (a && !b))
+            return tq_fail(error, TQ_E_VALUE, "target", g, b, "1 to as many bits as the plan of the pages has");
+        if (a > TQ_MAX_BITS) return tq_fail(error, TQ_E_VALUE, "plan", g, a, "at most 6 bits a group");
+    }
+    return TQ_OK;
+}
+
+tq_status tq_check_recode(const tq_plan *plan, const tq_plan *target, const uint8_t *pages, int64_t n_pages,
+                          int32_t kv_heads, const uint8_t *out, tq_error *error)
+{
+    TQ_TRY(tq_plan_check(plan, error));
+    TQ_TRY(tq_plan_check(target, error));
+    if (plan->head_dim > TQ_MAX_HEAD_DIM)
+        return tq_fail(error, TQ_E_VALUE, "plan", -1, plan->head_dim, "of at most 512 channels");
+    if (!plan->is_plain || plan->group_channels != TQ_TILE || plan->scale != TQ_SCALE_EDEN)
+        return tq_fail(error, TQ_E_VALUE, "plan", -1, plan->scale,
+                       "plain, with groups of 32 channels and EDEN scales (got: its scale)");
+    const int32_t ours[] = {plan->head_dim, plan->page_tokens, plan->group_channels, plan->codebook, plan->scale,
+                            plan->rotation, plan->wave_pairs,  plan->metric,         plan->is_plain},
+                  theirs[] = {target->head_dim,   target->page_tokens, target->group_channels,
+                              target->codebook,   target->scale,       target->rotation,
+                              target->wave_pairs, target->metric,      target->is_plain};
+    for (size_t i = 0; i < LENGTH(ours); i++)
+        if (ours[i] != theirs[i]) return tq_fail(error, TQ_E_VALUE, "target", -1, theirs[i], a_target);
+    if (plan->seed != target->seed) return tq_fail(error, TQ_E_VALUE, "target", -1, (double)target->seed, a_target);
+    TQ_TRY(check_fewer_bits(&plan->key, &target->key, plan->groups, error));
+    TQ_TRY(check_fewer_bits(&plan->value, &target->value, plan->groups, error));
+    const size sizes[] = {{"n_pages", n_pages}, {"kv_heads", kv_heads}};
+    TQ_TRY(check_sizes(sizes, LENGTH(sizes), error));
+    int64_t records, bytes, smaller;
+    TQ_TRY(tq_product(n_pages, kv_heads, &records, "n_pages", error));
+    TQ_TRY(tq_product(records, plan->record_bytes, &bytes, "n_pages", error));
+    TQ_TRY(tq_product(records, target->record_bytes, &smaller, "n_pages", error));
+    TQ_TRY(check_pages(pages, n_pages, kv_heads, error));
+    if (records) TQ_NEED(error, {"out", out, 0});
+    if ((uintptr_t)out % 64)
+        return tq_fail(error, TQ_E_VALUE, "out", -1, (double)((uintptr_t)out % 64),
+                       "64-byte aligned (got: bytes behind)");
+    if (tq_overlap(out, smaller, pages, bytes)) return tq_fail(error, TQ_E_VALUE, "out", -1, 0, "apart from pages");
+    return TQ_OK;
+}
+
 /* ---- merge ---- */
 
 tq_status tq_check_merge(const float *outs, const float *lses, int32_t parts, int64_t rows, int32_t head_dim,

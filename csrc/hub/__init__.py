@@ -18,6 +18,7 @@ from ._core import (
     dequantize,
     merge,
     quantize,
+    recode,
     rotate,
     schedule,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "dequantize",
     "merge",
     "quantize",
+    "recode",
     "rotate",
     "schedule",
 ]

@@ -459,6 +459,23 @@ TQ_API tq_status tq_merge(const float *outs, const float *lses, int32_t parts, i
 TQ_API tq_status tq_dequantize(const tq_plan *plan, const tq_layer *layer, int32_t max_tokens, float *k, float *v,
                                tq_error *error);
 
+/** Recodes pages to fewer bits, without the vectors: pages of `plan` -> out, pages of `target`, both [n_pages, kv_heads,
+ *  record_bytes] dense. A code of b bits becomes one of b' bits whose cell is 2^(b - b') cells of the old codebook: ranks
+ *  are divided by that. The new scale makes the recoded row unbiased for the old one, as EDEN's does for the vector:
+ *  s' = s <y,y> / <y,y'>,
+ *  with y the old levels and y' the new ones (docs/rounding.md, "Recoding"). Centre, rotation,
+ *  wave and metric stay those of the vectors.
+ *  Plans     Plain, with groups of 32 channels and EDEN scales, alike but for widths and tries. A group of `target` has 1..6
+ *            bits, no more than that of `plan`, or 0 where that has 0. Steps count as 1, whatever calls pass:
+ *            with other steps the scale is not the best.
+ *  Errors:   TQ_E_VALUE for another target (`target`, its argument; index: the group), a size, an alignment, an overlap
+ *            of pages and out.
+ *  Cost:     reads every byte once; no allocation. Same bytes on every ISA and on CUDA. Tokens with scale 0 and padding
+ *            get code 0.
+ *  threads   the most to use; 0: tq_num_threads() */
+TQ_API tq_status tq_recode(const tq_plan *plan, const tq_plan *target, const uint8_t *pages, int64_t n_pages,
+                           int32_t kv_heads, uint8_t *out, int32_t threads, tq_error *error);
+
 /** Inner products <q, x> with packed vectors, never decoded: queries [n_queries, head_dim] float32 dense, one KV head,
  *  page i of pages [ceil(n / page_tokens), 1, record_bytes] holding vectors page_tokens * i ..; out [n_queries, n]
  *  float32 dense. Vectors have no position: a plan with a wave is refused.

@@ -34,6 +34,9 @@ TQ_API tq_status tq_check_dequantize_sizes(const tq_plan *plan, const tq_layer *
 TQ_API tq_status tq_check_dequantize(const tq_plan *plan, const tq_layer *layer, int32_t max_tokens, const float *k,
                                      const float *v, tq_error *error);
 
+TQ_API tq_status tq_check_recode(const tq_plan *plan, const tq_plan *target, const uint8_t *pages, int64_t n_pages,
+                                 int32_t kv_heads, const uint8_t *out, tq_error *error);
+
 TQ_API tq_status tq_check_merge(const float *outs, const float *lses, int32_t parts, int64_t rows, int32_t head_dim,
                                 const float *out, const float *lse, tq_error *error);
 

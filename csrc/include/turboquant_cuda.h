@@ -137,6 +137,10 @@ TQ_API tq_status tq_cuda_dequantize(const tq_plan *plan, const tq_layer *layer, 
                                     void *k, void *v, void *workspace, size_t workspace_bytes, void *stream,
                                     tq_error *error);
 
+/** tq_recode on the device: the same bytes. */
+TQ_API tq_status tq_cuda_recode(const tq_plan *plan, const tq_plan *target, const uint8_t *pages, int64_t n_pages,
+                                int32_t kv_heads, uint8_t *out, void *stream, tq_error *error);
+
 /** tq_merge on the device. */
 TQ_API tq_status tq_cuda_merge(const float *outs, const float *lses, int32_t parts, int64_t rows, int32_t head_dim,
                                float *out, float *lse, void *stream, tq_error *error);

@@ -218,6 +218,24 @@ static void unpack_scalar(int32_t bits, const uint32_t *words, uint8_t *codes)
             codes[tile_index(lane, i / 8, i % 8)] = unpack_code(bits, words + lane, i / 8, i % 8);
 }
 
+static void recode_scalar(const tq_recoding *recoding, int is_key, const uint8_t *live, int32_t n,
+                          const uint32_t *words, uint32_t *out, uint32_t *sums)
+{
+    uint8_t codes[TQ_TILE_CODES];
+    memset(sums, 0, sizeof(uint32_t) * 2 * TQ_TILE);
+    for (int32_t k = 0; k < n; k++) {
+        unpack_scalar(recoding->from, words + TQ_TILE * recoding->from * k, codes);
+        for (int32_t i = 0; i < TQ_TILE_CODES; i++) {
+            int32_t token = is_key ? i / TQ_TILE : i % TQ_TILE, code = codes[i], is_live = !live || live[i];
+            codes[i] = is_live ? recoding->code[code] : 0;
+            if (!is_live) continue;
+            sums[token] += (uint32_t)(recoding->before[code] * recoding->before[code]);
+            sums[TQ_TILE + token] += (uint32_t)(recoding->before[code] * recoding->after[code]);
+        }
+        pack_scalar(recoding->to, codes, out + TQ_TILE * recoding->to * k);
+    }
+}
+
 /* ---- attention ---- An operand is the row itself. */
 
 static size_t operand_bytes_scalar(int32_t columns) { return (size_t)(columns * 4 + 63) / 64 * 64; }
@@ -301,6 +319,7 @@ const tq_kernels tq_kernels_scalar = {
     .encode = encode_scalar,
     .pack = pack_scalar,
     .unpack = unpack_scalar,
+    .recode = recode_scalar,
     .operand_bytes = operand_bytes_scalar,
     .prepare = prepare_scalar,
     .multiply = multiply_scalar,

@@ -4,6 +4,7 @@
 #define TQ_KERNELS_TABLE_H
 #include "codes.h"
 #include "product.h"
+#include "recode.h"
 #include "softmax.h"
 #include "wave.h"
 
@@ -15,6 +16,7 @@
         .encode = encode_vector,                                                                                       \
         .pack = pack_vector,                                                                                           \
         .unpack = unpack_vector,                                                                                       \
+        .recode = recode_vector,                                                                                       \
         .operand_bytes = operand_bytes_vector,                                                                         \
         .prepare = prepare_vector,                                                                                     \
         .multiply = multiply_vector,                                                                                   \

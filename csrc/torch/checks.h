@@ -183,6 +183,17 @@ public:
         check(status);
     }
 
+    /** A second plan of the call, its argument `target`. */
+    std::shared_ptr<const tq_plan> other_plan(const Words &words) const
+    {
+        tq_status status = TQ_OK;
+        auto plan = KnownPlans::of_process().find(words, &status, &error);
+        if (!plan)
+            refuse("target", "the words of a turboquant.Plan",
+                   std::string("none: ") + error.argument + " must be " + error.wants);
+        return plan;
+    }
+
     /** For an operator without a plan. */
     Call(const char *op_name, const Tensor &like, const char *name)
         : op(op_name), like_name_(name), differentiates_(autograd_is_active())

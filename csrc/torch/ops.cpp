@@ -44,6 +44,8 @@ struct Backend {
     tq_status (*dequantize_workspace_bytes)(const tq_plan *, int32_t kv_heads, tq_dtype, size_t *bytes, tq_error *);
     tq_status (*dequantize)(void *stream, const tq_plan *, const tq_layer *, int32_t max_tokens, tq_dtype, void *k,
                             void *v, void *workspace, size_t bytes, tq_error *);
+    tq_status (*recode)(void *stream, const tq_plan *, const tq_plan *target, const uint8_t *pages, int64_t n_pages,
+                        int32_t kv_heads, uint8_t *out, int32_t threads, tq_error *);
     tq_status (*merge)(void *stream, const float *outs, const float *lses, int32_t parts, int64_t rows,
                        int32_t head_dim, float *out, float *lse, tq_error *);
 };
@@ -99,6 +101,7 @@ const Backend cpu = {
     [](void *, auto plan, auto layer, int32_t max_tokens, tq_dtype, void *k, void *v, void *, size_t, auto error) {
         return tq_dequantize(plan, layer, max_tokens, static_cast<float *>(k), static_cast<float *>(v), error);
     },
+    on_cpu<tq_recode>,
     on_cpu<tq_merge>,
 };
 
@@ -138,6 +141,8 @@ const Backend cuda = {
     true,
     tq_cuda_dequantize_workspace_bytes,
     on_stream<tq_cuda_dequantize>,
+    [](void *stream, auto plan, auto target, auto pages, int64_t n_pages, int32_t kv_heads, auto out, int32_t,
+       auto error) { return tq_cuda_recode(plan, target, pages, n_pages, kv_heads, out, stream, error); },
     on_stream<tq_cuda_merge>,
 };
 #endif
@@ -557,6 +562,22 @@ std::tuple<Tensor, Tensor> dequantize(const Words &words, const Tensor &pages, c
     return {converted(call, k, wanted), converted(call, v, wanted)};
 }
 
+Tensor recode(const Words &words, const Tensor &pages, const Words &target)
+{
+    Call call("recode", words, pages, "pages");
+    std::shared_ptr<const tq_plan> fewer = call.other_plan(target);
+    call.tensor("pages", pages, aoti_torch_dtype_uint8(), {ANY, ANY, call.plan().record_bytes}, Strides::DENSE);
+    int64_t n_pages = pages.size(0);
+    int32_t kv_heads = call.length("pages", pages, 1);
+    call.check(tq_check_recode(&call.plan(), fewer.get(), nullptr, 0, 0, nullptr, &call.error));
+
+    Launch launch(call);
+    Tensor out = call.allocate({n_pages, kv_heads, fewer->record_bytes}, aoti_torch_dtype_uint8());
+    call.check(launch->recode(launch.stream, &call.plan(), fewer.get(), data_as<uint8_t>(pages), n_pages, kv_heads,
+                              static_cast<uint8_t *>(out.mutable_data_ptr()), call.threads(), &call.error));
+    return out;
+}
+
 std::tuple<Tensor, Tensor> merge(const Tensor &outs, const Tensor &lses)
 {
     Call call("merge", outs, "outs");
@@ -599,6 +620,7 @@ void implement(torch::stable::detail::StableLibrary &m)
     m.impl("append_attend", TORCH_BOX(&append_attend));
     m.impl("quantize", TORCH_BOX(&quantize));
     m.impl("dequantize", TORCH_BOX(&dequantize));
+    m.impl("recode", TORCH_BOX(&recode));
     m.impl("merge", TORCH_BOX(&merge));
 }
 } // namespace
@@ -710,6 +732,7 @@ OPERATORS(TQ_OPERATORS, m)
     m.def("dequantize(int[] plan, Tensor pages, Tensor block_table, Tensor lengths, SymInt max_tokens, "
           "*, " TRANSFORMS_SCHEMA ", int sinks=0, ScalarType? dtype=None, Tensor? position_offset=None) "
           "-> (Tensor k, Tensor v)");
+    m.def("recode(int[] plan, Tensor pages, int[] target) -> Tensor");
     m.def("merge(Tensor outs, Tensor lses) -> (Tensor out, Tensor lse)");
 }
 

@@ -595,6 +595,9 @@ static void check_others_refused(void)
         change;                                                                                                        \
         CHECK(refused(tq_dequantize(&plan, &layer, 1, matrix, NULL, &e), TQ_E_VALUE, &e, argument_));                  \
     } while (0)
+    CHECK(tq_recode(&plan, &plan, bytes, 1, 1, bytes, 1, NULL) == TQ_E_VALUE);
+    CHECK(refused(tq_recode(&plan, &plan, bytes, 1, 1, bytes, 1, &e), TQ_E_VALUE, &e, "out"));
+    CHECK(refused(tq_recode(&plan, NULL, bytes, 1, 1, NULL, 1, &e), TQ_E_VALUE, &e, "plan"));
     CHECK(tq_dequantize(&plan, &good, 1, matrix, NULL, &e) == TQ_OK);
     CHECK(refused(tq_dequantize(&plan, &good, 1, NULL, NULL, &e), TQ_E_VALUE, &e, "k"));
     CHECK(refused(tq_dequantize(&plan, NULL, 1, matrix, NULL, &e), TQ_E_VALUE, &e, "layer"));
