@@ -60,8 +60,8 @@ The presets as they are today. Float32 on a CPU, `python benchmarks/quality.py -
 the windows from above, or with `--only` those that are named, and then of Gemma every fourth token. With all packed but
 4 tokens widths are uniform, and 2 bits have no search. The last column is the figure above, of all windows. Windows
 differ by a factor of up to 1.7, so compare it with care where a row has few. On Gemma the mean
-of `default` has not fallen: half of it is what follows one token that is rare in plain text. On source code, French and Chinese
-it has fallen by a third
+of `default` has not fallen: half of it is what follows one token that is rare in plain text. On source code, French and
+Chinese it has fallen by a third
 ([quality.md](quality.md#two-specs-on-the-same-tokens)).
 """
 BYTES = """
