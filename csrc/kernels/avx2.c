@@ -15,20 +15,6 @@
 
 #define PARTS 4
 #define LOW_PLANES 1
-#define SUM_REGISTERS 8
-
-typedef struct {
-    __m256i part[PARTS];
-} parts;
-
-/** Even and odd bytes of both vectors as 16-bit numbers. */
-TQ_INLINE parts levels(int bits, int by_lane, const tile_words *words, int m, const tables *t)
-{
-    bytes_u8x32 l = levels_u8x32(bits, by_lane, words, m, t);
-    const __m256i mask = _mm256_set1_epi16(255);
-    return (parts){{_mm256_and_si256(l.even, mask), _mm256_srli_epi16(l.even, 8), _mm256_and_si256(l.odd, mask),
-                    _mm256_srli_epi16(l.odd, 8)}};
-}
 
 static inline __m256i multiply_add(__m256i sum, __m256i level_s16x16, __m256i x_s16x16)
 {

@@ -14,17 +14,6 @@
 
 #define PARTS 2
 #define LOW_PLANES 2
-#define SUM_REGISTERS 8
-
-typedef struct {
-    __m256i part[PARTS];
-} parts;
-
-TQ_INLINE parts levels(int bits, int by_lane, const tile_words *words, int m, const tables *t)
-{
-    bytes_u8x32 l = levels_u8x32(bits, by_lane, words, m, t);
-    return (parts){{l.even, l.odd}};
-}
 
 static inline __m256i multiply_add(__m256i sum, __m256i level_u8x32, __m256i x_s8x32)
 {

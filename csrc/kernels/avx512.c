@@ -16,19 +16,6 @@
 #define PARTS 4
 #define LOW_PLANES 1
 
-typedef struct {
-    __m512i part[PARTS];
-} parts;
-
-/** Even and odd bytes of both vectors as 16-bit numbers. */
-TQ_INLINE parts levels(int bits, int by_lane, const tile_words *words, int m, const tables *t)
-{
-    bytes_u8x64 l = levels_u8x64(bits, by_lane, words, m, t);
-    const __m512i mask = _mm512_set1_epi16(255);
-    return (parts){{_mm512_and_si512(l.even, mask), _mm512_srli_epi16(l.even, 8), _mm512_and_si512(l.odd, mask),
-                    _mm512_srli_epi16(l.odd, 8)}};
-}
-
 static inline __m512i multiply_add(__m512i sum, __m512i level_s16x32, __m512i x_s16x32)
 {
     sum = _mm512_add_epi32(sum, _mm512_madd_epi16(level_s16x32, x_s16x32));

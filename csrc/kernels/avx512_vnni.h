@@ -19,16 +19,6 @@
 #define PARTS 2
 #define LOW_PLANES 2
 
-typedef struct {
-    __m512i part[PARTS];
-} parts;
-
-TQ_INLINE parts levels(int bits, int by_lane, const tile_words *words, int m, const tables *t)
-{
-    bytes_u8x64 l = levels_u8x64(bits, by_lane, words, m, t);
-    return (parts){{l.even, l.odd}};
-}
-
 static inline __m512i multiply_add(__m512i sum, __m512i level_u8x64, __m512i x_s8x64)
 {
     return _mm512_dpbusd_epi32(sum, level_u8x64, x_s8x64);

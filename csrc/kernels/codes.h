@@ -2,7 +2,8 @@
  * bits.
  * A unit defines before it includes this file:
  *   tq_swap(x, h)        lane i becomes lane i ^ h, h a constant power of two below TQ_LANES
- *   tq_pick(table, m)    table[m] per lane, float table[16], m in 0..15 */
+ *   tq_pick(table, m)    table[m] per lane, float table[16], m in 0..15
+ *   tq_load_halves(x)    TQ_LANES numbers of float16 as float32 */
 #ifndef TQ_KERNELS_CODES_H
 #define TQ_KERNELS_CODES_H
 #include "vector.h"
@@ -455,7 +456,20 @@ static void unpack_vector(int32_t bits, const uint32_t *words, uint8_t *codes)
     }
 }
 
-/* ---- exact tokens ---- n is a multiple of 8. */
+/* ---- exact tokens ---- */
+
+/** n numbers of a dtype to float32. */
+static void load_vector(int32_t dtype, const void *x, float *y, int64_t n)
+{
+    const uint16_t *u = x;
+    int64_t i = 0;
+    if (dtype == TQ_F32) memcpy(y, x, sizeof(float) * (size_t)n);
+    for (; i + TQ_LANES <= n && dtype == TQ_F16; i += TQ_LANES) tq_store_floats(y + i, tq_load_halves(u + i));
+    for (; i < n && dtype == TQ_F16; i++) y[i] = tq_f32_from_f16(u[i]);
+    for (; i < n && dtype == TQ_BF16; i++) y[i] = tq_f32_from_bf16(u[i]);
+}
+
+/* In these, n is a multiple of 8. */
 
 static float dot_vector(const float *x, const float *y, int32_t n)
 {

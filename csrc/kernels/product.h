@@ -23,29 +23,24 @@
  * The sums are padded to 64 bytes. x = scale * (low + UPPER_UNIT * upper), low = plane 0 + 256 * plane 1; the upper
  * plane is there only in precise operands.
  *
- * A unit defines before it includes this file:
- *   vec, VEC_BYTES                  its register
+ * A unit defines before it includes this file, with what levels.h needs:
+ *   vec, byte_pair                  its register, and two: even and odd
  *   PARTS, LOW_PLANES               2 and 2 (bytes) or 4 and 1 (16 bits)
  *   SUM_REGISTERS                   registers for sums, 8 or 16
  *   LEVEL_OFFSET                    128 if looked-up levels come as level + 128, else 0
- *   SHIFT_2, SHIFT_1                0, 2 ..: 2- and 1-bit codes of row r come as code << SHIFT[r]
- *   vec_zero, vec_add, vec_times_256, multiply_add, vec_broadcast_u32x4 (16 bytes), vec_broadcast_u32 (4 bytes)
- *   vec_broadcast_u32_twice(a, b)   4 bytes of a, a, of b, b in each 16-byte lane
- *   vec_transpose(v)                4 x 4 words in each 16-byte lane: word t of v[r] becomes word r of v[t]
- *   tile_words, load_words(bits, by_lane, at)      the words of one vector, ready for the look-up
- *   tables, tables_of(book)                        a codebook in registers
- *   parts, levels(bits, by_lane, words, m, tables) levels of lane t = m, word r being row r; or of row r = m, word t
- *                                   being lane t
+ *   ROW_3_SHIFT                     2-bit codes of row r come as code << 0, 2, 4, ROW_3_SHIFT; 1-bit codes as code << r
+ *   multiply_add, vec_broadcast_u32x4 (16 bytes)
+ *   vec_two_of_each(a, b)           words a, a, b, b in each 16-byte lane, of vectors that repeat one word
  *   UNIT_STORES_PLANES              if it has its own store_planes, below
  *   UNIT_MANY_ROWS                  from this many operands on, whole tiles use the unit's own product,
  *                                   multiply_many */
 #ifndef TQ_KERNELS_PRODUCT_H
 #define TQ_KERNELS_PRODUCT_H
-#include "vector.h"
+#include "levels.h"
 #include <math.h>
 
-#define VEC_GS (VEC_BYTES / 16) /* rows of a vector */
-#define MAX_ROWS 4              /* operands that share a look-up */
+#define VEC_GS (TQ_LANES / 4) /* rows of a vector */
+#define MAX_ROWS 4            /* operands that share a look-up */
 #define UPPER_UNIT (LOW_PLANES == 2 ? 65536.0f : 256.0f)
 #define PLANES(precise) (LOW_PLANES + ((precise) ? 1 : 0))
 #define LIMIT(precise) ((precise) ? 4177920.0f : 32639.0f) /* 127.5 * 2^15, and the largest of two balanced bytes */
@@ -232,12 +227,9 @@ TQ_INLINE product_end end_of(int bits, tq_halves halves, const product_run *run,
 /** Sums of codes times operand to levels times operand. */
 TQ_INLINE tq_floats level_sums(int bits, vec sums, tq_ints offset)
 {
-    static const int32_t shifts[2][16] = {{SHIFT_1, SHIFT_1, SHIFT_1, SHIFT_1}, {SHIFT_2, SHIFT_2, SHIFT_2, SHIFT_2}};
-    tq_ints v = (tq_ints)sums, shift;
-    if (bits <= 2) {
-        memcpy(&shift, shifts[bits - 1], sizeof shift);
-        v = (v >> shift) * 2;
-    }
+    static const int32_t shifts[2][4] = {{0, 1, 2, 3}, {0, 2, 4, ROW_3_SHIFT}};
+    tq_ints v = (tq_ints)sums;
+    if (bits <= 2) v = (v >> (tq_ints)vec_broadcast_u32x4(shifts[bits - 1])) * 2;
     return __builtin_convertvector(v - offset, tq_floats);
 }
 
@@ -297,7 +289,7 @@ typedef vec (*product_sums)[MAX_ROWS][3][4];
 TQ_INLINE vec met_numbers(tq_halves halves, int by_lane, int m, const char *part, int next)
 {
     if (halves != TQ_HALF_ROWS) return by_lane ? vec_broadcast_u32(part + 4 * m) : vec_broadcast_u32x4(part);
-    return by_lane ? vec_broadcast_u32_twice(part + 4 * m, part + next + 4 * m)
+    return by_lane ? vec_two_of_each(vec_broadcast_u32(part + 4 * m), vec_broadcast_u32(part + next + 4 * m))
                    : vec_broadcast_u32x4(m < 2 ? part : part + next);
 }
 
