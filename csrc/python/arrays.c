@@ -85,6 +85,17 @@ PyArrayObject *read_array(const char *op, const char *name, PyObject *object, in
     return array;
 }
 
+int read_optional(const char *op, const char *name, PyObject *object, int type, int ndim, const npy_intp *dims,
+                  void *data)
+{
+    if (!object || object == Py_None) return 0;
+    PyArrayObject *array = read_array(op, name, object, type, DENSE, ndim, dims);
+    if (!array) return -1;
+    const void *numbers = PyArray_DATA(array);
+    memcpy(data, &numbers, sizeof numbers);
+    return 0;
+}
+
 PyArrayObject *read_pages(const char *op, const tq_plan *plan, PyObject *object, int flags, npy_intp kv_heads)
 {
     npy_intp dims[3] = {ANY, kv_heads, (npy_intp)plan->record_bytes};
@@ -195,11 +206,7 @@ int read_transforms(const char *op, const tq_plan *plan, const transform_argumen
     if (read_numbers(op, KEY, plan, arguments->numbers[KEY], layer->kv_heads, &layer->key) < 0 ||
         read_numbers(op, VALUE, plan, arguments->numbers[VALUE], layer->kv_heads, &layer->value) < 0)
         return -1;
-    if (arguments->turns != Py_None) {
-        PyArrayObject *array = read_array(op, "key_turns", arguments->turns, NPY_INT32, DENSE, 2, turns);
-        if (!array) return -1;
-        layer->key.turns = PyArray_DATA(array);
-    }
+    if (read_optional(op, "key_turns", arguments->turns, NPY_INT32, 2, turns, &layer->key.turns) < 0) return -1;
     return read_rotation(op, plan, arguments->rotation, layer);
 }
 

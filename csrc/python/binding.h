@@ -27,6 +27,8 @@ PyObject *raise_status(const char *op, tq_status status, const tq_error *error, 
 PyObject *raise_value(const char *op, const char *name, const char *format, ...);
 /** For an object of another type; of an array, its dtype. */
 PyObject *raise_type(const char *op, const char *name, const char *wants, PyObject *got);
+/** What a function returns: `result`, which this owns, if the core's status is TQ_OK; else it raises. */
+PyObject *result_of(const char *op, tq_status status, const tq_error *error, PyObject *result);
 
 /* ---- numbers.c: 0, or -1 with an exception set ---- */
 int read_i64(const char *op, const char *name, PyObject *object, int64_t low, int64_t high, int64_t *out);
@@ -46,6 +48,9 @@ PyArrayObject *read_array(const char *op, const char *name, PyObject *object, in
 PyArrayObject *read_pages(const char *op, const tq_plan *plan, PyObject *object, int flags, npy_intp kv_heads);
 /** Their bytes; NULL if there are none, for NumPy aligns nothing then. */
 uint8_t *pages_data(PyArrayObject *pages);
+/** Points `data` to the numbers of a DENSE array, unless the object is NULL or None. 0, or -1 and an exception. */
+int read_optional(const char *op, const char *name, PyObject *object, int type, int ndim, const npy_intp *dims,
+                  void *data);
 /** The strides in elements of a ROWS array of four dimensions. */
 int read_strides(const char *op, const char *name, PyArrayObject *array, int64_t *batch, int64_t *head, int64_t *token);
 /** A length as int32. */
@@ -97,9 +102,34 @@ typedef struct {
 } read_plan_result;
 int read_plan(const char *op, PyObject *object, read_plan_result *out);
 
+/* ---- calls.c ---- */
+/** An argument of a call: its name, how it is read, and to where, which stays as it is if the caller gave none. An
+ *  object is borrowed; low and high are the bounds of an integer. */
+typedef struct {
+    const char *name;
+    enum { AN_OBJECT, A_PLAN, A_BOOL, AN_I32, AN_I64, A_U64, AN_F32 } kind;
+    void *to;
+    int64_t low, high;
+} argument;
+#define OBJECT(name, to) {name, AN_OBJECT, to, 0, 0}
+#define PLAN(to) {"plan", A_PLAN, to, 0, 0}
+#define BOOL(name, to) {name, A_BOOL, to, 0, 0}
+#define INT32(name, to, low, high) {name, AN_I32, to, low, high}
+#define INT64(name, to, low, high) {name, AN_I64, to, low, high}
+#define UINT64(name, to) {name, A_U64, to, 0, 0}
+#define FLOAT32(name, to) {name, AN_F32, to, 0, 0}
+#define ANY_INT32(name, to) INT32(name, to, INT32_MIN, INT32_MAX) /* the core checks its bounds */
+/** Reads the n arguments of a call: the first `required` must be given, and those from `keywords` on by name. 0, or -1
+ *  and an exception. */
+int read_arguments(const char *op, PyObject *args, PyObject *kwargs, const argument *arguments, int n, int required,
+                   int keywords);
+#define READ_ARGUMENTS(op, list, required, keywords)                                                                   \
+    read_arguments(op, args, kwargs, list, (int)(sizeof(list) / sizeof *(list)), required, keywords)
+
 /* ---- the functions of the module; PyDoc texts stand with them ---- */
+#define FUNCTION(name) PyObject *py_##name(PyObject *module __attribute__((unused)), PyObject *args, PyObject *kwargs)
 #define BINDING(name)                                                                                                  \
-    PyObject *py_##name(PyObject *module, PyObject *args, PyObject *kwargs);                                           \
+    FUNCTION(name);                                                                                                    \
     extern const char doc_##name[]
 BINDING(status_message);
 BINDING(codebook);

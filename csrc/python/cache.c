@@ -3,6 +3,14 @@
 #include <math.h>
 #include <turboquant_checks.h>
 
+/* Rows of a list of arguments. */
+#define TRANSFORMS(t)                                                                                                  \
+    OBJECT("key_numbers", &(t).numbers[KEY]), OBJECT("value_numbers", &(t).numbers[VALUE]),                            \
+        OBJECT("key_turns", &(t).turns), OBJECT("rotation", &(t).rotation)
+#define EXACT(layer)                                                                                                   \
+    OBJECT("sink_k", &(layer).sinks[0]), OBJECT("sink_v", &(layer).sinks[1]), OBJECT("window_k", &(layer).windows[0]), \
+        OBJECT("window_v", &(layer).windows[1])
+
 static int has_values(const tq_plan *plan) { return plan->value.tile_bytes != 0; }
 
 const char doc_append[] = PyDoc_STR(
@@ -13,12 +21,9 @@ const char doc_append[] = PyDoc_STR(
     "sequence after this call; token i of\nsequence b stands at lengths[b] - tokens + i, a negative position is "
     "padding. pages, sinks and window are changed in place.\nArrays: see _core.pyi; contract: tq_append in "
     "turboquant.h.");
-PyObject *py_append(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(append)
 {
-    static char *names[] = {"plan",      "k",        "v",        "lengths",  "pages",       "block_table",
-                            "sink_k",    "sink_v",   "window_k", "window_v", "key_numbers", "value_numbers",
-                            "key_turns", "rotation", "dtype",    "threads",  NULL};
-    PyObject *plan_object, *k_object, *v_object, *threads_object = NULL, *dtype = Py_None, *result = NULL;
+    PyObject *k_object, *v_object, *dtype = Py_None, *result = NULL;
     layer_arguments given = NO_LAYER;
     read_plan_result read;
     const tq_plan *plan = &read.plan;
@@ -26,17 +31,18 @@ PyObject *py_append(PyObject *module, PyObject *args, PyObject *kwargs)
     workspace_memory workspace = {NULL, NULL}, tables = {NULL, NULL};
     int type;
     const char *op = "append";
-    (void)module;
     memset(&p, 0, sizeof p);
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOO|$OOOOOOOOOO:append", names, &plan_object, &k_object,
-                                     &v_object, &given.lengths, &given.pages, &given.table, &given.sinks[0],
-                                     &given.sinks[1], &given.windows[0], &given.windows[1],
-                                     &given.transforms.numbers[KEY], &given.transforms.numbers[VALUE],
-                                     &given.transforms.turns, &given.transforms.rotation, &dtype, &threads_object))
-        return NULL;
-    if (read_plan(op, plan_object, &read) < 0 ||
-        (threads_object && read_i32(op, "threads", threads_object, INT32_MIN, INT32_MAX, &p.threads) < 0) ||
-        read_dtype(op, dtype, "k", k_object, &p.layer.dtype, &type) < 0)
+    const argument arguments[] = {PLAN(&read),
+                                  OBJECT("k", &k_object),
+                                  OBJECT("v", &v_object),
+                                  OBJECT("lengths", &given.lengths),
+                                  OBJECT("pages", &given.pages),
+                                  OBJECT("block_table", &given.table),
+                                  EXACT(given),
+                                  TRANSFORMS(given.transforms),
+                                  OBJECT("dtype", &dtype),
+                                  ANY_INT32("threads", &p.threads)};
+    if (READ_ARGUMENTS(op, arguments, 6, 6) < 0 || read_dtype(op, dtype, "k", k_object, &p.layer.dtype, &type) < 0)
         return NULL;
     if (!p.threads) p.threads = tq_num_threads(); /* so that the workspace fits if another thread changes the number */
 
@@ -68,8 +74,7 @@ PyObject *py_append(PyObject *module, PyObject *args, PyObject *kwargs)
         status = tq_append(plan, &p, workspace.aligned, workspace_bytes, &error);
         Py_END_ALLOW_THREADS;
     }
-    if (status != TQ_OK) raise_status(op, status, &error, NULL);
-    else result = Py_NewRef(Py_None);
+    result = result_of(op, status, &error, Py_NewRef(Py_None));
 done:
     workspace_free(&workspace);
     workspace_free(&tables);
@@ -98,16 +103,10 @@ const char doc_attend[] = PyDoc_STR(
     "[batch, query_heads, query_tokens]; where\nnothing may be seen out is 0 and lse -inf. lengths: int32 [batch], "
     "stored tokens, those of the queries included. softmax_scale:\n1 / sqrt(head_dim) by default. out=: an array "
     "to write to, C-contiguous.\nArrays: see _core.pyi; contract: tq_attend in turboquant.h.");
-PyObject *py_attend(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(attend)
 {
-    static char *names[] = {
-        "plan",      "q",        "pages",    "block_table",    "lengths",       "starts",      "sink_k",
-        "sink_v",    "window_k", "window_v", "fresh_k",        "fresh_v",       "key_numbers", "value_numbers",
-        "key_turns", "rotation", "causal",   "sliding_window", "softmax_scale", "softcap",     "dtype",
-        "out",       "threads",  NULL};
-    PyObject *plan_object, *q_object, *starts_object = Py_None, *fresh[2] = {Py_None, Py_None};
-    PyObject *sliding_object = NULL, *scale_object = Py_None, *softcap_object = NULL, *dtype = Py_None;
-    PyObject *out_object = Py_None, *threads_object = NULL, *out = NULL, *lse = NULL, *result = NULL;
+    PyObject *q_object, *starts = Py_None, *fresh[2] = {Py_None, Py_None}, *scale = Py_None, *dtype = Py_None;
+    PyObject *out_object = Py_None, *out = NULL, *lse = NULL, *result = NULL;
     layer_arguments given = NO_LAYER;
     read_plan_result read;
     const tq_plan *plan = &read.plan;
@@ -115,25 +114,30 @@ PyObject *py_attend(PyObject *module, PyObject *args, PyObject *kwargs)
     workspace_memory workspace = {NULL, NULL}, tables = {NULL, NULL};
     int type, causal = 1;
     const char *op = "attend";
-    (void)module;
     memset(&p, 0, sizeof p);
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOO|$OOOOOOOOOOOpOOOOOO:attend", names, &plan_object, &q_object,
-                                     &given.pages, &given.table, &given.lengths, &starts_object, &given.sinks[0],
-                                     &given.sinks[1], &given.windows[0], &given.windows[1], &fresh[0], &fresh[1],
-                                     &given.transforms.numbers[KEY], &given.transforms.numbers[VALUE],
-                                     &given.transforms.turns, &given.transforms.rotation, &causal, &sliding_object,
-                                     &scale_object, &softcap_object, &dtype, &out_object, &threads_object))
-        return NULL;
-    if (read_plan(op, plan_object, &read) < 0 ||
-        (sliding_object &&
-         read_i32(op, "sliding_window", sliding_object, INT32_MIN, INT32_MAX, &p.sliding_window) < 0) ||
-        (scale_object != Py_None && read_f32(op, "softmax_scale", scale_object, &p.softmax_scale) < 0) ||
-        (softcap_object && read_f32(op, "softcap", softcap_object, &p.softcap) < 0) ||
-        (threads_object && read_i32(op, "threads", threads_object, INT32_MIN, INT32_MAX, &p.threads) < 0) ||
+    const argument arguments[] = {PLAN(&read),
+                                  OBJECT("q", &q_object),
+                                  OBJECT("pages", &given.pages),
+                                  OBJECT("block_table", &given.table),
+                                  OBJECT("lengths", &given.lengths),
+                                  OBJECT("starts", &starts),
+                                  EXACT(given),
+                                  OBJECT("fresh_k", &fresh[0]),
+                                  OBJECT("fresh_v", &fresh[1]),
+                                  TRANSFORMS(given.transforms),
+                                  BOOL("causal", &causal),
+                                  ANY_INT32("sliding_window", &p.sliding_window),
+                                  OBJECT("softmax_scale", &scale),
+                                  FLOAT32("softcap", &p.softcap),
+                                  OBJECT("dtype", &dtype),
+                                  OBJECT("out", &out_object),
+                                  ANY_INT32("threads", &p.threads)};
+    if (READ_ARGUMENTS(op, arguments, 5, 5) < 0 ||
+        (scale != Py_None && read_f32(op, "softmax_scale", scale, &p.softmax_scale) < 0) ||
         read_dtype(op, dtype, "q", q_object, &p.layer.dtype, &type) < 0)
         return NULL;
     if (!p.threads) p.threads = tq_num_threads(); /* so that the workspace fits if another thread changes the number */
-    if (scale_object == Py_None) p.softmax_scale = (float)(1.0 / sqrt((double)plan->head_dim));
+    if (scale == Py_None) p.softmax_scale = (float)(1.0 / sqrt((double)plan->head_dim));
     p.causal = causal;
 
     npy_intp dims[4] = {ANY, ANY, ANY, plan->head_dim};
@@ -145,13 +149,9 @@ PyObject *py_attend(PyObject *module, PyObject *args, PyObject *kwargs)
     p.q = PyArray_DATA(q);
 
     npy_intp batch = p.layer.batch;
-    if (read_layer(op, plan, &given, type, DENSE, ANY, &p.layer) < 0) return NULL;
-    if (starts_object != Py_None) {
-        PyArrayObject *starts = read_array(op, "starts", starts_object, NPY_INT32, DENSE, 1, &batch);
-        if (!starts) return NULL;
-        p.starts = PyArray_DATA(starts);
-    }
-    if (read_fresh(op, "fresh_k", fresh[0], plan->head_dim, type, &p, &p.fresh_k, &p.fresh_k_stride_batch,
+    if (read_layer(op, plan, &given, type, DENSE, ANY, &p.layer) < 0 ||
+        read_optional(op, "starts", starts, NPY_INT32, 1, &batch, &p.starts) < 0 ||
+        read_fresh(op, "fresh_k", fresh[0], plan->head_dim, type, &p, &p.fresh_k, &p.fresh_k_stride_batch,
                    &p.fresh_k_stride_head, &p.fresh_k_stride_token) < 0 ||
         read_fresh(op, "fresh_v", fresh[1], plan->head_dim, type, &p, &p.fresh_v, &p.fresh_v_stride_batch,
                    &p.fresh_v_stride_head, &p.fresh_v_stride_token) < 0)
@@ -176,8 +176,7 @@ PyObject *py_attend(PyObject *module, PyObject *args, PyObject *kwargs)
         status = tq_attend(plan, &p, workspace.aligned, workspace_bytes, &error);
         Py_END_ALLOW_THREADS;
     }
-    if (status != TQ_OK) raise_status(op, status, &error, NULL);
-    else result = PyTuple_Pack(2, out, lse);
+    result = status == TQ_OK ? PyTuple_Pack(2, out, lse) : raise_status(op, status, &error, NULL);
 done:
     Py_XDECREF(out);
     Py_XDECREF(lse);
@@ -191,16 +190,15 @@ const char doc_merge[] = PyDoc_STR(
     "(out, lse) of partial results over disjoint tokens: lse = log sum_i exp(lses[i]), out = sum_i exp(lses[i] - "
     "lse) outs[i].\nouts: float32 [parts, ..., head_dim]; lses: float32 [parts, ...], natural log; both "
     "C-contiguous. The results lack the first dimension.");
-PyObject *py_merge(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(merge)
 {
-    static char *names[] = {"outs", "lses", NULL};
     PyObject *outs_object, *lses_object, *out = NULL, *lse = NULL, *result = NULL;
     npy_intp any[NPY_MAXDIMS];
     int ndim = 2;
     int32_t parts, head_dim;
     const char *op = "merge";
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO:merge", names, &outs_object, &lses_object)) return NULL;
+    const argument arguments[] = {OBJECT("outs", &outs_object), OBJECT("lses", &lses_object)};
+    if (READ_ARGUMENTS(op, arguments, 2, 2) < 0) return NULL;
     if (PyArray_Check(outs_object) && PyArray_NDIM((PyArrayObject *)outs_object) > 2)
         ndim = PyArray_NDIM((PyArrayObject *)outs_object);
     for (int i = 0; i < ndim; i++) any[i] = ANY;
@@ -220,8 +218,7 @@ PyObject *py_merge(PyObject *module, PyObject *args, PyObject *kwargs)
     Py_BEGIN_ALLOW_THREADS;
     status = tq_merge(from, from_lse, parts, rows, head_dim, to, to_lse, &error);
     Py_END_ALLOW_THREADS;
-    if (status != TQ_OK) raise_status(op, status, &error, NULL);
-    else result = PyTuple_Pack(2, out, lse);
+    result = status == TQ_OK ? PyTuple_Pack(2, out, lse) : raise_status(op, status, &error, NULL);
 done:
     Py_XDECREF(out);
     Py_XDECREF(lse);
@@ -234,11 +231,9 @@ const char doc_dequantize[] = PyDoc_STR(
     "(k, v): packed tokens decoded, float32 [batch, kv_heads, max_tokens, head_dim] each, 0 behind lengths[b]; v is "
     "None if the plan has\nno values. lengths: int32 [batch], packed tokens of each sequence, <= max_tokens <= "
     "max_pages * page_tokens.");
-PyObject *py_dequantize(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(dequantize)
 {
-    static char *names[] = {"plan",          "pages",     "block_table", "lengths", "max_tokens", "key_numbers",
-                            "value_numbers", "key_turns", "rotation",    "sinks",   NULL};
-    PyObject *plan_object, *max_object, *sinks_object = NULL, *k = NULL, *v = NULL, *result = NULL;
+    PyObject *k = NULL, *v = NULL, *result = NULL;
     layer_arguments given = NO_LAYER;
     read_plan_result read;
     const tq_plan *plan = &read.plan;
@@ -246,17 +241,15 @@ PyObject *py_dequantize(PyObject *module, PyObject *args, PyObject *kwargs)
     workspace_memory tables = {NULL, NULL};
     int32_t max_tokens, sinks = 0;
     const char *op = "dequantize";
-    (void)module;
     memset(&layer, 0, sizeof layer);
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOO|$OOOOO:dequantize", names, &plan_object, &given.pages,
-                                     &given.table, &given.lengths, &max_object, &given.transforms.numbers[KEY],
-                                     &given.transforms.numbers[VALUE], &given.transforms.turns,
-                                     &given.transforms.rotation, &sinks_object))
-        return NULL;
-    if (read_plan(op, plan_object, &read) < 0 ||
-        read_i32(op, "max_tokens", max_object, INT32_MIN, INT32_MAX, &max_tokens) < 0 ||
-        (sinks_object && read_i32(op, "sinks", sinks_object, INT32_MIN, INT32_MAX, &sinks) < 0))
-        return NULL;
+    const argument arguments[] = {PLAN(&read),
+                                  OBJECT("pages", &given.pages),
+                                  OBJECT("block_table", &given.table),
+                                  OBJECT("lengths", &given.lengths),
+                                  ANY_INT32("max_tokens", &max_tokens),
+                                  TRANSFORMS(given.transforms),
+                                  ANY_INT32("sinks", &sinks)};
+    if (READ_ARGUMENTS(op, arguments, 5, 5) < 0) return NULL;
     npy_intp dims[2] = {ANY, ANY};
     PyArrayObject *table = read_array(op, "block_table", given.table, NPY_INT32, DENSE, 2, dims);
     if (!table || read_length(op, "block_table", table, 0, &layer.batch) < 0 ||
@@ -277,8 +270,7 @@ PyObject *py_dequantize(PyObject *module, PyObject *args, PyObject *kwargs)
     Py_BEGIN_ALLOW_THREADS;
     status = tq_dequantize(plan, &layer, max_tokens, to_k, to_v, &error);
     Py_END_ALLOW_THREADS;
-    if (status != TQ_OK) raise_status(op, status, &error, NULL);
-    else result = PyTuple_Pack(2, k, v);
+    result = status == TQ_OK ? PyTuple_Pack(2, k, v) : raise_status(op, status, &error, NULL);
 done:
     Py_XDECREF(k);
     Py_XDECREF(v);

@@ -72,6 +72,13 @@ PyObject *raise_status(const char *op, tq_status status, const tq_error *error, 
     return raise_argument(type, op, label, wants, got_text ? Py_NewRef(Py_None) : PyFloat_FromDouble(error->got));
 }
 
+PyObject *result_of(const char *op, tq_status status, const tq_error *error, PyObject *result)
+{
+    if (status == TQ_OK) return result;
+    Py_XDECREF(result);
+    return raise_status(op, status, error, NULL);
+}
+
 PyObject *raise_value(const char *op, const char *name, const char *format, ...)
 {
     va_list list;

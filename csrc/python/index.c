@@ -2,6 +2,8 @@
 #include "binding.h"
 #include <turboquant_index.h>
 
+#define THREADS(to) INT32("threads", to, 0, INT32_MAX)
+
 typedef struct {
     read_plan_result plan;
     tq_index_space space;
@@ -68,17 +70,11 @@ static int get_space(const char *op, PyObject *tuple, read_space *out)
     if (space->sigmas == -1 && PyErr_Occurred()) return -1;
     space->plan = &out->plan.plan;
     npy_intp dim = space->dim, square[2] = {space->layout.channels, space->layout.channels};
-    PyArrayObject *array;
     space->mean = NULL;
     space->matrix = NULL;
-    if (item[6] != Py_None) {
-        if (!(array = read_array(op, "mean", item[6], NPY_FLOAT32, DENSE, 1, &dim))) return -1;
-        space->mean = PyArray_DATA(array);
-    }
-    if (item[7] != Py_None) {
-        if (!(array = read_array(op, "matrix", item[7], NPY_UINT16, DENSE, 2, square))) return -1;
-        space->matrix = PyArray_DATA(array);
-    }
+    if (read_optional(op, "mean", item[6], NPY_FLOAT32, 1, &dim, &space->mean) < 0 ||
+        read_optional(op, "matrix", item[7], NPY_UINT16, 2, square, &space->matrix) < 0)
+        return -1;
     space->n_lists = 0;
     space->directions = space->lengths = NULL;
     return PyTuple_Size(tuple) == 10 ? get_lists(op, PyTuple_GetItem(tuple, 9), space) : 0;
@@ -105,18 +101,14 @@ static int get_row_lists(const char *op, PyObject *object, npy_intp n, const tq_
 const char doc_index_assign[] =
     PyDoc_STR("index_assign(space, x, threads=0)\n--\n\n"
               "The list of each of x, float32 [n, dim]: int32 [n]. space: as in index_encode, with lists.");
-PyObject *py_index_assign(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(index_assign)
 {
-    static char *names[] = {"space", "x", "threads", NULL};
-    PyObject *space, *x_object, *threads_object = NULL;
+    PyObject *space, *x_object;
     read_space read;
     int32_t threads = 0;
     const char *op = "index_assign";
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|O:index_assign", names, &space, &x_object, &threads_object) ||
-        (threads_object && read_i32(op, "threads", threads_object, 0, INT32_MAX, &threads) < 0) ||
-        get_space(op, space, &read) < 0)
-        return NULL;
+    const argument arguments[] = {OBJECT("space", &space), OBJECT("x", &x_object), THREADS(&threads)};
+    if (READ_ARGUMENTS(op, arguments, 2, 3) < 0 || get_space(op, space, &read) < 0) return NULL;
     npy_intp dims[2] = {ANY, read.space.dim};
     PyArrayObject *x = read_array(op, "x", x_object, NPY_FLOAT32, DENSE, 2, dims);
     if (!x) return NULL;
@@ -130,9 +122,7 @@ PyObject *py_index_assign(PyObject *module, PyObject *args, PyObject *kwargs)
     Py_BEGIN_ALLOW_THREADS;
     status = tq_index_assign(&read.space, from, dims[0], to, threads, &error);
     Py_END_ALLOW_THREADS;
-    if (status == TQ_OK) return lists;
-    Py_DECREF(lists);
-    return raise_status(op, status, &error, NULL);
+    return result_of(op, status, &error, lists);
 }
 
 const char doc_index_encode[] = PyDoc_STR(
@@ -142,20 +132,16 @@ const char doc_index_encode[] = PyDoc_STR(
     "float32 [groups], mean: float32 [dim] or\nNone, matrix: bfloat16 as uint16 [channels, channels] or\nNone, sigmas[, (directions: float32 [n_lists / 16 "
     "rounded up, dim, 16],\nlengths: float32 [n_lists])]); with lists, `lists` is the list of each row, int32 [n]. "
     "Contracts: turboquant_index.h.");
-PyObject *py_index_encode(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(index_encode)
 {
-    static char *names[] = {"space", "x", "threads", "lists", NULL};
-    PyObject *space, *x_object, *threads_object = NULL, *lists_object = Py_None, *codes = NULL, *signs = NULL,
-                                *scales = NULL, *offsets = NULL, *result = NULL;
+    PyObject *space, *x_object, *lists_object = Py_None;
+    PyObject *codes = NULL, *signs = NULL, *scales = NULL, *offsets = NULL, *result = NULL;
     read_space read;
     int32_t threads = 0;
     const char *op = "index_encode";
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|OO:index_encode", names, &space, &x_object, &threads_object,
-                                     &lists_object) ||
-        (threads_object && read_i32(op, "threads", threads_object, 0, INT32_MAX, &threads) < 0) ||
-        get_space(op, space, &read) < 0)
-        return NULL;
+    const argument arguments[] = {OBJECT("space", &space), OBJECT("x", &x_object), THREADS(&threads),
+                                  OBJECT("lists", &lists_object)};
+    if (READ_ARGUMENTS(op, arguments, 2, 4) < 0 || get_space(op, space, &read) < 0) return NULL;
     npy_intp dims[2] = {ANY, read.space.dim};
     PyArrayObject *x = read_array(op, "x", x_object, NPY_FLOAT32, DENSE, 2, dims);
     if (!x) return NULL;
@@ -178,8 +164,7 @@ PyObject *py_index_encode(PyObject *module, PyObject *args, PyObject *kwargs)
     Py_BEGIN_ALLOW_THREADS;
     status = tq_index_encode(&read.space, from, shape[0], lists, to, leading, factors, exact, threads, &error);
     Py_END_ALLOW_THREADS;
-    if (status == TQ_OK) result = PyTuple_Pack(4, codes, signs, scales, offsets);
-    else raise_status(op, status, &error, NULL);
+    result = status == TQ_OK ? PyTuple_Pack(4, codes, signs, scales, offsets) : raise_status(op, status, &error, NULL);
 done:
     Py_XDECREF(codes);
     Py_XDECREF(signs);
@@ -191,14 +176,12 @@ done:
 const char doc_index_lead_error[] = PyDoc_STR(
     "index_lead_error(bits, lead)\n--\n\n"
     "The expected squared error of a level of N(0, 1) in 0..6 or 8 bits, if only the first `lead` of them are known.");
-PyObject *py_index_lead_error(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(index_lead_error)
 {
-    static char *names[] = {"bits", "lead", NULL};
-    PyObject *bits_object, *lead_object;
+    PyObject *lead_object;
     int32_t bits, lead;
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO:index_lead_error", names, &bits_object, &lead_object) ||
-        read_i32("index_lead_error", "bits", bits_object, 0, TQ_WIDE_BITS, &bits) < 0 ||
+    const argument arguments[] = {INT32("bits", &bits, 0, TQ_WIDE_BITS), OBJECT("lead", &lead_object)};
+    if (READ_ARGUMENTS("index_lead_error", arguments, 2, 2) < 0 ||
         read_i32("index_lead_error", "lead", lead_object, 0, bits < 6 ? bits : 6, &lead) < 0)
         return NULL;
     return PyFloat_FromDouble(tq_index_lead_error(bits, lead));
@@ -206,15 +189,11 @@ PyObject *py_index_lead_error(PyObject *module, PyObject *args, PyObject *kwargs
 
 const char doc_index_step[] =
     PyDoc_STR("index_step(bits)\n--\n\nThe step between levels of 0..6 or 8 bits, in units of u.");
-PyObject *py_index_step(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(index_step)
 {
-    static char *names[] = {"bits", NULL};
-    PyObject *object;
     int32_t bits;
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:index_step", names, &object) ||
-        read_i32("index_step", "bits", object, 0, TQ_WIDE_BITS, &bits) < 0)
-        return NULL;
+    const argument arguments[] = {INT32("bits", &bits, 0, TQ_WIDE_BITS)};
+    if (READ_ARGUMENTS("index_step", arguments, 1, 1) < 0) return NULL;
     return PyFloat_FromDouble(tq_index_step(bits));
 }
 
@@ -222,18 +201,18 @@ const char doc_index_decode[] =
     PyDoc_STR("index_decode(dim, bits, lead, steps, codes, signs, scales)\n--\n\n"
               "The rotated rows that codes and their leading bits, uint8 [n, planes], stand for: "
               "float32 [n, dim rounded up to a multiple of 8].");
-PyObject *py_index_decode(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(index_decode)
 {
-    static char *names[] = {"dim", "bits", "lead", "steps", "codes", "signs", "scales", NULL};
-    PyObject *dim_object, *bits, *lead, *steps, *codes_object, *signs_object, *scales_object, *z;
+    PyObject *bits, *lead, *steps, *codes_object, *signs_object, *scales_object, *z;
     tq_index_layout layout;
     int64_t row_bytes;
     int32_t dim, planes;
     const char *op = "index_decode";
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOOO:index_decode", names, &dim_object, &bits, &lead, &steps,
-                                     &codes_object, &signs_object, &scales_object) ||
-        read_i32(op, "dim", dim_object, 1, TQ_MAX_DIM, &dim) < 0 ||
+    const argument arguments[] = {
+        INT32("dim", &dim, 1, TQ_MAX_DIM), OBJECT("bits", &bits),          OBJECT("lead", &lead),
+        OBJECT("steps", &steps),           OBJECT("codes", &codes_object), OBJECT("signs", &signs_object),
+        OBJECT("scales", &scales_object)};
+    if (READ_ARGUMENTS(op, arguments, 7, 7) < 0 ||
         get_layout(op, dim, bits, lead, steps, &layout, &row_bytes, &planes) < 0)
         return NULL;
     npy_intp dims[2] = {ANY, (npy_intp)row_bytes};
@@ -251,9 +230,7 @@ PyObject *py_index_decode(PyObject *module, PyObject *args, PyObject *kwargs)
     tq_error error = {0};
     tq_status status = tq_index_decode(&layout, PyArray_DATA(codes), PyArray_DATA(signs), PyArray_DATA(scales), dims[0],
                                        PyArray_DATA((PyArrayObject *)z), &error);
-    if (status == TQ_OK) return z;
-    Py_DECREF(z);
-    return raise_status(op, status, &error, NULL);
+    return result_of(op, status, &error, z);
 }
 
 static PyArrayObject *get_queries(const char *op, PyObject *object, const read_space *read)
@@ -285,27 +262,26 @@ const char doc_index_factors[] = PyDoc_STR(
     "index_factors(scales, offsets, starts=None)\n--\n\n"
     "What a search wants to know of each block of rows, float32 [blocks, 2]. scales: float32 [n]; offsets: float32 [n] or "
     "None; starts:\nwhere each list starts, int64 [n_lists + 1], if a list begins a new block. Contracts: tq_index_factors.");
-PyObject *py_index_factors(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(index_factors)
 {
-    static char *names[] = {"scales", "offsets", "starts", NULL};
     PyObject *scales_object, *offsets_object, *starts_object = Py_None;
-    PyArrayObject *scales, *offsets = NULL, *starts = NULL;
+    PyArrayObject *scales, *starts = NULL;
+    const float *offset = NULL;
     const char *op = "index_factors";
     npy_intp n = ANY, dims[2] = {0, 2};
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|O:index_factors", names, &scales_object, &offsets_object,
-                                     &starts_object) ||
+    const argument arguments[] = {OBJECT("scales", &scales_object), OBJECT("offsets", &offsets_object),
+                                  OBJECT("starts", &starts_object)};
+    if (READ_ARGUMENTS(op, arguments, 2, 3) < 0 ||
         !(scales = read_array(op, "scales", scales_object, NPY_FLOAT32, DENSE, 1, &n)))
         return NULL;
     n = PyArray_DIM(scales, 0);
-    if (offsets_object != Py_None && !(offsets = read_array(op, "offsets", offsets_object, NPY_FLOAT32, DENSE, 1, &n)))
-        return NULL;
+    if (read_optional(op, "offsets", offsets_object, NPY_FLOAT32, 1, &n, &offset) < 0) return NULL;
     dims[0] = (n + TQ_INDEX_BLOCK - 1) / TQ_INDEX_BLOCK;
     if (starts_object != Py_None && !(starts = get_starts(op, starts_object, n, ANY, &dims[0]))) return NULL;
     PyObject *factors = PyArray_SimpleNew(2, dims, NPY_FLOAT32);
     if (!factors) return NULL;
     const int64_t whole[2] = {0, n}, *at = starts ? PyArray_DATA(starts) : whole;
-    const float *scale = PyArray_DATA(scales), *offset = offsets ? PyArray_DATA(offsets) : NULL;
+    const float *scale = PyArray_DATA(scales);
     float *to = PyArray_DATA((PyArrayObject *)factors);
     npy_intp parts = starts ? PyArray_DIM(starts, 0) - 1 : 1;
     Py_BEGIN_ALLOW_THREADS;
@@ -369,24 +345,18 @@ static int get_rows(const char *op, PyObject *tuple, const read_space *read, tq_
     if (sorted && !(starts = get_starts(op, item[7], n, read->space.n_lists + 1, &blocks[0]))) return -1;
     PyArrayObject *signs = read_array(op, "signs", item[1], NPY_UINT8, DENSE, 3, blocks);
     if (!signs) return -1;
-    PyArrayObject *scales = read_array(op, "scales", item[2], NPY_FLOAT32, DENSE, 1, &n), *array;
+    PyArrayObject *scales = read_array(op, "scales", item[2], NPY_FLOAT32, DENSE, 1, &n);
     if (!scales) return -1;
     *out = (tq_index_rows){
         .n = n, .codes = PyArray_DATA(codes), .signs = PyArray_DATA(signs), .scales = PyArray_DATA(scales)};
-    if (item[3] != Py_None) {
-        if (!(array = read_array(op, "offsets", item[3], NPY_FLOAT32, DENSE, 1, &n))) return -1;
-        out->offsets = PyArray_DATA(array);
-    }
+    if (read_optional(op, "offsets", item[3], NPY_FLOAT32, 1, &n, &out->offsets) < 0) return -1;
     if (PyArray_Check(item[4])) {
-        if (!(array = read_array(op, "ids", item[4], NPY_INT64, DENSE, 1, &n))) return -1;
-        out->ids = PyArray_DATA(array);
+        if (read_optional(op, "ids", item[4], NPY_INT64, 1, &n, &out->ids) < 0) return -1;
     } else if (read_i64(op, "ids", item[4], 0, INT64_MAX - (n > 0 ? n - 1 : 0), &out->first_id) < 0) return -1;
-    if (item[5] != Py_None) {
-        if (!(array = read_array(op, "allowed", item[5], NPY_UINT8, DENSE, 1, &n))) return -1;
-        out->allowed = PyArray_DATA(array);
-    }
     npy_intp pairs[2] = {blocks[0], 2};
-    if (!(array = read_array(op, "factors", item[6], NPY_FLOAT32, DENSE, 2, pairs))) return -1;
+    if (read_optional(op, "allowed", item[5], NPY_UINT8, 1, &n, &out->allowed) < 0) return -1;
+    PyArrayObject *array = read_array(op, "factors", item[6], NPY_FLOAT32, DENSE, 2, pairs);
+    if (!array) return -1;
     out->factors = PyArray_DATA(array);
     if (starts && !out->offsets) {
         raise_type(op, "offsets", "an array, with lists", item[3]);
@@ -431,10 +401,9 @@ const char doc_index_search[] = PyDoc_STR(
     "scales, offsets float32 or None,\nids int64 or the first id, allowed uint8 or None, factors of index_factors),\nwith lists also the list of each row, "
     "int32, or where each list starts, int64 [n_lists + 1]; then `signs` have new blocks\nfor each list. probe: lists that "
     "a query reads. Contracts: tq_index_search.");
-PyObject *py_index_search(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(index_search)
 {
-    static char *names[] = {"space", "queries", "segments", "k", "threads", "probe", NULL};
-    PyObject *space, *queries_object, *segments_object, *k_object, *threads_object = NULL, *probe_object = NULL;
+    PyObject *space, *queries_object, *segments_object;
     PyObject *scores = NULL, *ids = NULL, *result = NULL;
     PyArrayObject *queries;
     tq_index_rows *segments = NULL;
@@ -442,12 +411,13 @@ PyObject *py_index_search(PyObject *module, PyObject *args, PyObject *kwargs)
     int64_t k;
     int32_t threads = 0, probe = INT32_MAX;
     const char *op = "index_search";
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|OO:index_search", names, &space, &queries_object,
-                                     &segments_object, &k_object, &threads_object, &probe_object) ||
-        (probe_object && read_i32(op, "probe", probe_object, 1, INT32_MAX, &probe) < 0) ||
-        (threads_object && read_i32(op, "threads", threads_object, 0, INT32_MAX, &threads) < 0) ||
-        read_i64(op, "k", k_object, 1, INT64_MAX / 64, &k) < 0 || get_space(op, space, &read) < 0 ||
+    const argument arguments[] = {OBJECT("space", &space),
+                                  OBJECT("queries", &queries_object),
+                                  OBJECT("segments", &segments_object),
+                                  INT64("k", &k, 1, INT64_MAX / 64),
+                                  THREADS(&threads),
+                                  INT32("probe", &probe, 1, INT32_MAX)};
+    if (READ_ARGUMENTS(op, arguments, 4, 6) < 0 || get_space(op, space, &read) < 0 ||
         !(queries = get_queries(op, queries_object, &read)))
         return NULL;
     Py_ssize_t n_segments;
@@ -464,8 +434,7 @@ PyObject *py_index_search(PyObject *module, PyObject *args, PyObject *kwargs)
     Py_BEGIN_ALLOW_THREADS;
     status = tq_index_search(&read.space, x, dims[0], segments, n_segments, k, probe, score, id, threads, &error);
     Py_END_ALLOW_THREADS;
-    if (status == TQ_OK) result = PyTuple_Pack(2, scores, ids);
-    else raise_status(op, status, &error, NULL);
+    result = status == TQ_OK ? PyTuple_Pack(2, scores, ids) : raise_status(op, status, &error, NULL);
 done:
     PyMem_Free(segments);
     Py_XDECREF(scores);
@@ -476,20 +445,18 @@ done:
 const char doc_index_scores[] = PyDoc_STR(
     "index_scores(space, queries, segment, threads=0)\n--\n\n"
     "The score of every row of a segment, allowed or not: float32 [queries, rows]. Arguments as in index_search.");
-PyObject *py_index_scores(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(index_scores)
 {
-    static char *names[] = {"space", "queries", "segment", "threads", NULL};
-    PyObject *space, *queries_object, *segment_object, *threads_object = NULL, *scores = NULL;
+    PyObject *space, *queries_object, *segment_object, *scores = NULL;
     PyArrayObject *queries;
     tq_index_rows *segments = NULL;
     read_space read;
     int32_t threads = 0;
     const char *op = "index_scores";
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO|O:index_scores", names, &space, &queries_object,
-                                     &segment_object, &threads_object) ||
-        (threads_object && read_i32(op, "threads", threads_object, 0, INT32_MAX, &threads) < 0) ||
-        get_space(op, space, &read) < 0 || !(queries = get_queries(op, queries_object, &read)))
+    const argument arguments[] = {OBJECT("space", &space), OBJECT("queries", &queries_object),
+                                  OBJECT("segment", &segment_object), THREADS(&threads)};
+    if (READ_ARGUMENTS(op, arguments, 3, 4) < 0 || get_space(op, space, &read) < 0 ||
+        !(queries = get_queries(op, queries_object, &read)))
         return NULL;
     Py_ssize_t n_segments = parts_of(segment_object, &read.space);
     segments = PyMem_Calloc((size_t)n_segments, sizeof *segments);
@@ -506,10 +473,7 @@ PyObject *py_index_scores(PyObject *module, PyObject *args, PyObject *kwargs)
     Py_BEGIN_ALLOW_THREADS;
     status = tq_index_scores(&read.space, x, dims[0], segments, n_segments, score, threads, &error);
     Py_END_ALLOW_THREADS;
-    if (status != TQ_OK) {
-        Py_CLEAR(scores);
-        raise_status(op, status, &error, NULL);
-    }
+    scores = result_of(op, status, &error, scores);
 done:
     PyMem_Free(segments);
     return scores;
@@ -519,21 +483,20 @@ const char doc_index_scores_of[] = PyDoc_STR(
     "index_scores_of(space, queries, segments, rows, threads=0)\n--\n\n"
     "The scores of some rows for each query, float32 [queries, m]. rows: int64 [queries, m], counted over all segments, or "
     "-1: none, with\nthe score -inf. Other arguments as in index_search.");
-PyObject *py_index_scores_of(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(index_scores_of)
 {
-    static char *names[] = {"space", "queries", "segments", "rows", "threads", NULL};
-    PyObject *space, *queries_object, *segments_object, *rows_object, *threads_object = NULL, *scores = NULL;
+    PyObject *space, *queries_object, *segments_object, *rows_object, *scores = NULL;
     PyArrayObject *queries, *rows;
     tq_index_rows *segments = NULL;
     Py_ssize_t n_segments;
     read_space read;
     int32_t threads = 0;
     const char *op = "index_scores_of";
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|O:index_scores_of", names, &space, &queries_object,
-                                     &segments_object, &rows_object, &threads_object) ||
-        (threads_object && read_i32(op, "threads", threads_object, 0, INT32_MAX, &threads) < 0) ||
-        get_space(op, space, &read) < 0 || !(queries = get_queries(op, queries_object, &read)))
+    const argument arguments[] = {OBJECT("space", &space), OBJECT("queries", &queries_object),
+                                  OBJECT("segments", &segments_object), OBJECT("rows", &rows_object),
+                                  THREADS(&threads)};
+    if (READ_ARGUMENTS(op, arguments, 4, 5) < 0 || get_space(op, space, &read) < 0 ||
+        !(queries = get_queries(op, queries_object, &read)))
         return NULL;
     npy_intp dims[2] = {PyArray_DIM(queries, 0), ANY};
     if (!(rows = read_array(op, "rows", rows_object, NPY_INT64, DENSE, 2, dims))) return NULL;
@@ -557,10 +520,7 @@ PyObject *py_index_scores_of(PyObject *module, PyObject *args, PyObject *kwargs)
     Py_BEGIN_ALLOW_THREADS;
     status = tq_index_scores_of(&read.space, x, dims[0], segments, n_segments, wanted, dims[1], score, threads, &error);
     Py_END_ALLOW_THREADS;
-    if (status != TQ_OK) {
-        Py_CLEAR(scores);
-        raise_status(op, status, &error, NULL);
-    }
+    scores = result_of(op, status, &error, scores);
 done:
     PyMem_Free(segments);
     return scores;

@@ -3,36 +3,29 @@
 
 const char doc_status_message[] = PyDoc_STR("status_message(status)\n--\n\n"
                                             "A sentence for a tq_status.");
-PyObject *py_status_message(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(status_message)
 {
-    static char *names[] = {"status", NULL};
-    PyObject *object;
     int32_t status;
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:status_message", names, &object)) return NULL;
-    if (read_i32("status_message", "status", object, INT32_MIN, INT32_MAX, &status) < 0) return NULL;
+    const argument arguments[] = {ANY_INT32("status", &status)};
+    if (READ_ARGUMENTS("status_message", arguments, 1, 1) < 0) return NULL;
     return PyUnicode_FromString(tq_status_message((tq_status)status));
 }
 
 const char doc_isa[] = PyDoc_STR("isa()\n--\n\n"
                                  "The instruction set in use: the best one, or what TURBOQUANT_ISA or set_isa names; "
                                  "\"none\" if there is no such, and then\ncalls that compute say so.");
-PyObject *py_isa(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(isa)
 {
-    static char *names[] = {NULL};
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, ":isa", names)) return NULL;
+    if (read_arguments("isa", args, kwargs, NULL, 0, 0, 0) < 0) return NULL;
     return PyUnicode_FromString(tq_isa());
 }
 
 const char doc_isa_available[] = PyDoc_STR("isa_available()\n--\n\n"
                                            "The instruction sets compiled in that this CPU has, best first.");
-PyObject *py_isa_available(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(isa_available)
 {
-    static char *names[] = {NULL};
     PyObject *text = NULL, *list = NULL, *tuple = NULL;
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, ":isa_available", names)) return NULL;
+    if (read_arguments("isa_available", args, kwargs, NULL, 0, 0, 0) < 0) return NULL;
     text = PyUnicode_FromString(tq_isa_available());
     if (!text) goto done;
     list = PyUnicode_Split(text, NULL, -1);
@@ -48,13 +41,12 @@ const char doc_set_isa[] =
               "Forces an instruction set by name, for the whole process; None: back to the default. "
               "Not safe beside other calls.\nRuntimeError, which lists the names, if the CPU has no "
               "such level.");
-PyObject *py_set_isa(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(set_isa)
 {
-    static char *names[] = {"name", NULL};
     PyObject *object, *shown = NULL, *result = NULL;
     const char *name = NULL;
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:set_isa", names, &object)) return NULL;
+    const argument arguments[] = {OBJECT("name", &object)};
+    if (READ_ARGUMENTS("set_isa", arguments, 1, 1) < 0) return NULL;
     if (object != Py_None && !PyUnicode_Check(object)) return raise_type("set_isa", "name", "a str or None", object);
     Py_ssize_t bytes = 0;
     if (object != Py_None && !(name = PyUnicode_AsUTF8AndSize(object, &bytes))) return NULL;
@@ -73,15 +65,13 @@ const char doc_kernel_name[] = PyDoc_STR(
     "kernel_name(operation, plan)\n--\n\n"
     "The kernel that an operation (\"rotate\", \"append\", \"attend\", \"dequantize\", \"dot\") of a plan runs, such as "
     "\"attend_avx2\".");
-PyObject *py_kernel_name(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(kernel_name)
 {
-    static char *names[] = {"operation", "plan", NULL};
     PyObject *operation_object, *plan_object;
     read_plan_result read;
     const char *op = "kernel_name";
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO:kernel_name", names, &operation_object, &plan_object))
-        return NULL;
+    const argument arguments[] = {OBJECT("operation", &operation_object), OBJECT("plan", &plan_object)};
+    if (READ_ARGUMENTS(op, arguments, 2, 2) < 0) return NULL;
     if (!PyUnicode_Check(operation_object)) return raise_type(op, "operation", "a str", operation_object);
     const char *operation = PyUnicode_AsUTF8AndSize(operation_object, NULL);
     if (!operation || read_plan(op, plan_object, &read) < 0) return NULL;
@@ -100,30 +90,24 @@ const char doc_num_threads[] =
               "Threads used at most by one call: set_num_threads, else "
               "TURBOQUANT_NUM_THREADS, else the CPUs this process may run on.\n0 if that variable is no integer in "
               "1..256: every call that computes fails until set_num_threads.");
-PyObject *py_num_threads(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(num_threads)
 {
-    static char *names[] = {NULL};
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, ":num_threads", names)) return NULL;
+    if (read_arguments("num_threads", args, kwargs, NULL, 0, 0, 0) < 0) return NULL;
     return PyLong_FromLong(tq_num_threads());
 }
 
 const char doc_set_num_threads[] =
     PyDoc_STR("set_num_threads(n)\n--\n\n"
               "Sets the most threads that one call uses, 1 to 256, for the whole process.");
-PyObject *py_set_num_threads(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(set_num_threads)
 {
-    static char *names[] = {"n", NULL};
-    PyObject *object;
     int32_t n;
     tq_status status;
     tq_error error = {0};
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:set_num_threads", names, &object)) return NULL;
-    if (read_i32("set_num_threads", "n", object, INT32_MIN, INT32_MAX, &n) < 0) return NULL;
+    const argument arguments[] = {ANY_INT32("n", &n)};
+    if (READ_ARGUMENTS("set_num_threads", arguments, 1, 1) < 0) return NULL;
     Py_BEGIN_ALLOW_THREADS;
     status = tq_set_num_threads(n, &error);
     Py_END_ALLOW_THREADS;
-    if (status == TQ_OK) Py_RETURN_NONE;
-    return raise_status("set_num_threads", status, &error, NULL);
+    return result_of("set_num_threads", status, &error, Py_NewRef(Py_None));
 }

@@ -41,13 +41,12 @@ done:
 
 const char doc_record_bytes[] = PyDoc_STR("record_bytes(plan)\n--\n\n"
                                           "Bytes of one page of one KV head.");
-PyObject *py_record_bytes(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(record_bytes)
 {
-    static char *names[] = {"plan", NULL};
     PyObject *object;
     read_plan_result read;
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:record_bytes", names, &object)) return NULL;
+    const argument arguments[] = {OBJECT("plan", &object)};
+    if (READ_ARGUMENTS("record_bytes", arguments, 1, 1) < 0) return NULL;
     if (read_plan("", object, &read) < 0) return NULL; /* called by Plan: its errors name no operation */
     return PyLong_FromLongLong(read.plan.record_bytes);
 }
@@ -72,15 +71,13 @@ const char doc_plan_info[] =
     PyDoc_STR("plan_info(plan)\n--\n\n"
               "What a plan says and the sizes and offsets, in bytes, of the records it makes, as "
               "a dict.");
-PyObject *py_plan_info(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(plan_info)
 {
-    static char *names[] = {"plan", NULL};
-    PyObject *object, *bits[2] = {NULL, NULL}, *offsets[2] = {NULL, NULL}, *result = NULL;
+    PyObject *bits[2] = {NULL, NULL}, *offsets[2] = {NULL, NULL}, *result = NULL;
     read_plan_result read;
     const tq_plan *plan = &read.plan;
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:plan_info", names, &object)) return NULL;
-    if (read_plan("plan_info", object, &read) < 0) return NULL;
+    const argument arguments[] = {PLAN(&read)};
+    if (READ_ARGUMENTS("plan_info", arguments, 1, 1) < 0) return NULL;
     const tq_side *sides[2] = {&plan->key, &plan->value};
     for (int i = 0; i < 2; i++) {
         bits[i] = group_tuple(plan, sides[i]->bits, NULL);
@@ -113,20 +110,16 @@ const char doc_new_pages[] =
     PyDoc_STR("new_pages(plan, n_pages, kv_heads)\n--\n\n"
               "Zeroed pages, uint8 [n_pages, kv_heads, record_bytes], 64-byte aligned. The array "
               "owns 63 bytes more than it shows.");
-PyObject *py_new_pages(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(new_pages)
 {
-    static char *names[] = {"plan", "n_pages", "kv_heads", NULL};
-    PyObject *object, *n_pages_object, *kv_heads_object, *memory = NULL, *pages = NULL;
+    PyObject *memory = NULL, *pages = NULL;
     read_plan_result read;
     int64_t n_pages, bytes;
     int32_t kv_heads;
     const char *op = "new_pages";
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:new_pages", names, &object, &n_pages_object, &kv_heads_object))
-        return NULL;
-    if (read_plan(op, object, &read) < 0 || read_i64(op, "n_pages", n_pages_object, 0, INT64_MAX, &n_pages) < 0 ||
-        read_i32(op, "kv_heads", kv_heads_object, 1, INT32_MAX, &kv_heads) < 0)
-        return NULL;
+    const argument arguments[] = {PLAN(&read), INT64("n_pages", &n_pages, 0, INT64_MAX),
+                                  INT32("kv_heads", &kv_heads, 1, INT32_MAX)};
+    if (READ_ARGUMENTS(op, arguments, 3, 3) < 0) return NULL;
     if (__builtin_mul_overflow(n_pages, kv_heads * read.plan.record_bytes, &bytes) || bytes > NPY_MAX_INTP - 63)
         return raise_value(op, "n_pages", "small enough to be addressed, got %lld", (long long)n_pages);
     npy_intp room = (npy_intp)bytes + 63, dims[3] = {(npy_intp)n_pages, kv_heads, (npy_intp)read.plan.record_bytes};

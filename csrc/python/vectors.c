@@ -17,20 +17,13 @@ const char doc_codebook[] = PyDoc_STR(
     "dict.\nA decoded number is levels[code] * step, one rounded product in float32; the rank of a number u is "
     "how many thresholds are <= u,\nand code_of_rank[rank] its code. Lloyd-Max (Max 1960, Lloyd 1982) at 3 to 5 "
     "bits, uniform at 1 and 2; distortion of N(0, 1)\n.363 / .119 / .0345 / .0095 / .0025.");
-PyObject *py_codebook(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(codebook)
 {
-    static char *names[] = {"law", "head_dim", "bits", NULL};
-    PyObject *law_object, *head_dim_object, *bits_object, *levels = NULL, *thresholds = NULL, *codes = NULL,
-                                                          *result = NULL;
+    PyObject *levels = NULL, *thresholds = NULL, *codes = NULL, *result = NULL;
     int32_t law, head_dim, bits;
     const char *op = "codebook";
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:codebook", names, &law_object, &head_dim_object, &bits_object))
-        return NULL;
-    if (read_i32(op, "law", law_object, INT32_MIN, INT32_MAX, &law) < 0 ||
-        read_i32(op, "head_dim", head_dim_object, INT32_MIN, INT32_MAX, &head_dim) < 0 ||
-        read_i32(op, "bits", bits_object, INT32_MIN, INT32_MAX, &bits) < 0)
-        return NULL;
+    const argument arguments[] = {ANY_INT32("law", &law), ANY_INT32("head_dim", &head_dim), ANY_INT32("bits", &bits)};
+    if (READ_ARGUMENTS(op, arguments, 3, 3) < 0) return NULL;
     tq_codebook book;
     tq_error error = {0};
     tq_status status = tq_get_codebook((tq_codebook_law)law, head_dim, bits, &book, &error);
@@ -52,17 +45,12 @@ const char doc_random[] =
     PyDoc_STR("random(seed, stream, block)\n--\n\n"
               "Four uint32 of Philox4x32-10 (Salmon et al., SC11) for a key, a stream and a counter "
               "of 64 bits each.");
-PyObject *py_random(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(random)
 {
-    static char *names[] = {"seed", "stream", "block", NULL};
-    PyObject *objects[3];
     uint64_t numbers[3];
     uint32_t words[4];
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:random", names, &objects[0], &objects[1], &objects[2]))
-        return NULL;
-    for (int i = 0; i < 3; i++)
-        if (read_u64("random", names[i], objects[i], &numbers[i]) < 0) return NULL;
+    const argument arguments[] = {UINT64("seed", numbers), UINT64("stream", numbers + 1), UINT64("block", numbers + 2)};
+    if (READ_ARGUMENTS("random", arguments, 3, 3) < 0) return NULL;
     tq_random(numbers[0], numbers[1], numbers[2], words);
     return copied(NPY_UINT32, 4, words);
 }
@@ -71,27 +59,20 @@ const char doc_gaussian[] = PyDoc_STR(
     "gaussian(seed, rows, head_dim)\n--\n\n"
     "Independent draws of N(0, 1), float32 [rows, head_dim], the same on every machine: the sketch of a quantised "
     "Johnson-\nLindenstrauss transform. rows and head_dim are in 1..4096.");
-PyObject *py_gaussian(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(gaussian)
 {
-    static char *names[] = {"seed", "rows", "head_dim", NULL};
-    PyObject *seed_object, *rows_object, *head_dim_object, *matrix;
     uint64_t seed;
     int32_t rows, head_dim;
     const char *op = "gaussian";
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:gaussian", names, &seed_object, &rows_object, &head_dim_object))
-        return NULL;
-    if (read_u64(op, "seed", seed_object, &seed) < 0 || read_i32(op, "rows", rows_object, 1, TQ_MAX_DIM, &rows) < 0 ||
-        read_i32(op, "head_dim", head_dim_object, 1, TQ_MAX_DIM, &head_dim) < 0)
-        return NULL;
+    const argument arguments[] = {UINT64("seed", &seed), INT32("rows", &rows, 1, TQ_MAX_DIM),
+                                  INT32("head_dim", &head_dim, 1, TQ_MAX_DIM)};
+    if (READ_ARGUMENTS(op, arguments, 3, 3) < 0) return NULL;
     npy_intp dims[2] = {rows, head_dim};
-    matrix = new_array(NPY_FLOAT32, 2, dims);
+    PyObject *matrix = new_array(NPY_FLOAT32, 2, dims);
     if (!matrix) return NULL;
     tq_error error = {0};
     tq_status status = tq_gaussian(seed, rows, head_dim, PyArray_DATA((PyArrayObject *)matrix), &error);
-    if (status == TQ_OK) return matrix;
-    Py_DECREF(matrix);
-    return raise_status(op, status, &error, NULL);
+    return result_of(op, status, &error, matrix);
 }
 
 const char doc_haar[] =
@@ -99,19 +80,15 @@ const char doc_haar[] =
               "A Haar-distributed rotation, float32 [head_dim, head_dim], by Householder reflections (Stewart "
               "1980); the same on every machine.\nhead_dim is a multiple of 8 in 8..4096. Takes O(head_dim^3) "
               "time.");
-PyObject *py_haar(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(haar)
 {
-    static char *names[] = {"seed", "head_dim", NULL};
-    PyObject *seed_object, *head_dim_object, *matrix = NULL;
+    PyObject *matrix = NULL;
     workspace_memory workspace = {NULL, NULL};
     uint64_t seed;
     int32_t head_dim;
     const char *op = "haar";
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO:haar", names, &seed_object, &head_dim_object)) return NULL;
-    if (read_u64(op, "seed", seed_object, &seed) < 0 ||
-        read_i32(op, "head_dim", head_dim_object, 8, TQ_MAX_DIM, &head_dim) < 0)
-        return NULL;
+    const argument arguments[] = {UINT64("seed", &seed), INT32("head_dim", &head_dim, 8, TQ_MAX_DIM)};
+    if (READ_ARGUMENTS(op, arguments, 2, 2) < 0) return NULL;
     npy_intp dims[2] = {head_dim, head_dim};
     matrix = new_array(NPY_FLOAT32, 2, dims);
     if (!matrix || workspace_get(&workspace, (size_t)head_dim * ((size_t)head_dim + 2) * sizeof(double)) < 0) goto done;
@@ -122,8 +99,7 @@ PyObject *py_haar(PyObject *module, PyObject *args, PyObject *kwargs)
     status = tq_haar(seed, head_dim, data, workspace.aligned, &error);
     Py_END_ALLOW_THREADS;
     workspace_free(&workspace);
-    if (status == TQ_OK) return matrix;
-    raise_status(op, status, &error, NULL);
+    return result_of(op, status, &error, matrix);
 done:
     Py_XDECREF(matrix);
     workspace_free(&workspace);
@@ -134,19 +110,16 @@ const char doc_rotate[] = PyDoc_STR(
     "rotate(plan, x, matrix=None, inverse=False)\n--\n\n"
     "R x, or R^T x if inverse, for every row of x, float32 [..., head_dim], C-contiguous; a new array of the same "
     "shape.\nR is the plan's rotation: matrix, float32 [head_dim, head_dim], if that is dense, else matrix is None.");
-PyObject *py_rotate(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(rotate)
 {
-    static char *names[] = {"plan", "x", "matrix", "inverse", NULL};
-    PyObject *plan_object, *x_object, *matrix_object = Py_None, *y = NULL;
+    PyObject *x_object, *matrix_object = Py_None, *y = NULL;
     read_plan_result read;
     int inverse = 0;
     const float *matrix = NULL;
     const char *op = "rotate";
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|Op:rotate", names, &plan_object, &x_object, &matrix_object,
-                                     &inverse))
-        return NULL;
-    if (read_plan(op, plan_object, &read) < 0) return NULL;
+    const argument arguments[] = {PLAN(&read), OBJECT("x", &x_object), OBJECT("matrix", &matrix_object),
+                                  BOOL("inverse", &inverse)};
+    if (READ_ARGUMENTS(op, arguments, 2, 4) < 0) return NULL;
     npy_intp dims[NPY_MAXDIMS], square[2] = {read.plan.head_dim, read.plan.head_dim};
     int ndim = 1;
     if (PyArray_Check(x_object)) ndim = PyArray_NDIM((PyArrayObject *)x_object);
@@ -154,12 +127,7 @@ PyObject *py_rotate(PyObject *module, PyObject *args, PyObject *kwargs)
     for (int i = 0; i < ndim - 1; i++) dims[i] = ANY;
     dims[ndim - 1] = read.plan.head_dim;
     PyArrayObject *x = read_array(op, "x", x_object, NPY_FLOAT32, DENSE, ndim, dims);
-    if (!x) return NULL;
-    if (matrix_object != Py_None) {
-        PyArrayObject *array = read_array(op, "matrix", matrix_object, NPY_FLOAT32, DENSE, 2, square);
-        if (!array) return NULL;
-        matrix = PyArray_DATA(array);
-    }
+    if (!x || read_optional(op, "matrix", matrix_object, NPY_FLOAT32, 2, square, &matrix) < 0) return NULL;
     y = new_array(NPY_FLOAT32, ndim, PyArray_DIMS(x));
     if (!y) return NULL;
     const float *from = PyArray_DATA(x);
@@ -170,9 +138,7 @@ PyObject *py_rotate(PyObject *module, PyObject *args, PyObject *kwargs)
     Py_BEGIN_ALLOW_THREADS;
     status = tq_rotate(&read.plan, matrix, inverse, from, to, rows, &error);
     Py_END_ALLOW_THREADS;
-    if (status == TQ_OK) return y;
-    Py_DECREF(y);
-    return raise_status(op, status, &error, NULL);
+    return result_of(op, status, &error, y);
 }
 
 const char doc_dot[] = PyDoc_STR(
@@ -180,11 +146,9 @@ const char doc_dot[] = PyDoc_STR(
     "<q, x> for every query and each of the first n packed vectors, which are not decoded: float32 [queries, n].\n"
     "queries: float32 [queries, head_dim] in the units of the vectors, not rotated. pages: uint8 [at least "
     "ceil(n / page_tokens), 1, record_bytes].");
-PyObject *py_dot(PyObject *module, PyObject *args, PyObject *kwargs)
+FUNCTION(dot)
 {
-    static char *names[] = {"plan", "queries", "pages", "n", "key_numbers", "rotation", "threads", NULL};
-    PyObject *plan_object, *queries_object, *pages_object, *n_object, *threads_object = NULL, *out = NULL,
-                                                                      *result = NULL;
+    PyObject *queries_object, *pages_object, *out = NULL, *result = NULL;
     transform_arguments transform = NO_TRANSFORM;
     workspace_memory workspace = {NULL, NULL};
     read_plan_result read;
@@ -192,13 +156,14 @@ PyObject *py_dot(PyObject *module, PyObject *args, PyObject *kwargs)
     int32_t threads = 0;
     tq_layer layer = {.kv_heads = 1};
     const char *op = "dot";
-    (void)module;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|$OOO:dot", names, &plan_object, &queries_object, &pages_object,
-                                     &n_object, &transform.numbers[KEY], &transform.rotation, &threads_object))
-        return NULL;
-    if (read_plan(op, plan_object, &read) < 0 || read_i64(op, "n", n_object, 0, INT64_MAX, &n) < 0 ||
-        (threads_object && read_i32(op, "threads", threads_object, 0, INT32_MAX, &threads) < 0))
-        return NULL;
+    const argument arguments[] = {PLAN(&read),
+                                  OBJECT("queries", &queries_object),
+                                  OBJECT("pages", &pages_object),
+                                  INT64("n", &n, 0, INT64_MAX),
+                                  OBJECT("key_numbers", &transform.numbers[KEY]),
+                                  OBJECT("rotation", &transform.rotation),
+                                  INT32("threads", &threads, 0, INT32_MAX)};
+    if (READ_ARGUMENTS(op, arguments, 4, 4) < 0) return NULL;
     npy_intp dims[2] = {ANY, read.plan.head_dim};
     PyArrayObject *queries = read_array(op, "queries", queries_object, NPY_FLOAT32, DENSE, 2, dims);
     PyArrayObject *pages = queries ? read_pages(op, &read.plan, pages_object, DENSE, 1) : NULL;
@@ -223,12 +188,7 @@ PyObject *py_dot(PyObject *module, PyObject *args, PyObject *kwargs)
                         &error);
         Py_END_ALLOW_THREADS;
     }
-    if (status != TQ_OK) {
-        raise_status(op, status, &error, NULL);
-        goto done;
-    }
-    result = out;
-    out = NULL;
+    result = result_of(op, status, &error, Py_NewRef(out));
 done:
     Py_XDECREF(out);
     workspace_free(&workspace);
