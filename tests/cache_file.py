@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import reference
 
+FORMAT = "turboquant-cache-5"
 DTYPES = {"U8": "<u1", "I32": "<i4", "U32": "<u4", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 MOMENTS = ("pairs", "increments", "amplitudes", "centre", "scale", "directions", "stretch")
 
@@ -23,7 +24,7 @@ def tensors_of(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     start = 8 + int.from_bytes(data[:8], "little")
     entries = json.loads(data[8:start])
     about = entries.pop("__metadata__")
-    assert about["format"] == "turboquant-cache-5"
+    assert about["format"] == FORMAT
     assert about["crc32"] == f"{zlib.crc32(about['turboquant'].encode()):08x}"
     header, tensors, at = json.loads(about["turboquant"]), {}, 0
     for name, entry in entries.items():
@@ -132,3 +133,24 @@ def read(path: Path) -> list[dict[str, Any]]:
                 layer[name] = tensors[f"layers.{i}.{name}"]
         out.append(layer)
     return out
+
+
+def split(data):
+    """(the header, with the entries of its tensors as "tensors"; the bytes of the tensors)."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8:start])
+    return json.loads(entries.pop("__metadata__")["turboquant"]) | {"tensors": entries}, data[start:]
+
+
+def joined(header, payload):
+    """A file with this header, this payload and checksums of the header that fit."""
+    header = dict(header)
+    entries = header.pop("tensors")
+    return wrapped(json.dumps(header), entries, payload)
+
+
+def wrapped(text, entries=None, payload=b""):
+    about = {"format": FORMAT, "turboquant": text, "crc32": f"{zlib.crc32(text.encode()):08x}"}
+    header = json.dumps({"__metadata__": about, **(entries or {})}).encode()
+    header += b" " * (-(len(header) + 8) % 64)
+    return len(header).to_bytes(8, "little") + header + payload

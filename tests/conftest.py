@@ -74,6 +74,20 @@ def pytest_collection_finish() -> None:
         torch.ones(1).cos()
 
 
+LEVELS = ("avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_amx", "neon", "neon_dot")
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The name of an instruction set that this machine and build have; after the test the usual one is in use again."""
+    from turboquant import _core
+
+    if request.param not in _core.isa_available():
+        pytest.skip(f"this CPU or build has no {request.param}")
+    yield request.param
+    _core.set_isa(None)
+
+
 def pytest_report_header() -> str | list[str]:
     try:
         from turboquant import _core

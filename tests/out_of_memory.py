@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from esm_models import protein, tiny_esm
-from test_cache import DIM, PACKED, SHAPES, Stream, forward, module, new
-from test_ops import samples
-from test_pages import check, same
+from ops_cases import samples
+from streams import DIM, PACKED, SHAPES, Stream, check, forward, module, new, same
 
 from turboquant import CacheSpec, TurboQuantCache
 from turboquant.esm import ContextCache

@@ -53,3 +53,24 @@ def load(path: Any) -> Calibration:
     found = Profile.load(path).calibration
     assert found is not None
     return found
+
+
+def layer(rng, head_dim=64, heads=2, rank=4, size=1.0, theta=10000.0, interleaved=False) -> LayerMoments:
+    """A layer of random moments; `size` is the norm of a head's amplitudes."""
+    half = head_dim // 2
+    steps = np.arange(half)
+    pairs = np.stack([2 * steps, 2 * steps + 1] if interleaved else [steps, steps + half], 1).astype(np.int32)
+    turns = theta ** -(steps / half) / (2 * np.pi)
+    amplitudes = rng.standard_normal((heads, half, 2))
+    amplitudes *= size / np.linalg.norm(amplitudes, axis=(1, 2), keepdims=True)
+    directions = np.linalg.qr(rng.standard_normal((heads, head_dim, max(rank, 1))))[0].swapaxes(-1, -2)[:, :rank]
+    return LayerMoments(
+        "wave",
+        pairs,
+        (turns * 2**32).round().astype(np.uint32),
+        amplitudes.astype(np.float32),
+        np.zeros((heads, head_dim), np.float32),
+        rng.uniform(0.3, 3, (heads, head_dim)).astype(np.float32),
+        directions.astype(np.float32),
+        rng.uniform(-0.7, 4, (heads, rank)).astype(np.float32),
+    )

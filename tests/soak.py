@@ -29,8 +29,7 @@ from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from specs import bare
-from test_cache import CONFIG, forward
-from test_pages import check
+from streams import CONFIG, check, forward
 
 from turboquant import CacheSpec, TurboQuantCache
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import mode_cases
 import numpy as np
 import pytest
 import reference as ref
-import test_modes
 from cases import keywords, orthogonal, random_moments
-from test_ops import DENSE, FINE, MIXED, MOMENTS, PLAN, needs_cuda, on
+from ops_cases import DENSE, FINE, MIXED, MOMENTS, PLAN, needs_cuda, on
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -24,8 +24,8 @@ PLANS: dict[str, Any] = {
     **{f"{bits} bits": ref.plan(128, bits, bits) for bits in (1, 2, 3, 4, 5, 8)},
     "3 bits, 256 channels": ref.plan(256, 3, 3),
     "pages of 96": ref.plan(64, 3, 3, page_tokens=96),
-    "blocks of 32": test_modes.PLANS["blocks of 32"](64),
-    "affine": test_modes.PLANS["affine, plain"](64),
+    "blocks of 32": mode_cases.PLANS["blocks of 32"](64),
+    "affine": mode_cases.PLANS["affine, plain"](64),
 }
 ALL = PLANS | {"moments": MOMENTS}
 HEADS, PAGES = 2, 5  # of KV; full pages of the first sequence

@@ -6,6 +6,7 @@ import reference as ref
 import tolerance
 from cases import aligned_pages, awkward_rows, empty_cache, keywords, orthogonal, random_transform, realigned
 from conftest import ALL_HEAD_DIMS, HEAD_DIMS, ODD_HEAD_DIMS, WIDE_HEAD_DIMS
+from core_calls import core_append
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,13 +18,6 @@ ROTATIONS = {"none": ref.NONE, "hadamard": ref.HADAMARD, "dense": ref.DENSE}
 SCALES = (ref.EDEN, ref.NORM, ref.NORM_CORRECTED, ref.LEAST_SQUARES)
 DTYPES = ("float32", "float16", "bfloat16")
 AFFINE = Plan(64, *2 * (Side(8, "none", "affine", 32),)).words
-
-
-def core_append(p, c, k, v, lengths, key, value, dtype="float32", **rest) -> None:
-    """Does what `reference.append` does, by the core."""
-    transform = keywords(key, value if v is not None else None)
-    size = np.array(lengths, np.int32)
-    _core.append(p.words, k, v, size, c.pages, c.block_table, **c.arrays(), **transform, dtype=dtype, **rest)
 
 
 def assert_same(got: ref.Cache, want: ref.Cache) -> None:

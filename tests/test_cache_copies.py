@@ -7,7 +7,7 @@ from collections.abc import Callable
 import models  # noqa: F401  skips without torch and transformers
 import pytest
 import torch
-from test_cache import CONFIG, PACKED, Stream, close, forward
+from streams import CONFIG, PACKED, Stream, close, forward
 
 from turboquant import TurboQuantCache
 from turboquant.kvcache.shared import _add

@@ -14,10 +14,10 @@ import pytest
 import torch
 from conftest import ROOT
 from models import prompts, tiny, with_key_biases
+from profiles import layer as random_moments
 from profiles import profile_of
 from specs import WAVE, bare
-from test_cache import CONFIG, DIM, KV_HEADS, LAYERS, MOMENTS, PACKED, Stream, exact, forward, new
-from test_moments_reference import layer as random_moments
+from streams import CONFIG, DIM, KV_HEADS, LAYERS, MOMENTS, PACKED, Stream, exact, forward, new
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import turboquant

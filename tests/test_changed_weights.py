@@ -8,7 +8,7 @@ import time
 import models
 import pytest
 import torch
-from test_weights import Adapted, adapted
+from adapters import Adapted, adapted
 
 import turboquant
 from turboquant import TurboQuantCache

@@ -11,8 +11,8 @@ from unittest.mock import patch
 import models  # noqa: F401  skips without torch and transformers
 import pytest
 import torch
+from ops_cases import DEVICES
 from specs import bare
-from test_ops import DEVICES
 from transformers import LlamaConfig
 
 from turboquant import TurboQuantCache, ops

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import mode_cases
 import numpy as np
 import pytest
 import reference as ref
-import test_modes
 from cases import keywords, orthogonal, random_moments
-from test_ops import DENSE, FINE, MIXED, MOMENTS, PLAN, WIDE, WIDE_MOMENTS, needs_cuda, on
+from ops_cases import DENSE, FINE, MIXED, MOMENTS, PLAN, WIDE, WIDE_MOMENTS, needs_cuda, on
 
 from turboquant.plan import Plan
 
@@ -34,7 +34,7 @@ PLANS: dict[str, Any] = {
     "320 channels": WIDE,
     "512 channels": WIDE_MOMENTS,
     "dense, 320 channels": ref.plan(320, 4, 2, rotation=ref.DENSE),
-    "affine": test_modes.PLANS["affine, plain"](64),
+    "affine": mode_cases.PLANS["affine, plain"](64),
     **{f"{bits} bits, {dim} channels": ref.plan(dim, bits, bits) for bits, dim in
        ((1, 32), (2, 48), (3, 112), (4, 128), (5, 160), (6, 64), (8, 256))},
 }  # fmt: skip

@@ -11,8 +11,13 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-from test_ops import PLAN, array, samples, tq  # noqa: E402
-from test_ops_errors import GRAD  # noqa: E402
+from ops_cases import (  # noqa: E402
+    GRAD,
+    PLAN,
+    array,
+    samples,
+    tq,
+)
 from torch import Tensor, func  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402

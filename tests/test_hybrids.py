@@ -7,8 +7,8 @@ import copy
 from typing import Any
 
 import pytest
+from hybrids import HOLDS_ALL, IDS, PACKED, PADDED, PIECES, run
 from models import torch
-from specs import bare
 from test_causal_types import EXACT, TYPES, VERSION, tiny
 from transformers import DynamicCache
 
@@ -24,26 +24,9 @@ QUICK = ("qwen3_5_text", "falcon_h1", "lfm2", "nemotron_h")
 TRIED = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in NAMES if n in TYPES and n in EXACT]
 pytestmark = pytest.mark.skipif(VERSION < (5, 20), reason="older transformers has no cache layers with states")
 
-HOLDS_ALL, PACKED = bare(4, 4, sinks=2, window=256), bare(5, 5)
-IDS = torch.randint(2, 90, (2, 40), generator=torch.Generator().manual_seed(3))
-PIECES = ((0, 20), (20, 21), (21, 22), (22, 27), (27, 40))
-PADDED = torch.ones(2, 40, dtype=torch.long)
-PADDED[1, :5] = 0
-
 
 def made(name: str = "qwen3_5_text", spec: Any = PACKED) -> Any:
     return turboquant.patch(tiny(name), spec)
-
-
-def run(model: Any, cache: Any, pieces: Any = PIECES, mask: torch.Tensor = PADDED) -> torch.Tensor:
-    """Logits of all tokens, fed in pieces."""
-    ids = IDS[: len(mask)]
-    with torch.no_grad():
-        parts = [
-            model(ids[:, a:b], attention_mask=mask[:, :b], use_cache=True, **{names.CACHE: cache}).logits
-            for a, b in pieces
-        ]
-    return torch.cat(parts, 1)[mask[:, pieces[0][0] : pieces[-1][1]].bool()]
 
 
 def states(cache: TurboQuantCache) -> list[torch.Tensor]:

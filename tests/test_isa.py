@@ -1,6 +1,5 @@
 """Every instruction set against the scalar kernels, at every bit width and at sizes that do not fill vectors."""
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -12,18 +11,9 @@ from conftest import random_numbers
 
 from turboquant import _core
 
-LEVELS = ("avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_amx", "neon", "neon_dot")
 # `make test` tries one size of each kind: less than a tile of 32 channels, then 8, 16 or all of the channels in the
 # last tile.
 SIZES = (24, 40, 80, 128, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (8, 64, 96, 200, 256)))
-
-
-@pytest.fixture(params=LEVELS)
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param not in _core.isa_available():
-        pytest.skip(f"this CPU or build has no {request.param}")
-    yield request.param
-    _core.set_isa(None)
 
 
 def adversarial(rng: np.random.Generator, tokens: int, dim: int) -> np.ndarray:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hybrids import IDS, PADDED, PIECES, run
 from models import torch
 from specs import bare
 from test_causal_types import EXACT, TYPES, VERSION, tiny
-from test_hybrids import IDS, PADDED, PIECES, run
 from transformers import DynamicCache
 
 import turboquant

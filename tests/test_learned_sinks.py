@@ -6,9 +6,9 @@ import sys
 from typing import Any
 
 import pytest
+from hybrids import HOLDS_ALL, IDS, PACKED, run
 from models import torch
 from test_causal_types import EXACT, TYPES, tiny
-from test_hybrids import HOLDS_ALL, IDS, PACKED, run
 from transformers import DynamicCache
 
 import turboquant

@@ -15,7 +15,7 @@ import pytest
 import reference as ref
 from cases import Case, make_case
 from conftest import ODD_HEAD_DIMS
-from test_attend import check, core_attend
+from core_calls import check, core_attend
 
 from turboquant import _core
 

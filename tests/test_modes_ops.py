@@ -12,8 +12,8 @@ import reference as ref
 import reference_modes as modes
 import tolerance
 from cases import FAR, awkward_rows, orthogonal
-from test_modes import HEADS, PLANS, keywords, transforms
-from test_ops import DEVICES, DTYPES, ROUNDING, SHAPES, array, from_cache_layout, needs_cuda, on, tensor, tq
+from mode_cases import HEADS, PLANS, keywords, transforms
+from ops_cases import DEVICES, DTYPES, ROUNDING, SHAPES, array, from_cache_layout, needs_cuda, on, tensor, tq
 
 import turboquant
 from turboquant.plan import Plan

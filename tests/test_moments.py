@@ -14,8 +14,7 @@ import pytest
 from conftest import ROOT
 from esm_models import tiny_esm
 from models import KINDS, tiny
-from profiles import profile_of
-from test_moments_reference import layer
+from profiles import layer, profile_of
 
 import turboquant
 from turboquant import Profile

@@ -13,14 +13,14 @@ from typing import Any
 import forks
 import numpy as np
 import pytest
+from ops_cases import GRAD
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-from test_ops import DENSE, KEYS_ONLY, PLAN, needs_cuda, ops, samples, tq  # noqa: E402
+from ops_cases import DENSE, KEYS_ONLY, PLAN, needs_cuda, samples, tq  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-GRAD = (
-    "without requires_grad (inference only: call under torch.no_grad() or detach it), got a tensor that requires grad"
-)
+from turboquant import ops  # noqa: E402
+
 # The operator, the arguments that are replaced in its sample "full", the message.
 REFUSED: dict[str, tuple[str, str | tuple[str, ...], Callable[[Any], Any], str]] = {
     "q with a strided last dimension": (

@@ -13,12 +13,12 @@ import pytest
 from conftest import ROOT
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-import test_ops  # noqa: E402
-from test_ops import DEVICES, ops, tq  # noqa: E402
+import ops_cases  # noqa: E402
+from ops_cases import DEVICES, tq  # noqa: E402
 
-from turboquant import Plan  # noqa: E402
+from turboquant import Plan, ops  # noqa: E402
 
-PLAN, DENSE, KEYS_ONLY = (Plan.from_words(p.words) for p in (test_ops.PLAN, test_ops.DENSE, test_ops.KEYS_ONLY))
+PLAN, DENSE, KEYS_ONLY = (Plan.from_words(p.words) for p in (ops_cases.PLAN, ops_cases.DENSE, ops_cases.KEYS_ONLY))
 
 Pair = tuple[Any, Any, Any, Any]
 

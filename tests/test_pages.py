@@ -11,7 +11,20 @@ import pytest
 import torch
 from models import storages
 from specs import WAVE, bare
-from test_cache import KV_HEADS, PACKED, SHAPES, Stream, close, forward, new, packed_bytes, rows
+from streams import (
+    KV_HEADS,
+    PACKED,
+    SHAPES,
+    Stream,
+    check,
+    check_references,
+    close,
+    forward,
+    new,
+    packed_bytes,
+    rows,
+    same,
+)
 
 from turboquant.kvcache.pages import RELEASED, PagePool, PageTable
 from turboquant.kvcache.report import layer_tensors
@@ -21,28 +34,6 @@ def storage_bytes(*caches):
     """Bytes of all caches together, what they share counted once."""
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for c in caches for _, t in c.tensors()}
     return sum(held.values())
-
-
-def check_references(*tables):
-    """A page's reference count is how often rows of its pool's tables name it. It is free if none does."""
-    for pool in {id(t.pool): t.pool for t in tables}.values():
-        named = [page for t in tables if t.pool is pool for row in t.rows for page in row if page != RELEASED]
-        assert [pool.references(page) for page in range(len(pool.storage))] == [
-            named.count(page) for page in range(len(pool.storage))
-        ]
-        assert sorted(pool._free) == sorted(set(range(len(pool.storage))) - set(named))
-        assert not pool.storage[sorted(set(pool._free) - pool._used_before)].any()
-
-
-def check(*caches):
-    for i in range(len(caches[0].layers)):
-        tables = (cache.layers[i].storage.table for cache in caches)
-        check_references(*(table for table in tables if table is not None))
-
-
-def same(a, b):
-    for one, other in zip(packed_bytes(a), packed_bytes(b)):
-        assert all(map(torch.equal, one, other))
 
 
 # ---- forks ----

@@ -13,11 +13,12 @@ import models
 import numpy as np
 import pytest
 import torch
+from cache_file import joined, split, wrapped
 from cache_file import read as independent_read
 from profiles import made_calibration, profile_of
 from safetensors.torch import load_file, save_file
 from specs import WAVE, bare
-from test_cache import CONFIG, MOMENTS, PACKED, Stream, forward, new
+from streams import CONFIG, MOMENTS, PACKED, Stream, forward, new
 
 import turboquant
 from turboquant import Codes, Quantizer, TurboQuantCache
@@ -357,27 +358,6 @@ def test_files_of_others(tmp_path, small):
     refuses(tmp_path, (tmp_path / "weights").read_bytes(), "it is not one that turboquant wrote")
     with pytest.raises(FileNotFoundError, match="`path` must be a cache file, got 'absent'"):
         TurboQuantCache.load("absent")
-
-
-def split(data):
-    """(the header, with the entries of its tensors as "tensors"; the bytes of the tensors)."""
-    start = 8 + int.from_bytes(data[:8], "little")
-    entries = json.loads(data[8:start])
-    return json.loads(entries.pop("__metadata__")["turboquant"]) | {"tensors": entries}, data[start:]
-
-
-def joined(header, payload):
-    """A file with this header, this payload and checksums of the header that fit."""
-    header = dict(header)
-    entries = header.pop("tensors")
-    return wrapped(json.dumps(header), entries, payload)
-
-
-def wrapped(text, entries=None, payload=b""):
-    about = {"format": FORMAT, "turboquant": text, "crc32": f"{zlib.crc32(text.encode()):08x}"}
-    header = json.dumps({"__metadata__": about, **(entries or {})}).encode()
-    header += b" " * (-(len(header) + 8) % 64)
-    return len(header).to_bytes(8, "little") + header + payload
 
 
 def forged(data, change):

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import mode_cases
 import numpy as np
 import pytest
 import reference as ref
 import reference_ragged as slow
-import test_modes
 from cases import FAR, aligned_pages, keywords, make_case, random_moments, random_transform
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-from test_ops import ACCURACY, DENSE, DEVICES, DTYPES, MIXED, PLAN, ROUNDING, array, needs_cuda, on, tensor  # noqa: E402
+from ops_cases import ACCURACY, DENSE, DEVICES, DTYPES, MIXED, PLAN, ROUNDING, array, needs_cuda, on, tensor  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from turboquant import ops  # noqa: E402
@@ -463,7 +463,7 @@ def test_plans_that_are_not_plain_agree_with_the_cpu(
     name: str, how: str, device: str, rng: np.random.Generator
 ) -> None:
     """The reference has no such plans. Their bytes are the same on both, where rotations are Hadamard or none."""
-    plan: Any = test_modes.PLANS[name](64)
+    plan: Any = mode_cases.PLANS[name](64)
     case = Ragged(
         rng, PLAN, [1, 37, 0, 4], [90, 140, 7, 300], **HOW[how]
     )  # for its arrays; its pages are of another size

@@ -6,11 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hybrids import IDS, PADDED, PIECES
 from models import torch, transformers
+from ops_cases import DEVICES
 from specs import bare
 from test_causal_types import VERSION
-from test_hybrids import IDS, PADDED, PIECES
-from test_ops import DEVICES
 from transformers import DynamicCache
 
 import turboquant

@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from ops_cases import needs_cuda
 from paged_engine import HEAD_DIM, HEADS, KV_HEADS, Engine, Request, dense_attention, live
-from test_ops import needs_cuda
 
 from turboquant.vllm import steps
 from turboquant.vllm.batch import Batch

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import reference as ref
 from cases import aligned_pages, empty_cache, keywords, make_case, random_moments, random_transform
-from test_append import core_append
-from test_attend import PLANS, SHAPES, check
-from test_isa import level  # noqa: F401  a fixture
+from core_calls import PLANS, SHAPES, check, core_append
 
 from turboquant import _core
 from turboquant.plan import Plan, Side
@@ -67,7 +65,7 @@ def test_splits_of_pages(threads: int, rng: np.random.Generator) -> None:
     check(make_case(rng, p, [3000], sinks=4, kv_heads=1, group=4, sliding_window=2500), threads=threads)
 
 
-def test_every_instruction_set(level: str, rng: np.random.Generator) -> None:  # noqa: F811
+def test_every_instruction_set(level: str, rng: np.random.Generator) -> None:
     """Codes equal the scalar ones bit for bit, and attention is near float64."""
     for dim, tokens in ((64, 128), (40, 32), (256, 96)):
         p = ref.plan(dim, 3, 3, wave_pairs=-(-dim // 16) * 8, metric=5, page_tokens=tokens)

@@ -13,7 +13,7 @@ import tolerance
 from cases import keywords, random_moments, random_transform
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-from test_ops import DEVICES, DTYPES, needs_cuda, on, tensor  # noqa: E402
+from ops_cases import DEVICES, DTYPES, needs_cuda, on, tensor  # noqa: E402
 
 from turboquant import ops  # noqa: E402
 from turboquant.plan import Plan, Side  # noqa: E402

@@ -8,7 +8,7 @@ import time
 import models
 import pytest
 import torch
-from test_wrappers import PeftModel
+from adapters import PeftModel, adapted
 from transformers import DynamicCache
 
 import turboquant
@@ -34,43 +34,6 @@ def keys_and_values(model):
     with torch.no_grad():
         cache = model(**models.prompts(1, 9), past_key_values=DynamicCache(), use_cache=True).past_key_values
     return [torch.cat([layer.keys, layer.values], -1) for layer in cache.layers]
-
-
-class Adapted(torch.nn.Module):
-    """The parts of peft's LoRA layers that `weight_sums` uses."""
-
-    adapter_layer_names = ("lora_A", "lora_B")
-
-    def __init__(self, linear):
-        super().__init__()
-        self.base_layer = linear
-        rows, columns = linear.weight.shape
-        generator = torch.Generator().manual_seed(0)
-        self.lora_A = torch.nn.ModuleDict({"mine": torch.nn.Linear(columns, 2, bias=False)})
-        self.lora_B = torch.nn.ModuleDict({"mine": torch.nn.Linear(2, rows, bias=False)})
-        for part in (self.lora_A, self.lora_B):
-            weight = part["mine"].weight
-            weight.data = torch.randn(weight.shape, generator=generator)
-        self.scaling, self.disable_adapters = {"mine": 2.0}, False
-        self.active_adapters, self.merged_adapters = ["mine"], []
-
-    def forward(self, x):
-        out = self.base_layer(x)
-        for name in () if self.disable_adapters else {*self.active_adapters} - {*self.merged_adapters}:
-            out = out + self.scaling[name] * self.lora_B[name](self.lora_A[name](x))
-        return out
-
-    def merge(self):
-        delta = self.lora_B["mine"].weight @ self.lora_A["mine"].weight
-        self.base_layer.weight.data += self.scaling["mine"] * delta
-        self.merged_adapters = ["mine"]
-
-
-def adapted(model, layer=1, name="v_proj"):
-    other = copy.deepcopy(model)
-    attention = other.model.layers[layer].self_attn
-    setattr(attention, name, Adapted(getattr(attention, name)))
-    return other, getattr(attention, name)
 
 
 @pytest.mark.parametrize("kind", models.KINDS)

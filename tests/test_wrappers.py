@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
+from adapters import PeftModel
 from models import prompts, tiny, torch
 from specs import bare
 from transformers import DynamicCache
@@ -14,33 +13,6 @@ from turboquant import TurboQuantCache
 from turboquant.models import names
 
 EXACT = bare(4, 4, sinks=2, window=256)
-
-
-class PeftModel(torch.nn.Module):
-    """The parts of peft's PeftModelForCausalLM that a patched model meets."""
-
-    def __init__(self, model, peft_type):
-        super().__init__()
-        tuner = torch.nn.Module()
-        tuner.model = model
-        self.base_model = tuner if peft_type == "LORA" else model
-        self.active_peft_config = SimpleNamespace(peft_type=peft_type)
-        self.config = model.config
-
-    def get_base_model(self):
-        return self.base_model.model if self.active_peft_config.peft_type == "LORA" else self.base_model
-
-    def prepare_inputs_for_generation(self, *args, **kwargs):
-        return type(self.get_base_model()).prepare_inputs_for_generation(self.get_base_model(), *args, **kwargs)
-
-    def generate(self, **kwargs):
-        self.base_model.prepare_inputs_for_generation = self.prepare_inputs_for_generation
-        try:
-            return self.get_base_model().generate(
-                **kwargs, max_new_tokens=6, do_sample=False, return_dict_in_generate=True
-            )
-        finally:
-            del self.base_model.prepare_inputs_for_generation
 
 
 @pytest.mark.parametrize("peft_type", ["LORA", "PROMPT_TUNING"])

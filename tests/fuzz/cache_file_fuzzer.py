@@ -10,10 +10,10 @@ import random
 import zlib
 from pathlib import Path
 
+from cache_file import joined, split
 from profiles import profile_of
 from specs import WAVE, bare
-from test_cache import CONFIG, MOMENTS, Stream, forward
-from test_persistence import joined, split
+from streams import CONFIG, MOMENTS, Stream, forward
 
 from fuzz.mutations import bytes_changed, fuzz_files, moved
 from turboquant import TurboQuantCache

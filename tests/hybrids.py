@@ -1,0 +1,27 @@
+"""Token ids, padding and forwards of the tests of models with states or shared keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from models import torch
+from specs import bare
+
+from turboquant.models import names
+
+HOLDS_ALL, PACKED = bare(4, 4, sinks=2, window=256), bare(5, 5)
+IDS = torch.randint(2, 90, (2, 40), generator=torch.Generator().manual_seed(3))
+PIECES = ((0, 20), (20, 21), (21, 22), (22, 27), (27, 40))
+PADDED = torch.ones(2, 40, dtype=torch.long)
+PADDED[1, :5] = 0
+
+
+def run(model: Any, cache: Any, pieces: Any = PIECES, mask: torch.Tensor = PADDED) -> torch.Tensor:
+    """Logits of all tokens, fed in pieces."""
+    ids = IDS[: len(mask)]
+    with torch.no_grad():
+        parts = [
+            model(ids[:, a:b], attention_mask=mask[:, :b], use_cache=True, **{names.CACHE: cache}).logits
+            for a, b in pieces
+        ]
+    return torch.cat(parts, 1)[mask[:, pieces[0][0] : pieces[-1][1]].bool()]
