@@ -1,12 +1,12 @@
 """An index with lists beside the flat one and FAISS's IVF: recall, rows read and time.
 
     OMP_NUM_THREADS=1 RAYON_NUM_THREADS=1 python benchmarks/index_lists.py --out benchmarks/results/local
-    ... --data clustered lsa build/real-models/gemma3
+    ... --data clustered lsa build/real-models/gemma3 --lists 1024 512 128
 
 clustered: a million vectors of 384 numbers, made from a seed: 4,000 centres of normal numbers whose deviation falls as
 j^-1/2, log-normal sizes, vectors 0.7 of such numbers away from a centre, then of unit length. lsa: the sentences of
 shared/data/sentences.txt.xz, TF-IDF and the 384 largest singular vectors, of unit length. A folder: input embeddings of
-a model (benchmarks/index_recall.py). 1,000 others are queries; inner product, the 10 best.
+a model (benchmarks/index_recall.py). A .npy file: its rows. The first 1,000 are queries; inner product, the 10 best.
 
 `flat` is trained with its mean (as many bytes a row as with lists, but for ids, which an index with lists stores) and
 with what `train` chooses. `recall_all` reads all lists. The `point` is the smallest number of lists with 0.95 of the
@@ -79,6 +79,13 @@ def lsa(dim: int = 384, seed: int = 0) -> F32:
     length = np.linalg.norm(x, axis=1)
     x = np.unique(x[length > 0] / length[length > 0, None], axis=0)
     return x[rng.permutation(len(x))]
+
+
+def vectors(name: str) -> F32:
+    """What --data names."""
+    if name.endswith(".npy"):
+        return np.ascontiguousarray(np.load(name), np.float32)
+    return clustered() if name == "clustered" else lsa() if name == "lsa" else embeddings(Path(name))
 
 
 def with_lists(x: F32, bits: int, lists: int) -> turboquant.Index:
@@ -176,7 +183,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", nargs="+", default=["clustered"])
     parser.add_argument("--bits", type=int, nargs="+", default=[2])
-    parser.add_argument("--lists", type=int, default=1024)
+    parser.add_argument("--lists", type=int, nargs="+", default=[1024], help="one number, or one for each of --data")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--out", default=RESULTS / "local")
@@ -185,11 +192,14 @@ def main() -> None:
     if args.plot:
         check_picture(args.plot, "--plot")
     one_thread(parser)
+    lists = args.lists * len(args.data) if len(args.lists) == 1 else args.lists
+    if len(lists) != len(args.data):
+        parser.error(f"--lists must be one number, or {len(args.data)}, got {len(args.lists)}")
     report = Report("index_lists", "cpu")
-    for name in args.data:
-        data = clustered() if name == "clustered" else lsa() if name == "lsa" else embeddings(Path(name))
+    for name, n in zip(args.data, lists, strict=True):
+        data = vectors(name)
         for bits in args.bits:
-            measure(report, name, data, bits, args.lists, args.rounds, not args.no_peers)
+            measure(report, Path(name).stem, data, bits, n, args.rounds, not args.no_peers)
         del data
     print(report.save(args.out))
     if args.plot:

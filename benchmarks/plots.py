@@ -7,6 +7,7 @@ docs/attend_context.svg    time against context at batch 1, packed and bf16
 docs/cpu_context.svg       the same on one CPU thread
 docs/index_bytes.svg       recall of vector indexes against the bytes of a vector
 docs/index_time.svg        their recall against the time of a query
+docs/index_dial.svg        recall against time for widths of a search's bound, on three sets
 docs/whole_model.svg       tokens that fit and tokens a second of a whole model, presets beside bfloat16 and fp8
 docs/serving_GPU.svg       a decode step of vLLM against requests, with fp8's cache and with ours, where it was measured
 docs/whole_model_steps.svg  tokens a second of the whole model, for every batch and context of its table
@@ -159,6 +160,39 @@ def index_figure(name: str, x: str, metrics: list[str]) -> None:
     plt.close(figure)
 
 
+DIAL_DATA = {"minilm": "MiniLM, 134k x 384", "lsa": "LSA, 134k x 384", "gemma3": "Gemma 3 270M, 100k x 640"}
+DIAL_BITS = {2: "#1f77b4", 3: "#2ca02c", 4: "#d62728"}
+
+
+def dial() -> None:
+    """Lines of widths of the bound, from 0 to the index's own; solid as trained, dotted untrained."""
+    figure, panels = plt.subplots(1, len(DIAL_DATA), figsize=(11, 4.2), constrained_layout=True)
+    for ax, (data, title) in zip(panels, DIAL_DATA.items(), strict=True):
+        found: dict[str, list[dict[str, Any]]] = {}
+        for row in rows("zen4-2core", "index_dial"):
+            if row["params"]["data"] == data:
+                found.setdefault(row["params"]["index"], []).append(row["metrics"])
+        for bits, colour in DIAL_BITS.items():
+            for kind, style in (("axes", "-"), ("untrained", ":")):
+                own = found[f"turboquant, {bits} bits, {kind}"]
+                label = f"{bits} bits{', untrained' if kind == 'untrained' else ''}, {own[0]['bytes']:.0f} B"
+                line = [(m["batch_cpu_ms"], m["recall"]) for m in own]
+                ax.plot(*zip(*line), style, marker="o", markersize=3, color=colour, label=label)
+        for name, own in found.items():
+            if name.startswith("turbovec"):
+                colour = DIAL_BITS[2 if ", 2 bits" in name else 4]
+                fill = colour if "calibrated" in name else "none"
+                label = f"{name}, {own[0]['bytes']:.0f} B"
+                at = own[0]["batch_cpu_ms"], own[0]["recall"]
+                ax.scatter(*at, marker="^", s=36, edgecolor=colour, facecolor=fill, label=label)
+        ax.set(title=title, xlabel="ms a query in batches, one thread")
+        ax.grid(alpha=0.3)
+        ax.legend(frameon=False, fontsize=6, loc="lower right")
+    panels[0].set_ylabel("share of the true 10 that are among the 10 found")
+    figure.savefig(DOCS / "index_dial.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
 QUALITY_MODELS = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M"}
 OURS = ("default-5", "default", "default-3", "default-2")  # quality.py's names of 5, 4, 3 and 2 bits
 FORMATS = {
@@ -286,6 +320,7 @@ def main() -> None:
     index_figure(
         "index_time.svg", "ms a query, one thread: batches filled, single hollow", ["batch_cpu_ms", "single_cpu_ms"]
     )
+    dial()
 
 
 if __name__ == "__main__":

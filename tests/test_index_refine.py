@@ -15,7 +15,7 @@ RNG = np.random.default_rng
 
 
 @pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", "mapped", "list", "large"])
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", "mapped", "list", "large", "fortran", "backwards"])
 def test_refined_scores_are_exact(metric, kind, tmp_path):
     x, queries = rows(2000), rows(50, seed=1)
     if kind == "large":
@@ -28,6 +28,8 @@ def test_refined_scores_are_exact(metric, kind, tmp_path):
         "bfloat16": torch.from_numpy(x).bfloat16(),
         "mapped": np.load(tmp_path / "x.npy", mmap_mode="r"),
         "list": x.tolist(),
+        "fortran": np.asfortranarray(x),
+        "backwards": x[::-1].copy()[::-1],
     }.get(kind, x)
     held = given.float().numpy() if kind == "bfloat16" else np.asarray(given, np.float32)
     scores, ids = index.search(queries, 10, refine=given, factor=8)

@@ -251,19 +251,6 @@ static const tq_index_rows *task_run(const tq_index_job *job, int64_t task, int6
     return job->rows + low;
 }
 
-/** The tables of some queries, `table_bytes` apart. */
-static const uint8_t *tables_of(const tq_index_job *job, int32_t worker, const tq_index_readers *readers, int64_t at,
-                                int32_t n)
-{
-    int64_t first = reader(readers, at);
-    if (reader(readers, at + n - 1) - first == n - 1) return job->tables + first * job->table_bytes;
-    uint8_t *to = job->gathered + worker * TQ_SCAN_QUERIES * job->table_bytes;
-    for (int32_t k = 0; k < n; k++)
-        memcpy(to + k * job->table_bytes, job->tables + reader(readers, at + k) * job->table_bytes,
-               (size_t)job->table_bytes);
-    return to;
-}
-
 /** The rows of a run's blocks that may be among the best of `n` queries, TQ_SCAN_QUERIES or 1. */
 static void scan_queries(const tq_index_job *job, const tq_index_rows *rows, int64_t run, int64_t blocks,
                          int32_t worker, const uint64_t allowed[RUN], const tq_index_readers *readers, int64_t at,
@@ -272,13 +259,14 @@ static void scan_queries(const tq_index_job *job, const tq_index_rows *rows, int
     const pool *pools = job->pools + worker * job->n;
     const tq_scan_kernels *kernels = job->use.scan;
     const uint8_t *signs = rows->signs + RUN * run * job->use.planes * BLOCK;
-    const uint8_t *tables = tables_of(job, worker, readers, at, n);
+    const uint8_t *tables[TQ_SCAN_QUERIES];
     uint16_t sums[TQ_SCAN_QUERIES][BLOCK], least[TQ_SCAN_QUERIES][RUN], its_least[TQ_SCAN_QUERIES];
     int32_t reach;
     pending_rows noted[TQ_SCAN_QUERIES];
     for (int32_t k = 0; k < n; k++) { /* limits only rise: these stay low enough */
         int64_t q = reader(readers, at + k);
         float limit = limit_in_lists(job, rows, q, pools[q].limit);
+        tables[k] = job->tables + q * job->table_bytes;
         least_sums(rows, RUN * run, (int32_t)blocks, job->bounds + q, limit, least[k]);
         noted[k].n = 0;
     }
@@ -286,8 +274,8 @@ static void scan_queries(const tq_index_job *job, const tq_index_rows *rows, int
         const uint8_t *block = signs + i * job->use.planes * BLOCK;
         if (!allowed[i]) continue;
         for (int32_t k = 0; k < n; k++) its_least[k] = least[k][i];
-        if (n > 1) reach = kernels->sums_many(block, job->use.planes, tables, job->table_bytes, its_least, sums);
-        else reach = kernels->sums(block, job->use.planes, tables, its_least[0], sums[0]);
+        if (n > 1) reach = kernels->sums_many(block, job->use.planes, tables, its_least, sums);
+        else reach = kernels->sums(block, job->use.planes, tables[0], its_least[0], sums[0]);
         for (int32_t k = 0; reach >> k; k++) {
             if (!(reach >> k & 1)) continue;
             int64_t q = reader(readers, at + k);
@@ -333,7 +321,7 @@ static void look_at_block(const tq_index_job *job, int64_t q, int32_t n, int64_t
 {
     const tq_scan_kernels *kernels = job->use.scan;
     const tq_index_rows *rows = job->rows + segment;
-    const uint8_t *signs = rows->signs + block * job->use.planes * BLOCK, *tables = job->tables + q * job->table_bytes;
+    const uint8_t *signs = rows->signs + block * job->use.planes * BLOCK, *tables[TQ_SCAN_QUERIES];
     uint16_t sums[TQ_SCAN_QUERIES][BLOCK], least[TQ_SCAN_QUERIES], run[RUN];
     float limits[TQ_SCAN_QUERIES]; /* of scores without what lists add */
     uint64_t allowed = tq_index_allowed(rows, block);
@@ -341,11 +329,12 @@ static void look_at_block(const tq_index_job *job, int64_t q, int32_t n, int64_t
     for (int32_t i = 0; i < n; i++) {
         float limit = out->best[i].n == out->n ? out->hits[i][0].score : -INFINITY;
         limits[i] = limit_in_lists(job, rows, q + i, limit);
+        tables[i] = job->tables + (q + i) * job->table_bytes;
         least_sums(rows, block, 1, job->bounds + q + i, limits[i], run);
         least[i] = run[0];
     }
-    int32_t reach = n > 1 ? kernels->sums_many(signs, job->use.planes, tables, job->table_bytes, least, sums)
-                          : kernels->sums(signs, job->use.planes, tables, least[0], sums[0]);
+    int32_t reach = n > 1 ? kernels->sums_many(signs, job->use.planes, tables, least, sums)
+                          : kernels->sums(signs, job->use.planes, tables[0], least[0], sums[0]);
     for (int32_t i = 0; i < n; i++) {
         if (!(reach >> i & 1)) continue;
         uint64_t mask = passing_rows(job, rows, q + i, block, allowed, sums[i], limits[i]);

@@ -34,7 +34,6 @@ typedef struct {
     int64_t *segment_of;   /* [n_lists]: the first segment whose rows are all of the list */
     int64_t *first_reader; /* [n_lists + 1] of readers */
     int32_t *readers;      /* queries that read each list, ascending */
-    uint8_t *gathered;     /* [threads, TQ_SCAN_QUERIES, table_bytes] */
     uint8_t *tables;       /* [n, table_bytes], or NULL */
     tq_sign_query *bounds; /* [n] */
     atomic_int refused;    /* whether a query was refused */

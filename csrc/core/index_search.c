@@ -130,7 +130,6 @@ static void place_arrays(tq_index_job *job, tq_index_arrays *arrays)
         job->probes = tq_index_array(arrays, n, job->probe, sizeof *job->probes);
         job->readers = tq_index_array(arrays, n, job->probe, sizeof *job->readers);
         job->first_reader = tq_index_array(arrays, n_lists + 1, 1, sizeof *job->first_reader);
-        job->gathered = tq_index_array(arrays, threads * TQ_SCAN_QUERIES, job->table_bytes, 1);
     }
     if (job->every) job->levels = tq_index_array(arrays, threads * TQ_INDEX_BLOCK, padded, sizeof *job->levels);
     else job->tables = tq_index_array(arrays, n, job->table_bytes, 1);

@@ -63,8 +63,8 @@ typedef struct {
      *  Returns whether one is at least `least`. */
     int32_t (*sums)(const uint8_t *block, int32_t planes, const uint8_t *tables, uint16_t least,
                     uint16_t sums[TQ_SCAN_ROWS]);
-    /** The same for queries whose tables lie `stride` bytes apart; bit q of the result is of query q. */
-    int32_t (*sums_many)(const uint8_t *block, int32_t planes, const uint8_t *tables, int64_t stride,
+    /** The same for some queries with tables of their own; bit q of the result is of query q. */
+    int32_t (*sums_many)(const uint8_t *block, int32_t planes, const uint8_t *const tables[TQ_SCAN_QUERIES],
                          const uint16_t least[TQ_SCAN_QUERIES], uint16_t sums[TQ_SCAN_QUERIES][TQ_SCAN_ROWS]);
     /** Bit i: whether scales[i] * (sums[i] * unit + add) + offsets[i] >= limit, each operation in float32; offsets may
      *  be NULL. */

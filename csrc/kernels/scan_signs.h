@@ -157,23 +157,25 @@ static int32_t scan_sums(const uint8_t *block, int32_t planes, const uint8_t *ta
     return reach;
 }
 
-static inline void sign_four(sign_sums s[TQ_SCAN_QUERIES], sign_codes x, const uint8_t *table, int64_t stride)
+static inline void sign_four(sign_sums s[TQ_SCAN_QUERIES], sign_codes x, const uint8_t *const tables[TQ_SCAN_QUERIES],
+                             int64_t at)
 {
-    for (int32_t q = 0; q < TQ_SCAN_QUERIES; q++) sign_accumulate(&s[q], x, table + q * stride);
+    for (int32_t q = 0; q < TQ_SCAN_QUERIES; q++) sign_accumulate(&s[q], x, tables[q] + at);
 }
 
-static int32_t scan_sums_many(const uint8_t *block, int32_t planes, const uint8_t *tables, int64_t stride,
+static int32_t scan_sums_many(const uint8_t *block, int32_t planes, const uint8_t *const tables[TQ_SCAN_QUERIES],
                               const uint16_t least[TQ_SCAN_QUERIES], uint16_t sums[TQ_SCAN_QUERIES][SCAN_ROWS])
 {
     int32_t reach = 0;
     for (int32_t v = 0; v < SCAN_ROWS; v += SIGN_LANES) {
-        const uint8_t *plane = block + v, *table = tables;
+        const uint8_t *plane = block + v;
+        int64_t at = 0;
         sign_sums s[TQ_SCAN_QUERIES];
         for (int32_t q = 0; q < TQ_SCAN_QUERIES; q++) s[q] = (sign_sums){sign_zero(), sign_zero()};
         int32_t left = planes;
-        for (; left >= 3; left -= 3, plane += 3 * SCAN_ROWS, table += TABLES)
-            sign_four(s, sign_triple(plane, 3), table, stride);
-        if (left) sign_four(s, sign_triple(plane, left), table, stride);
+        for (; left >= 3; left -= 3, plane += 3 * SCAN_ROWS, at += TABLES)
+            sign_four(s, sign_triple(plane, 3), tables, at);
+        if (left) sign_four(s, sign_triple(plane, left), tables, at);
         for (int32_t q = 0; q < TQ_SCAN_QUERIES; q++)
             reach |= sign_store(s[q].all, s[q].odd, least[q], sums[q] + v) << q;
     }
@@ -197,12 +199,11 @@ static int32_t scan_sums(const uint8_t *block, int32_t planes, const uint8_t *ta
     return reach;
 }
 
-static int32_t scan_sums_many(const uint8_t *block, int32_t planes, const uint8_t *tables, int64_t stride,
+static int32_t scan_sums_many(const uint8_t *block, int32_t planes, const uint8_t *const tables[TQ_SCAN_QUERIES],
                               const uint16_t least[TQ_SCAN_QUERIES], uint16_t sums[TQ_SCAN_QUERIES][SCAN_ROWS])
 {
     int32_t reach = 0;
-    for (int32_t q = 0; q < TQ_SCAN_QUERIES; q++)
-        reach |= scan_sums(block, planes, tables + q * stride, least[q], sums[q]) << q;
+    for (int32_t q = 0; q < TQ_SCAN_QUERIES; q++) reach |= scan_sums(block, planes, tables[q], least[q], sums[q]) << q;
     return reach;
 }
 #endif
