@@ -7,7 +7,7 @@ docs/attend_context.svg    time against context at batch 1, packed and bf16
 docs/cpu_context.svg       the same on one CPU thread
 docs/index_bytes.svg       recall of vector indexes against the bytes of a vector
 docs/index_time.svg        their recall against the time of a query
-docs/index_dial.svg        recall against time for widths of a search's bound, on three sets
+docs/index_dial.svg        recall against time for widths of a search's bound
 docs/whole_model.svg       tokens that fit and tokens a second of a whole model, presets beside bfloat16 and fp8
 docs/serving_GPU.svg       a decode step of vLLM against requests, with fp8's cache and with ours, where it was measured
 docs/whole_model_steps.svg  tokens a second of the whole model, for every batch and context of its table
@@ -161,34 +161,28 @@ def index_figure(name: str, x: str, metrics: list[str]) -> None:
 
 
 DIAL_DATA = {"minilm": "MiniLM, 134k x 384", "lsa": "LSA, 134k x 384", "gemma3": "Gemma 3 270M, 100k x 640"}
-DIAL_BITS = {2: "#1f77b4", 3: "#2ca02c", 4: "#d62728"}
 
 
 def dial() -> None:
-    """Lines of widths of the bound, from 0 to the index's own; solid as trained, dotted untrained."""
-    figure, panels = plt.subplots(1, len(DIAL_DATA), figsize=(11, 4.2), constrained_layout=True)
-    for ax, (data, title) in zip(panels, DIAL_DATA.items(), strict=True):
+    """Lines of widths of the bound, from 0 to the index's own."""
+    results = rows("zen4-2core", "index_dial")
+    sets = [data for data in DIAL_DATA if any(row["params"]["data"] == data for row in results)]
+    figure, panels = plt.subplots(1, len(sets), figsize=(6.4 * len(sets), 4.2), constrained_layout=True, squeeze=False)
+    for ax, data in zip(panels[0], sets, strict=True):
         found: dict[str, list[dict[str, Any]]] = {}
-        for row in rows("zen4-2core", "index_dial"):
+        for row in results:
             if row["params"]["data"] == data:
                 found.setdefault(row["params"]["index"], []).append(row["metrics"])
-        for bits, colour in DIAL_BITS.items():
-            for kind, style in (("axes", "-"), ("untrained", ":")):
-                own = found[f"turboquant, {bits} bits, {kind}"]
-                label = f"{bits} bits{', untrained' if kind == 'untrained' else ''}, {own[0]['bytes']:.0f} B"
-                line = [(m["batch_cpu_ms"], m["recall"]) for m in own]
-                ax.plot(*zip(*line), style, marker="o", markersize=3, color=colour, label=label)
         for name, own in found.items():
-            if name.startswith("turbovec"):
-                colour = DIAL_BITS[2 if ", 2 bits" in name else 4]
-                fill = colour if "calibrated" in name else "none"
-                label = f"{name}, {own[0]['bytes']:.0f} B"
-                at = own[0]["batch_cpu_ms"], own[0]["recall"]
-                ax.scatter(*at, marker="^", s=36, edgecolor=colour, facecolor=fill, label=label)
-        ax.set(title=title, xlabel="ms a query in batches, one thread")
+            label = f"{name}, {own[0]['bytes']:.0f} B"
+            line = [(m["batch_cpu_ms"], m["recall"]) for m in own]
+            ours = [kind for kind in TRAINING if name.endswith(kind)]
+            style = {"color": TRAINING[ours[0]], "marker": "o"} if ours else {"marker": "^", "linestyle": "none"}
+            ax.plot(*zip(*line), markersize=4, label=label, **style)
+        ax.set(title=DIAL_DATA[data], xlabel="ms a query in batches, one thread")
         ax.grid(alpha=0.3)
-        ax.legend(frameon=False, fontsize=6, loc="lower right")
-    panels[0].set_ylabel("share of the true 10 that are among the 10 found")
+        ax.legend(frameon=False, fontsize=7, loc="lower right")
+    panels[0][0].set_ylabel("share of the true 10 that are among the 10 found")
     figure.savefig(DOCS / "index_dial.svg", metadata={"Date": None})
     plt.close(figure)
 
