@@ -109,7 +109,7 @@ INLINE void shell(int heads, const uint8_t *codes, int tokens, const queries *q,
     }
 }
 
-/** Tiles of 32 tokens and 32 channels, as csrc/kernels/avx512.h reads 2 bits; two heads at a time, for 16 registers. */
+/** Tiles of 32 tokens and 32 channels, as csrc/kernels/levels.h reads 2 bits; two heads at a time, for 16 registers. */
 INLINE void today(int heads, const uint8_t *codes, int tokens, const queries *q, int32_t *out)
 {
     const vec evens = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 0, 2, 4, 6, 4, 6, 8, 10, 8, 10, 12, 14, 12, 14));
