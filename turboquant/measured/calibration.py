@@ -38,8 +38,6 @@ from .moments import Moments
 
 __all__ = ["Calibration", "allocate", "layer_specs"]
 
-SIDES = ("key", "value")
-
 F32 = NDArray[np.float32]
 
 
