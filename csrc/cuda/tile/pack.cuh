@@ -106,13 +106,6 @@ __device__ __forceinline__ void store_marked(uint32_t *words, int bits, const Ro
         if (w < bits && mask.at[w]) words[TQ_TILE * w] = (words[TQ_TILE * w] & ~mask.at[w]) | packed.at[w];
 }
 
-/** Eight ranks of a 4-bit group to their codes: rank 8 + m is m, rank 7 - m is 8 + m. */
-__device__ __forceinline__ uint32_t signed_codes(uint32_t ranks)
-{
-    const uint32_t negative = ~ranks & 0x88888888u;
-    return ranks ^ 0x88888888u ^ (negative - (negative >> 3));
-}
-
 /** Eight codes below 16 in the bytes of a and b (columns 0..3, 4..7) to the nibbles of a row. */
 __device__ __forceinline__ uint32_t row_of_bytes(uint32_t a, uint32_t b)
 {
