@@ -387,3 +387,17 @@ def test_the_table_needs_neither_torch_nor_transformers(tmp_path):
 
 def test_dtypes_are_those_of_torch():
     assert {name: getattr(torch, name).itemsize for name in calc_table.ITEM_BYTES} == calc_table.ITEM_BYTES
+
+
+def test_a_refused_option_prints_no_result(capsys):
+    with pytest.raises(SystemExit):
+        main(["calc", "llama-3-8b", "--quality", "0.1"])
+    shown = capsys.readouterr()
+    assert shown.out == "" and "--profile must be a file" in shown.err and len(shown.err.splitlines()) == 1
+
+
+def test_a_closed_standard_output():
+    for command in ("presets", "calc"):
+        done = subprocess.run(f"exec {sys.executable} -m turboquant {command} >&-", shell=True, cwd=ROOT,
+                              capture_output=True, text=True)  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, "")

@@ -132,9 +132,21 @@ def test_another_plan_profile_or_model_is_refused(codec, model, profile):
 
 MISTAKES = {
     "a layer too few": (lambda c, k, v: c.encode(k[:2], v), "`keys` must have 3 layers, got 2"),
-    "other heads": (lambda c, k, v: c.encode(k[:, :1], v), r"`keys\[0\]` must be \(2, 10, 32\), got \(1, 10, 32\)"),
-    "other tokens": (lambda c, k, v: c.encode(k, v[:, :, :9]), "of as many tokens and one dtype"),
-    "two dtypes": (lambda c, k, v: c.encode(k, v.half()), "of as many tokens and one dtype"),
+    "other heads": (lambda c, k, v: c.encode(k[:, :1], v), r"`keys\[0\]` must be \[2, 10, 32\], got \[1, 10, 32\]"),
+    "a batch": (
+        lambda c, k, v: c.encode(k[:, None], v),
+        r"`keys\[0\]` must be \[2, tokens, 32\], got \[1, 2, 10, 32\]",
+    ),
+    "other tokens": (
+        lambda c, k, v: c.encode(k, v[:, :, :9]),
+        r"`values\[0\]` must be \[2, 10, 32\], got \[2, 9, 32\]",
+    ),
+    "two dtypes": (
+        lambda c, k, v: c.encode(k, v.half()),
+        r"`values\[0\]` must be torch.float32 on cpu .* got torch.float16",
+    ),
+    "float64": (lambda c, k, v: c.encode(k.double(), v), r"`keys\[0\]` must be float32, float16 or bfloat16, got"),
+    "a gradient": (lambda c, k, v: c.encode(k, v.requires_grad_()), r"`values\[0\]` must not require a gradient"),
     "within a page": (lambda c, k, v: c.encode(k, v, start=7), "`start` must be 0 or"),
     "negative": (lambda c, k, v: c.encode(k, v, start=-1), "encode: `start` must be in 0"),
     "nan": (lambda c, k, v: c.encode(k * torch.nan, v), "finite"),
@@ -156,6 +168,18 @@ MISTAKES = {
 def test_mistakes(codec, call, message):
     with pytest.raises(ValueError, match=message):
         call(codec, *tokens(10))
+
+
+def test_what_is_no_tensor(codec):
+    k, v = tokens(10)
+    with pytest.raises(TypeError, match="`keys` must be a tensor for each layer, got NoneType"):
+        codec.encode(None, v)
+    with pytest.raises(TypeError, match=r"`values\[0\]` must be a tensor, got ndarray"):
+        codec.encode(k, [x.numpy() for x in v])
+
+
+def test_repr(codec):
+    assert repr(codec) == f"Codec(3 layers, {codec.spec!r}, digest {codec.digest[:8]}..)"
 
 
 def test_what_is_no_data(codec):

@@ -271,7 +271,7 @@ def test_scan_command(folder, monkeypatch, tmp_path):
         "wild-type-marginals": wild_type_marginals,
     }
     for method, by_hand in scans.items():
-        extra = [] if method == "shared-context" else ["--method", method, "--spec", "calibrated-3"]
+        extra = [] if method == "shared-context" else ["--method", method]
         assert main(["esm-scan", test, "--model", model, "--csv", "s.csv", "--heatmap", "h.svg", *extra]) == 0
         with open("s.csv") as file:
             rows = list(csv.DictReader(file))
@@ -320,6 +320,16 @@ def test_scores_on_standard_output(stdout, folder, tmp_path, capsys, monkeypatch
     written = (tmp_path / "s.csv").read_text()
     assert main([*command, stdout]) == 0
     assert capsys.readouterr().out.splitlines() == written.splitlines() and os.listdir() == ["s.csv"]
+
+
+def test_names_beyond_ascii_on_standard_output(folder, tmp_path):
+    """In UTF-8, as in a file, also where the locale has ASCII alone."""
+    (tmp_path / "p.fasta").write_text(">prot\u00e9ine\nMKTAY\n", encoding="utf-8")
+    command = ["esm-scan", str(tmp_path / "p.fasta"), "--model", str(folder / "model"), "--csv", "-"]
+    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "-m", "turboquant", *command], cwd=ROOT, env=os.environ | ascii_alone,
+                          capture_output=True)  # fmt: skip
+    assert done.returncode == 0 and "prot\u00e9ine,1,M,".encode() in done.stdout
 
 
 def test_fasta_compressed_by_xz(tmp_path):
@@ -402,6 +412,8 @@ BAD = {
                        "--profile"),
     "no calibration file": (["esm-scan", "TEST", "--model", "MODEL", "--csv", "s.csv", "--spec", "calibrated-3",
                              "--profile", "none"], "--profile must be a profile, got 'none'"),
+    "a spec of no context": (["esm-scan", "TEST", "--model", "MODEL", "--csv", "s.csv", "--method", "masked-marginals",
+                              "--spec", "3"], "--spec must be given with --method shared-context only, got 3"),
     "too many": (["eval", "MODEL", "--fasta", "TEST", "--spec", "default", "--proteins", "3"],
                  "--proteins must be in 1..2"),
     "no tokens": (["calibrate", "MODEL", "--fasta", "TEST", "--out", "c", "--tokens", "0"],

@@ -100,10 +100,10 @@ def test_read_mutants(tmp_path):
 
 
 BAD = {
-    "": "must have a column `mutant`",
-    "mutation\nM1A\n": "must have a column `mutant`",
-    "mutant,mutant\nM1A,M1A\n": "must have a column `mutant`",
-    "mutant,score\nM1A,1\n": "none called `score`",
+    "": "must have one column `mutant`",
+    "mutation\nM1A\n": "must have one column `mutant`",
+    "mutant,mutant\nM1A,M1A\n": "must have one column `mutant`",
+    "mutant,score\nM1A,1\n": "must have no column `score`, which is added",
     "mutant\n": "must have at least one mutant",
     "mutant\nM1A\nM1A,2\n": "row 3: must have 1 columns, got 2",
     "mutant\nM1A\nfoo\n": "row 3: a mutation must be like A12W",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
+from io import TextIOWrapper
 from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-__all__ = ["BOUNDS", "STANDARD_OUTPUT", "bounded", "check_options", "check_output", "integer", "integer_in"]
+__all__ = ["BOUNDS", "STANDARD_OUTPUT", "bounded", "check_options", "check_output", "integer", "integer_in",
+           "standard_output"]  # fmt: skip
 
 _MOST = 2**31 - 1
 
@@ -136,6 +139,13 @@ def check_options(command: str, chosen: object) -> None:
 STANDARD_OUTPUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 # Other names of open files. They must not be replaced: every other program would lose /dev/stdout.
 STREAMS = ("/dev/stdin", "/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
+
+
+def standard_output() -> TextIO:
+    """Standard output for what would be the contents of a file: in UTF-8, as files are, whatever the locale."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")
+    return sys.stdout
 
 
 def check_output(path: str | None, option: str, others: Mapping[str, str | None], moved: bool = False) -> None:

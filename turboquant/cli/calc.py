@@ -203,13 +203,13 @@ def calc(chosen: argparse.Namespace) -> int:
     if gpu not in GPUS:
         raise ValueError(f"--gpu must be one of {', '.join(GPUS)}, got {chosen.gpu!r}")
     model = read_model(chosen.model)
-    print(model)
-    sequences = f"{chosen.batch:,} sequence{'s' * (chosen.batch > 1)} of {chosen.tokens:,} tokens"
-    print(f"{sequences}, sinks and window in {chosen.dtype}\n")
     if chosen.plot:
         check_picture(chosen.plot, "--plot")
     budget = chosen.profile is not None or chosen.quality is not None
     bits = _budget(model, chosen, asked, memory) if budget and not model.refused else ""
+    print(model)
+    sequences = f"{chosen.batch:,} sequence{'s' * (chosen.batch > 1)} of {chosen.tokens:,} tokens"
+    print(f"{sequences}, sinks and window in {chosen.dtype}\n")
     _print_table(model, {} if model.refused else specs, chosen, memory, gpu)
     if chosen.plot:
         _plot(model, {} if model.refused else specs, chosen)

@@ -424,10 +424,14 @@ def esm_scan(chosen: argparse.Namespace) -> int:
     check_output(chosen.heatmap or None, "--heatmap", {**read, "--csv": None if chosen.csv == "-" else chosen.csv})
     if chosen.heatmap:
         check_picture(chosen.heatmap, "--heatmap")
-    spec = named_or_bits(chosen.spec, "--spec")
-    if spec.calibrated and chosen.profile is None and chosen.method == "shared-context":
-        raise ValueError(f"--profile must name a file for {chosen.spec}; `turboquant calibrate` makes one")
-    chosen.spec = spec
+    if chosen.method != "shared-context":
+        for option, given in (("--spec", chosen.spec), ("--profile", chosen.profile)):
+            if given is not None:
+                raise ValueError(f"{option} must be given with --method shared-context only, got {given}")
+    name = "esm-default" if chosen.spec is None else chosen.spec
+    chosen.spec = named_or_bits(name, "--spec")
+    if chosen.spec.calibrated and chosen.profile is None:
+        raise ValueError(f"--profile must name a file for {name}; `turboquant calibrate` makes one")
     profile = None if chosen.profile is None else loaded_profile(chosen.profile)
     _, proteins = _checked_files(chosen)
     return esm_commands.scan(_model(chosen), chosen, profile, proteins)
@@ -589,13 +593,13 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"how many of --fasta, spread over it (default {EVALUATED_PROTEINS}, or all if there are fewer)",
     )
-    one.add_argument("--windows", type=int, default=12, help="windows of --text, spread over it")
-    one.add_argument("--length", type=int, default=2048, help="tokens of a window")
+    one.add_argument("--windows", type=int, default=12, help="windows of --text, spread over it (default 12)")
+    one.add_argument("--length", type=int, default=2048, help="tokens of a window (default 2048)")
     one.add_argument("--prefill", choices=("packed", "chunked", "decode"), default="packed")
     one.add_argument("--everything-packed", action="store_true", help="without the specs' windows; sinks stay exact")
     one.add_argument("--generate", type=int, metavar="N", default=1024, help="tokens of each greedy text that is "
-                     "compared with the full cache's; 0: none")  # fmt: skip
-    one.add_argument("--batch", type=int, default=1, help="windows of --text that run together")
+                     "compared with the full cache's; 0: none (default 1024)")  # fmt: skip
+    one.add_argument("--batch", type=int, default=1, help="windows of --text that run together (default 1)")
     one.add_argument("--json", metavar="OUT", help="file to write; - for standard output, with the table on standard "
                      "error")  # fmt: skip
     one.add_argument("--plot", metavar="FILE", help="a picture of divergence against bits, .png, .svg or .pdf")
@@ -618,7 +622,6 @@ def make_parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--spec",
         metavar="NAME",
-        default="esm-default",
         help="preset, or number of bits, of the shared context (default esm-default)",
     )
     one.add_argument("--profile", metavar="FILE", help="of the model, as measure and calibrate write it; calibrated "
@@ -627,7 +630,7 @@ def make_parser() -> argparse.ArgumentParser:
                      "a column mutant, such as A12W:C30D, as ProteinGym writes them; its columns are written again, "
                      "and the score, the sum over mutations")  # fmt: skip
     one.add_argument("--joint", action="store_true", help="with --mutants, mask all positions of a mutant together")
-    one.add_argument("--batch", type=int, default=32, help="masked copies that run together")
+    one.add_argument("--batch", type=int, default=32, help="masked copies that run together (default 32)")
     _add_device_options(one)
     one.set_defaults(run=esm_scan)
     one = commands.add_parser("chat", help="a conversation in the terminal, which tells the bytes of its packed cache")
@@ -650,6 +653,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The entry point; returns the exit status. Ends with status 2 and a message if something cannot be done, and like
     other programs with 130 after Ctrl-C and 141 where nobody reads its output any more."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # Python started with it closed
+            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
     parser = make_parser()
     chosen, rest = parser.parse_known_args(words)
     if rest and chosen.command != "demo":
@@ -706,10 +712,11 @@ def _run(parser: argparse.ArgumentParser, chosen: argparse.Namespace, words: Seq
     except BrokenPipeError:
         raise
     except ImportError as error:
-        parser.error(_missing(error, chosen.command))
+        said = _missing(error, chosen.command)
     except (ValueError, TypeError, OSError, NotImplementedError) as error:
-        parser.error(f"{chosen.command}: {_in_options(error, words)}")
+        said = f"{chosen.command}: {_in_options(error, words)}"
     except RuntimeError as error:
         if not str(getattr(error, "argument", "")).startswith("TURBOQUANT_"):
             raise
-        parser.error(f"{chosen.command}: {error}")  # a variable of the environment
+        said = f"{chosen.command}: {error}"  # a variable of the environment
+    parser.exit(2, f"{parser.prog}: error: {said}\n")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import csv
 import os
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from transformers import AutoConfig
 
+from ..arguments import standard_output
 from ..calibration.calibrate import calibrate
 from ..esm.context import ContextCache
 from ..esm.embedding import chosen_layers, embed
@@ -168,8 +168,7 @@ def scan(model: Any, chosen: argparse.Namespace, profile: Profile | None, read: 
         mutants = read_mutants(chosen.mutants, proteins[0].sequence)
     context = ContextCache(model, chosen.spec, profile=profile) if chosen.method == "shared-context" else None
     if chosen.csv == "-":
-        _write(sys.stdout, model, chosen, proteins, context, mutants)
-        sys.stdout.flush()
+        _write(standard_output(), model, chosen, proteins, context, mutants)
     else:
         unfinished = f"{chosen.csv}.part"
         with open(unfinished, "w", newline="", encoding="utf-8") as file:

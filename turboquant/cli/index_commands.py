@@ -6,11 +6,10 @@ from __future__ import annotations
 import argparse
 import csv
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..arguments import BOUNDS, STANDARD_OUTPUT, check_output
+from ..arguments import BOUNDS, STANDARD_OUTPUT, check_output, standard_output
 from ..progress import Progress, log
 
 if TYPE_CHECKING:
@@ -147,7 +146,7 @@ def search(chosen: argparse.Namespace) -> int:
     options = {"threads": chosen.threads, "refine": vectors, "factor": chosen.factor, "probe": chosen.probe}
     rows = _found(index, queries, names, ids, chosen.k, options, shown=chosen.csv not in STANDARD_OUTPUT)
     if chosen.csv in STANDARD_OUTPUT:
-        csv.writer(sys.stdout).writerows(rows)
+        csv.writer(standard_output()).writerows(rows)
         return 0
     unfinished = f"{chosen.csv}.part"
     try:

@@ -40,8 +40,10 @@ def read_mutants(path: str, sequence: str, option: str = "--mutants") -> tuple[l
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{option} must be a CSV file, got {path!r}: {error}") from None
     columns = rows[0] if rows else []
-    if columns.count("mutant") != 1 or SCORE in columns:
-        raise ValueError(f"{option} must have a column `mutant` and none called `{SCORE}`, got {path!r} with {columns}")
+    if columns.count("mutant") != 1:
+        raise ValueError(f"{option} must have one column `mutant`, got {path!r} with {columns}")
+    if SCORE in columns:
+        raise ValueError(f"{option} must have no column `{SCORE}`, which is added, got {path!r} with {columns}")
     at, mutants = columns.index("mutant"), []
     for number, row in enumerate(rows[1:], 2):
         if not row:  # a blank line

@@ -112,6 +112,9 @@ class Codec:
             for i, (one, (kv_heads, head_dim)) in enumerate(zip(cache.packed_layers, sizes, strict=True))
         ]
 
+    def __repr__(self) -> str:
+        return f"Codec({len(self._layers)} layers, {self.spec!r}, digest {self.digest[:8]}..)"
+
     @property
     def sinks(self) -> int:
         """First tokens of a sequence that stay exact."""
@@ -153,24 +156,13 @@ class Codec:
                       or bfloat16, on one device
         start         position of the first token: 0 or a `boundary`
 
-        Raises ValueError for other shapes, for numbers that are not finite (CPU), and for another `start`.
+        Raises ValueError for other shapes and dtypes, for numbers that are not finite (CPU), and for another `start`;
+        TypeError for what is no tensor.
         """
         start = self._starting("encode", start)
-        for name, given in (("keys", keys), ("values", values)):
-            if len(given) != len(self._layers):
-                raise ValueError(f"encode: `{name}` must have {len(self._layers)} layers, got {len(given)}")
-        tokens = {x.shape[-2] if x.dim() == 3 else -1 for x in (*keys, *values)}
-        dtypes = {x.dtype for x in (*keys, *values)}
-        if len(tokens) > 1 or tokens == {-1} or len(dtypes) > 1:
-            got = f"{sorted(tokens)} tokens and {sorted(map(str, dtypes))}"
-            raise ValueError("encode: `keys` and `values` must be [kv_heads, tokens, head_dim] of as many tokens and "
-                             f"one dtype in all layers, got {got}")  # fmt: skip
-        part = _Part(start, bounded("codec: `tokens`", tokens.pop()), dtypes.pop(), [], [])
+        tokens, dtype = self._check_numbers(keys, values)
+        part = _Part(start, tokens, dtype, [], [])
         for layer, k, v in zip(self._layers, keys, values):
-            wanted = (layer.kv_heads, part.tokens, layer.head_dim)
-            for name, x in (("keys", k), ("values", v)):
-                if tuple(x.shape) != wanted:
-                    raise ValueError(f"encode: `{name}[{layer.index}]` must be {wanted}, got {tuple(x.shape)}")
             exact = self._exact(start, part.tokens)
             if exact:
                 part.sinks.append((k[:, :exact], v[:, :exact]))
@@ -179,6 +171,35 @@ class Codec:
             later = self._transforms(layer, start + exact, k.device)
             part.pages.append(ops.quantize(layer.plan, k[None, :, exact:], v[None, :, exact:], transforms=later))
         return self._bytes(part)
+
+    def _check_numbers(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[int, torch.dtype]:
+        """(tokens, dtype) of what `encode` is given."""
+        sides = {"keys": keys, "values": values}
+        for name, given in sides.items():
+            if not isinstance(given, (Sequence, Tensor)):
+                raise TypeError(f"encode: `{name}` must be a tensor for each layer, got {type(given).__name__}")
+            if len(given) != len(self._layers):
+                raise ValueError(f"encode: `{name}` must have {len(self._layers)} layers, got {len(given)}")
+            for i, x in enumerate(given):
+                if not isinstance(x, Tensor):
+                    raise TypeError(f"encode: `{name}[{i}]` must be a tensor, got {type(x).__name__}")
+        first = keys[0]
+        tokens = bounded("codec: `tokens`", int(first.shape[1])) if first.dim() == 3 else 0
+        if first.dtype not in _NAMES or first.dtype == torch.uint8:
+            raise ValueError(f"encode: `keys[0]` must be float32, float16 or bfloat16, got {first.dtype}")
+        for name, given in sides.items():
+            for i, (layer, x) in enumerate(zip(self._layers, given)):
+                wanted = (layer.kv_heads, tokens or "tokens", layer.head_dim)
+                if tuple(x.shape) != wanted:
+                    text = ", ".join(map(str, wanted))
+                    raise ValueError(f"encode: `{name}[{i}]` must be [{text}], got {list(x.shape)}")
+                if x.dtype != first.dtype or x.device != first.device:
+                    raise ValueError(f"encode: `{name}[{i}]` must be {first.dtype} on {first.device} as `keys[0]` is, "
+                                     f"got {x.dtype} on {x.device}")  # fmt: skip
+                if x.requires_grad:
+                    raise ValueError(f"encode: `{name}[{i}]` must not require a gradient: bytes have none. Run the "
+                                     "model under torch.no_grad(), or call detach()")  # fmt: skip
+        return tokens, first.dtype
 
     def decode(
         self, data: bytes | bytearray | memoryview, *, dtype: torch.dtype | None = None,

@@ -15,6 +15,7 @@ from ..models.families import SINKS, family_of
 from ..models.kinds import sources_of
 from ..models.placement import is_offloaded
 from ..models.routing import text_config
+from ..progress import steps
 from ..spec import CacheSpec
 from .passes import gradients, of_tokens
 from .tap import tapped
@@ -67,7 +68,8 @@ def with_costs(moments: Moments, model: Any, texts: Sequence[torch.Tensor]) -> M
         return replace(moments, no_costs=why)
     try:
         with torch.inference_mode(False):
-            each = np.stack([side_costs(model, ids, moments, i, window) for i, ids in enumerate(long)])
+            shown = enumerate(steps(long, "costs of errors", "texts"))
+            each = np.stack([side_costs(model, ids, moments, i, window) for i, ids in shown])
     except Exception as error:  # of any type: the code that fails is the model's
         said = str(error).strip().partition("\n")[0].partition(". ")[0]
         return replace(moments, no_costs=f"its backward pass failed ({type(error).__name__}: {said:.200})")
