@@ -163,8 +163,8 @@ def give_features(model: Any, as_list: bool = False, seed: int = 5, tokens: int 
     rows = torch.randn(tokens, width, generator=torch.Generator().manual_seed(seed))
 
     def found(self: Any, *args: Any, **kwargs: Any) -> BaseModelOutputWithPooling:
-        out = BaseModelOutputWithPooling(pooler_output=(rows,) if as_list else rows)
-        out.__dict__["deepstack_features"] = [(0.1 * rows,)] * 3
+        out = BaseModelOutputWithPooling(last_hidden_state=rows[None], pooler_output=(rows,) if as_list else rows)
+        out.__dict__.update(deepstack_features=[(0.1 * rows,)] * 3, router_logits=None)
         return out
 
     for part in model.modules():

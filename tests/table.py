@@ -19,15 +19,17 @@ def listed(types: Iterable[str]) -> str:
 
 
 def page(text: str) -> str:
-    """The page, with the lists that the tables have: three indented blocks, in this order."""
+    """The page, with the lists that the tables have: four indented blocks, in this order."""
     import test_causal_types
     import test_multimodal_types
 
-    tables = [test_causal_types.EXACT, test_multimodal_types.EXACT, test_multimodal_types.PATCHED]
-    blocks = re.findall(r"^ {4}\S.*(?:\n {4}\S.*)*", text, re.MULTILINE)
-    for block, types in zip(blocks, tables, strict=True):
-        text = text.replace(block, listed(types), 1)
-    return text
+    types, images = test_causal_types, test_multimodal_types
+    tables = [{**types.EXACT, **types.WITH_TOWERS}, images.EXACT, images.EMBEDDED, images.PATCHED]
+    left = iter(tables)
+    filled = re.sub(r"^ {4}\S.*(?:\n {4}\S.*)*", lambda _: listed(next(left)), text, flags=re.MULTILINE)
+    if next(left, None) is not None:
+        raise ValueError(f"{FILE} has fewer blocks than there are tables")
+    return filled
 
 
 if __name__ == "__main__":

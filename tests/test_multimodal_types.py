@@ -28,19 +28,29 @@ HOLDS_ALL, PACKED = bare(4, 4, sinks=2, window=256), bare(5, 5)
 
 # Run here with an image, or sound, in the prompt.
 EXACT = """
-    aria aya_vision cohere2_vision cosmos3_edge cosmos3_omni deepseek_vl exaone4_5 gemma3 glm46v glm4v glm_ocr glmasr
-    glmga got_ocr2 hyperclovax_vision_v2 idefics2 idefics3 internvl janus lfm2_vl lfm3_vl lighton_ocr llava llava_next
-    llava_next_video llava_onevision minicpm_ocr minicpmv4_6 minicpmv4_7 mistral3
-    moss_transcribe_diarize muse_glimmer paddleocr_vl pp_chart2table qianfan_ocr qwen2_5_vl qwen2_vl qwen3_5
+    aria aya_vision cohere2_vision cosmos3_edge cosmos3_omni deepseek_vl deepseek_vl_hybrid exaone4_5 fuyu gemma3
+    glm46v glm4v glm_ocr glmasr glmga got_ocr2 granite_docling hyperclovax_vision_v2 idefics2 idefics3 internvl janus
+    lfm2_vl lfm3_vl lighton_ocr llava llava_next llava_next_video llava_onevision minicpm_ocr minicpmv4_6 minicpmv4_7
+    mistral3 moss_transcribe_diarize muse_glimmer paddleocr_vl pp_chart2table qianfan_ocr qwen2_5_vl qwen2_vl qwen3_5
     qwen3_5_moe qwen3_asr qwen3_vl qwen3_vl_moe shieldgemma2 smolvlm video_llama_3 vipllava voxtral
     """.split()
 
-# `patch` takes them. Their inputs or towers are too unlike the others' for an image here.
+# The inputs of their towers are too unlike the others'. Run with embeddings that no token has, in place of an image's.
+EMBEDDED: dict[str, dict[str, Any]] = {
+    **{
+        name: {}
+        for name in """
+        granite_speech granite_speech_plus nemotron_h_omni omniasr ovis2 qwen2_audio video_llava
+        """.split()
+    },
+    "fun_asr_nano": dict(adaptor_config=dict(hidden_size=64, intermediate_size=16, num_attention_heads=2)),
+    "step3p7": dict(text=dict(sliding_window=16)),
+}
+
+# `patch` takes them. They are not run here: their configurations or inputs are unlike the others', or take too long.
 PATCHED = """
-    apertus1p5 deepseek_vl_hybrid ernie4_5_vl_moe fun_asr_nano fuyu gemma4 gemma4_unified granite_docling granite_speech
-    granite_speech_plus kimi_k25 llama4 mistral4
-    idefics kosmos-2 kosmos-2.5 kyutai_speech_to_text molmo2 muse_spark nemo_speechlm nemotron_h_omni omniasr ovis2
-    phi4_multimodal qwen2_5_omni_thinker qwen2_audio step3p7 vibevoice_asr video_llava voxtral_realtime
+    apertus1p5 ernie4_5_vl_moe gemma4 gemma4_unified idefics kimi_k25 kosmos-2 kosmos-2.5 kyutai_speech_to_text
+    llama4 mistral4 molmo2 muse_spark nemo_speechlm phi4_multimodal qwen2_5_omni_thinker vibevoice_asr voxtral_realtime
     """.split()
 
 # A phrase of the refusal, and the types that are refused with it.
@@ -102,7 +112,7 @@ def with_an_image(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def test_every_type_is_in_a_table() -> None:
-    tables = [EXACT, PATCHED, NOT_BUILT, *(names.split() for names in REFUSED.values())]
+    tables = [EXACT, EMBEDDED, PATCHED, NOT_BUILT, *(names.split() for names in REFUSED.values())]
     for name in TYPES:
         assert sum(name in table for table in tables) == 1, (
             f"transformers {transformers.__version__} has the type {name!r}, which must be in one table: patch it, and "
@@ -118,11 +128,26 @@ def test_the_documentation_has_the_tables() -> None:
 @pytest.mark.parametrize("name", every(EXACT))
 def test_an_image_in_the_prompt(name: str) -> None:
     model, inputs = with_an_image(name)
+    compare(model, inputs, inputs["input_ids"] % 80)
+
+
+@pytest.mark.parametrize("name", every(EMBEDDED))
+def test_embeddings_in_place_of_an_image(name: str) -> None:
+    model = tiny(name, **EMBEDDED[name])
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(2, 80, (1, 20), generator=generator)
+    rows = model.get_input_embeddings()(ids).detach()
+    rows[:, 5:11] = rows.std() * torch.randn(6, rows.shape[-1], generator=generator)
+    compare(model, {"inputs_embeds": rows, "attention_mask": torch.ones_like(ids)}, ids)
+
+
+def compare(model: Any, inputs: dict[str, torch.Tensor], without: torch.Tensor) -> None:
+    """Patched and not, in `generate`. without: ids that give other logits."""
     options = dict(max_new_tokens=5, do_sample=False, return_dict_in_generate=True, output_logits=True)
     with torch.no_grad():
         want = model.generate(**inputs, **options)
-        blind = model(input_ids=inputs["input_ids"] % 80, use_cache=True).logits[:, -1]
-        assert (blind - want.logits[0]).abs().max() > 0.1  # the image counts
+        blind = model(input_ids=without, use_cache=True).logits[:, -1]
+        assert (blind - want.logits[0]).abs().max() > 0.01  # the image counts
         turboquant.patch(model, HOLDS_ALL)
         got = model.generate(**inputs, **options)
         turboquant.patch(model, PACKED)
@@ -132,7 +157,8 @@ def test_an_image_in_the_prompt(name: str) -> None:
     assert torch.equal(got.sequences, want.sequences)
     for a, b in zip(got.logits, want.logits, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=5e-5)
-    same = int((packed.sequences == want.sequences).long().cumprod(1).sum()) - inputs["input_ids"].shape[1]
+    new = [out.sequences[0, -len(want.logits) :] for out in (packed, want)]
+    same = int((new[0] == new[1]).long().cumprod(0).sum())
     for a, b in list(zip(packed.logits, want.logits, strict=True))[: same + 1]:  # while both read the same text
         assert torch.nn.functional.cosine_similarity(a, b).min() > 0.94
 
