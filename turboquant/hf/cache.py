@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 
 from ..arguments import bounded
 from ..kvcache.latent import latent_spec
+from ..kvcache.limit import MemoryLimit, can_fall
 from ..kvcache.report import CacheReport, LayerReport, bytes_by_part, layer_report, layer_tensors
 from ..kvcache.rows import join
 from ..kvcache.shared import Common
@@ -25,6 +26,7 @@ from ..models.identity import describe
 from ..models.kinds import has_keys, kinds_of, packed_indices
 from ..models.wrappers import base_model
 from ..named_specs import resolve
+from ..sizes import bytes_of
 from ..spec import CacheSpec
 from .latent import LatentLayer
 from .layer import PackedLayer, indices_of
@@ -90,6 +92,10 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
              uses one: a wave or a metric, or, calibrated, a budget. None: moments are those that `model` was patched
              with. If there are none, they are measured, once for each model, with one line on stderr that says
              so
+    memory_limit  bytes that the cache never exceeds, such as "2 GiB" or a number; None: no limit. When memory runs
+             short, layers fall to 3 and to 2 bits, the keys or values of a layer at a time, in the order that costs
+             least (docs/memory.md, "A limit"). Where all are at 2 bits, a forward raises MemoryError and the cache
+             stays as it was. `report` says what lies at which width
 
     Raises TypeError for a configuration without a spec, and ValueError without a spec for a model that is not patched.
     Raises NotImplementedError for layers that cannot be packed and models that cannot be measured, and ValueError for
@@ -103,6 +109,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         spec: CacheSpec | str | None = None,
         *,
         profile: Profile | str | os.PathLike[str] | None = None,
+        memory_limit: int | str | None = None,
     ) -> None:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise RuntimeError(
@@ -123,6 +130,8 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         moments = moments_for(model, specs, moments)
         specs = shared_widths(self.spec, specs, moments, [kind for kind, _ in kinds if has_keys(kind)])
         self._set_up(calibration, describe(text), specs, moments, kinds)
+        if memory_limit is not None:
+            self._shared.limit = self._checked_limit(bytes_of(memory_limit, "`memory_limit`"))
 
     def _set_up(
         self,
@@ -143,6 +152,33 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
             for i, (kind, options) in enumerate(self.kinds)
         ]
         self._hold(layers)
+
+    def _checked_limit(self, most: int) -> MemoryLimit:
+        """A limit of so many bytes, if layers can fall."""
+        layers = self.packed_layers
+        if len(layers) != len(self.layers) or self.state_layers or any(isinstance(x, LatentLayer) for x in layers):
+            raise NotImplementedError(
+                "`memory_limit` is for models whose layers all have keys and values, without states and latents: leave "
+                "it out for this model"
+            )
+        for layer in layers:
+            if not can_fall(layer.spec):
+                raise ValueError(
+                    "`memory_limit` needs one whole width for all channels of a side, a codebook, groups of 32 and "
+                    f"EDEN scales, such as the preset 'default', got {layer.spec!r} in layer {layer.index}"
+                )
+        return MemoryLimit(most, [layer.spec for layer in layers], self.moments)
+
+    @property
+    def fell(self) -> bool:
+        """Whether pages have fewer bits than they began with."""
+        limit = self._shared.limit
+        return limit is not None and [layer.spec for layer in self.packed_layers] != limit.specs
+
+    @property
+    def memory_limit(self) -> int | None:
+        """Bytes that the cache never holds more of; None: no limit."""
+        return None if self._shared.limit is None else self._shared.limit.most
 
     #: int32 [batch, tokens], the tokens that the cache begins with, as far as they are known, for `generate` to compare
     #: its prompt with (`patching.continuation`). None: unknown.
@@ -249,6 +285,8 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         size = f"layers={len(self.layers)}, tokens={self.get_seq_length()}, nbytes={self.nbytes}"
+        if self.memory_limit is not None:
+            size += f", memory_limit={self.memory_limit}"
         return f"TurboQuantCache({size}, spec={self.spec})"
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -293,6 +331,8 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         """
         caches = list(caches)
         _check_joined(caches)
+        if any(cache.memory_limit is not None for cache in caches):
+            raise NotImplementedError("join: caches with a `memory_limit` cannot be put together: make them without")
         first = caches[0]
         joined = first.fork()
         for i, layer in enumerate(joined.layers):
@@ -398,6 +438,8 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         """Empties the cache: see `PackedLayer.reset`."""
         self.known_ids, self.at_work, self._shared.shifts = None, False, ()
         super().reset()
+        if self._shared.limit is not None:
+            self._shared.limit.restore([layer.storage for layer in self.packed_layers])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """See `PackedLayer.batch_select_indices`."""
@@ -440,6 +482,8 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         self.was_read()
         layers = tuple(layer_report(layer.storage) for layer in self.packed_layers)
         notes = moments_notes(self.spec, self.moments, [layer.spec for layer in self.packed_layers])
+        if self._shared.limit is not None:
+            notes = (*notes, self._shared.limit.described([layer.storage for layer in self.packed_layers]))
         return CacheReport(layers, bytes_by_part(self._common_tensors()), notes)
 
 

@@ -36,7 +36,8 @@ def _storages(cache: TurboQuantCache) -> list[LayerStorage]:
 class DecodeGraph:
     """Steps of one token on a cache, replayed as a CUDA graph.
 
-    cache     a TurboQuantCache on one CUDA device that holds tokens (after the prompt), without sliding windows
+    cache     a TurboQuantCache on one CUDA device that holds tokens (after the prompt), without sliding windows and
+              without a memory limit, for which steps run one by one
     forward   the `forward` of a patched model
     weights   the model's parameters: a step is recorded again when the address of one changes
 
@@ -60,6 +61,7 @@ class DecodeGraph:
         """Whether a step on ids [batch, tokens] can be replayed."""
         return (
             ids.is_cuda
+            and cache.memory_limit is None
             and ids.shape[1] == 1
             and not torch.is_grad_enabled()
             and all(
@@ -86,7 +88,8 @@ class DecodeGraph:
         if ids.dtype != torch.int64 or ids.dim() != 2 or not self.takes(cache, ids):
             raise ValueError(
                 "`ids` must be int64 [batch, 1] on the CUDA device of a cache that holds tokens of as many sequences "
-                f"and has no sliding windows, under torch.no_grad(); got {tuple(ids.shape)} {ids.dtype} on {ids.device}"
+                "and has neither sliding windows nor a memory limit, under torch.no_grad(); "
+                f"got {tuple(ids.shape)} {ids.dtype} on {ids.device}"
             )
         stored, addresses = _storages(cache)[0], [weight.data_ptr() for weight in self._weights]
         steady = addresses == self._addresses and self._is_as_left(cache) and stored.tokens < stored.ready

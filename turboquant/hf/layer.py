@@ -69,7 +69,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __init__(self, index: int, spec: CacheSpec, shared: Common) -> None:
         super().__init__()
-        self.index, self.spec, self._shared, self.is_shared, self.chunk = index, spec, shared, False, 0
+        self.index, self._shared, self.is_shared, self.chunk = index, shared, False, 0
         self.storage = LayerStorage(index, spec, shared)
 
     def __repr__(self) -> str:
@@ -78,6 +78,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def reset(self) -> None:
         """Empties the layer and gives its memory back: it may then be used with another batch size, dtype or device."""
         self.storage.reset()
+
+    @property
+    def spec(self) -> CacheSpec:
+        """With the widths that its pages have now."""
+        return self.storage.spec
 
     @property
     def is_initialized(self) -> bool:
@@ -173,6 +178,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def activate_past_recording(self) -> None:
         """From now on every forward keeps a copy of the window, so that `crop` can bring back tokens that left it.
         transformers calls this before assisted decoding."""
+        if self._shared.limit is not None:
+            raise NotImplementedError(
+                "assisted decoding with a `memory_limit` is not supported: make the cache without one"
+            )
         self.storage.record_past = True
 
     is_croppable = True
@@ -233,6 +242,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         batch = self.max_batch_size
         if not all(0 <= b < batch for b in sequences):
             raise IndexError(f"layer {self.index}: sequences must be in 0..{batch - 1}, got {list(sequences)}")
+        if self._shared.limit is not None and len(sequences) > batch:
+            raise NotImplementedError(
+                f"{batch} sequences to {len(sequences)} with a `memory_limit` is not supported: begin with as many"
+            )
         if not sequences:
             raise ValueError(f"layer {self.index}: at least one sequence must stay, got none; reset() forgets all")
         try:
@@ -356,6 +369,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         query, key, value, mask, options = left.query, left.key, left.value, call.mask, call.options
         stored, new = self.storage, key.shape[2]
         after = stored.tokens + new
+        self._shared.make_room(stored, after, padding)
         how: dict[str, Any] | None
         how = {
             "softmax_scale": self._scale(call.scaling),

@@ -159,6 +159,11 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
         mark = _mark(model)
         if differs := _differences(cache.fingerprint, mark):
             raise ValueError(f"`model` must be the one that filled this cache, got one with {', '.join(differs)}")
+    if cache.spec.shared_bits is None and cache.fell:
+        raise NotImplementedError(
+            "save: pages fell to fewer bits than the spec says, and files of a spec with the same widths in all layers "
+            "have no place for that: use uniform=False, or a higher memory_limit"
+        )
     described: dict[str, Any] = {
         "byte_format": FORMAT_VERSION,
         "spec": cache.spec.settled().to_dict(),  # "auto" may mean something else to the version that reads it

@@ -61,12 +61,24 @@ class Layer(Protocol):
     def can_crop_to(self, tokens: int) -> bool: ...
 
 
+class Limit(Protocol):
+    """What the caches of layers ask of a limit: see `limit.MemoryLimit`."""
+
+    most: int
+    specs: list[CacheSpec]
+
+    def restore(self, layers: Sequence[Any]) -> None: ...
+    def make_room(self, shared: Any, now: Any, after: int, padding: Sequence[int]) -> None: ...
+    def described(self, layers: Sequence[Any]) -> str: ...
+
+
 class Common:
     """What the layers of a cache share.
 
     calibration, moments   of all layers, or None
     layers                 that have keys and values, in order
     model_layers           of the model, those with a state or without a cache included; 0: not known
+    limit                  of the cache's bytes, or None
     stateful               some layers have a state, which no failed forward can take back
     shifts                 of the first forward (`LayerTensors.hold_shifts`): of each sequence, one for all, or (): 0
     """
@@ -75,6 +87,7 @@ class Common:
         self.calibration, self.moments = calibration, moments
         self._layers: list[weakref.ref[Layer]] = []  # weak: a dropped cache is freed at once
         self.model_layers, self.stateful = 0, False
+        self.limit: Limit | None = None
         self.shifts: tuple[int, ...] = ()
         self._offsets: dict[torch.device, tuple[tuple[int, ...], torch.Tensor]] = {}
         self._lengths: dict[torch.device, tuple[int, tuple[int, ...], torch.Tensor]] = {}
@@ -204,8 +217,13 @@ class Common:
 
     def fork(self) -> Common:
         other = Common(self.calibration, self.moments)
-        other._rotations = dict(self._rotations)
+        other._rotations, other.limit = dict(self._rotations), self.limit
         return other
+
+    def make_room(self, now: Layer, after: int, padding: tuple[int, ...]) -> None:
+        """Before layer `now` stores the tokens of a forward: `MemoryLimit.make_room`, if there is a limit."""
+        if self.limit is not None:
+            self.limit.make_room(self, now, after, padding)
 
     def undo(self, before: int) -> None:
         """Back to `before` positions in every layer, after a forward that failed; a layer that cannot is marked."""
@@ -214,6 +232,8 @@ class Common:
                 layer.reset()
             else:
                 layer.take_back(before)
+        if before == 0 and self.limit is not None:
+            self.limit.restore(self.layers)
         if before == 0:
             self._lengths, self._earlier, self._schedules, self.shifts = {}, {}, {}, ()
         for device, (_, padding, _) in list(self._lengths.items()):

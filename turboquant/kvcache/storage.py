@@ -23,6 +23,7 @@ __all__ = ["LayerStorage"]
 
 _append = torch.ops.turboquant.append.default  # the overload itself: nothing is looked up in a decode step
 _attend = torch.ops.turboquant.attend.default
+_recode = torch.ops.turboquant.recode.default
 _append_attend = torch.ops.turboquant.append_attend.default
 
 
@@ -144,6 +145,22 @@ class LayerStorage(LayerTensors):
             self.release()
             table.compact()
         return attended
+
+    @outside_autograd
+    def fall(self, key_bits: int, value_bits: int) -> None:
+        """Recodes the pages to fewer bits, into new memory; no other table refers to them."""
+        spec = self.spec
+        self.spec = spec.with_(key_bits=key_bits, value_bits=value_bits)
+        if self.table is None:
+            return
+        pool, plan = self.table.pool, self.plan_for(self.kv_heads, self.head_dim)
+        with pool.lock:
+            try:
+                pool.storage = _recode(self.plan.words, pool.storage, plan.words)
+            except BaseException:
+                self.spec = spec
+                raise
+        self.plan = plan
 
     # ---- going back ----
 

@@ -138,6 +138,12 @@ def side_widths(
     return widths
 
 
+def added_cost(cost: float, bits: int, fewer: int, tries: int, channels: int) -> float:
+    """What a side of a layer adds to the divergence, in the units of `side_widths`, with `fewer` than `bits` bits."""
+    errors = _errors(tries, channels)
+    return float(max(cost, 1e-30) ** POWER * (errors[fewer] - errors[bits]))
+
+
 def chosen(trials: Iterable[Trial]) -> tuple[Trial, ...]:
     """The same trials, with the best of each window and average marked: that of least divergence among "none" and those
     that are better than it by GAIN, and on every kind of text of the package at most TOLERANCE worse."""
