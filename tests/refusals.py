@@ -250,6 +250,7 @@ EXACT: Faults = {
 }
 
 FLAT = ((1 * 2 + 0) * 40 + 39) * 64 + 5  # k[1, 0, 39, 5]
+PLACE = "1, 0, 39, 5"  # as operators say it
 LAST = 2 * 2 * 40 * 64 - 1
 APPEND: Faults = {
     "k: None": (T, "k", lambda a: dict(k=None)),
@@ -265,12 +266,12 @@ APPEND: Faults = {
     "k: head_dim": (V, "k", lambda a: dict(k=floats(2, 2, 40, 32), v=floats(2, 2, 40, 32))),
     "k: rows not dense": (V, "k", lambda a: dict(k=floats(2, 2, 40, 128)[..., ::2])),
     "k: backwards": (V, "k", lambda a: dict(k=a["k"][:, :, ::-1])),
-    "k: NaN": (V, f"k[{FLAT}]", lambda a: dict(k=changed(a["k"], (1, 0, 39, 5), np.nan))),
-    "k: inf": (V, f"k[{FLAT}]", lambda a: dict(k=changed(a["k"], (1, 0, 39, 5), np.inf))),
-    "k: -inf": (V, f"k[{FLAT}]", lambda a: dict(k=changed(a["k"], (1, 0, 39, 5), -np.inf))),
-    "k: too large": (V, f"k[{FLAT}]", lambda a: dict(k=changed(a["k"], (1, 0, 39, 5), -16385))),
-    "v: NaN": (V, f"v[{FLAT}]", lambda a: dict(v=changed(a["v"], (1, 0, 39, 5), np.nan))),
-    "v: NaN at the end": (V, f"v[{LAST}]", lambda a: dict(v=changed(a["v"], (1, 1, 39, 63), np.nan))),
+    "k: NaN": (V, f"k[{FLAT}]|k[{PLACE}]", lambda a: dict(k=changed(a["k"], (1, 0, 39, 5), np.nan))),
+    "k: inf": (V, f"k[{FLAT}]|k[{PLACE}]", lambda a: dict(k=changed(a["k"], (1, 0, 39, 5), np.inf))),
+    "k: -inf": (V, f"k[{FLAT}]|k[{PLACE}]", lambda a: dict(k=changed(a["k"], (1, 0, 39, 5), -np.inf))),
+    "k: too large": (V, f"k[{FLAT}]|k[{PLACE}]", lambda a: dict(k=changed(a["k"], (1, 0, 39, 5), -16385))),
+    "v: NaN": (V, f"v[{FLAT}]|v[{PLACE}]", lambda a: dict(v=changed(a["v"], (1, 0, 39, 5), np.nan))),
+    "v: NaN at the end": (V, f"v[{LAST}]|v[1, 1, 39, 63]", lambda a: dict(v=changed(a["v"], (1, 1, 39, 63), np.nan))),
     "v: None": (V, "v", lambda a: dict(v=None)),
     "v: float16": (T, "v", lambda a: dict(v=a["v"].astype(np.float16))),
     "v: tokens": (V, "v", lambda a: dict(v=floats(2, 2, 39, 64))),

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizer
 
 import turboquant
 from turboquant import TurboQuantCache
-from turboquant.hf.patching import continuation
 from turboquant.models.names import CACHE
 
 WIDE = bare(2, 2, sinks=3, window=512, **WAVE)  # nothing ever leaves the window: exact
@@ -232,8 +231,12 @@ def test_a_prompt_that_does_not_continue_the_cache_is_warned_of(recwarn):
     assert not [w for w in recwarn if "`input_ids`" in str(w.message)]  # conversations that go on
 
     cache.crop(23)
-    with pytest.warns(UserWarning, match="`input_ids` must be longer than the 23 positions .* got 20 tokens"):
-        continuation.check(cache, ids)
+    before = cache.get_seq_length()
+    with pytest.raises(ValueError, match="must be the whole text so far, longer than the 23 .* got 20 tokens"):
+        turn(ids)
+    with pytest.raises(ValueError, match="must be the whole text so far, longer than the 23 .* got 5 tokens"):
+        turn(ids[:, :5])
+    assert cache.get_seq_length() == before
     other = longer.clone()
     other[1, 21] = (other[1, 21] + 1) % 50
     with pytest.warns(UserWarning, match="begin with the 23 tokens .* others from position 21 on"):

@@ -246,8 +246,8 @@ REFUSED: dict[str, tuple[type[Exception], Any, str]] = {
     ),
     "neither": (TypeError, lambda k, p: ops.pack(k, k), "pack: `plan` must be given, or else `bits`, got neither"),
     "both": (TypeError, lambda k, p: ops.pack(k, k, p.plan, bits=4), "must be given, or else `bits`, got both"),
-    "9 bits": (ValueError, lambda k, p: ops.pack(k, k, bits=9), "`key_bits[0]` must be in 0..6 or 8"),
-    "bits in words": (TypeError, lambda k, p: ops.pack(k, k, bits="4"), "`key_bits` must be "),
+    "9 bits": (ValueError, lambda k, p: ops.pack(k, k, bits=9), "pack: `bits` must be in 0..6 or 8"),
+    "bits in words": (TypeError, lambda k, p: ops.pack(k, k, bits="4"), "pack: `bits` must be "),
     "an array": (TypeError, lambda k, p: ops.pack(k.numpy(), k, bits=4), "pack: `k` must be a tensor, got ndarray"),
     "a list": (TypeError, lambda k, p: ops.attend([1.0], p), "attend: `q` must be a tensor, got list"),
     "a cap in words": (
@@ -325,7 +325,11 @@ REFUSED: dict[str, tuple[type[Exception], Any, str]] = {
         lambda k, p: ops.append(p, k[0, 0, 0], k[0, 0, 0]),
         "append: `k` must be [batch, kv_heads, tokens, head_dim], got (64,)",
     ),
-    "a number that is none": (ValueError, lambda k, p: ops.pack(k * torch.nan, k, PLAN), "pack: `k[0]` must be finite"),
+    "a number that is none": (
+        ValueError,
+        lambda k, p: ops.pack(k * torch.nan, k, PLAN),
+        "pack: `k[0, 0, 0, 0]` must be finite",
+    ),
     "keys in float64": (TypeError, lambda k, p: ops.pack(k.double(), k.double(), PLAN), "pack: `k` must be float32, "),
     "fewer values": (ValueError, lambda k, p: ops.pack(k, k[:, :1], PLAN), "pack: `v` must be float32 [2, 3, 140, 64]"),
     "room for less than nothing": (
@@ -417,7 +421,30 @@ REFUSED: dict[str, tuple[type[Exception], Any, str]] = {
     "not finite": (
         ValueError,
         lambda k, p: ops.append(p, k[:, :, :1] / 0, k[:, :, :1]),
-        "append: `k[0]` must be finite",
+        "append: `k[0, 0, 0, 0]` must be finite",
+    ),
+    "a number that is not finite": (
+        ValueError,
+        lambda k, p: ops.quantize(
+            PLAN, k, k.index_put(tuple(map(torch.tensor, (1, 0, 5, 3))), torch.tensor(torch.nan))
+        ),
+        "quantize: `v[1, 0, 5, 3]` must be finite and at most 16384 in magnitude, got nan",
+    ),
+    "keys for the plan": (TypeError, lambda k, p: ops.quantize(k, k, p.plan), "must be a turboquant.Plan, got Tensor"),
+    "queries in float16 over a window": (
+        TypeError,
+        lambda k, p: ops.attend(k[:, :, :1].half(), ops.pack(k, k, PLAN, window=16)),
+        "attend: `q` must be float32 like sinks and window, got float16",
+    ),
+    "keys in float16 over sinks": (
+        TypeError,
+        lambda k, p: ops.append(ops.pack(k, k, PLAN, sinks=4), k[:, :, :1].half(), k[:, :, :1].half()),
+        "append: `k` must be float32 like sinks and window, got float16",
+    ),
+    "several queries over a window": (
+        ValueError,
+        lambda k, p: ops.attend(k[:, :, :5], ops.pack(k, k, PLAN, window=16)),
+        "attend: `q` must be of one token a sequence: with a window, several causal queries need append_attend",
     ),
     "no values": (
         ValueError,
@@ -445,8 +472,24 @@ def test_refusals(name: str) -> None:
 def test_query_heads_are_a_multiple_of_kv_heads(name: str, device: str) -> None:
     k = torch.zeros(1, 2, 3, 64, device=device)
     packed = ops.pack(k, k, Plan(64, 4, 4))
-    with pytest.raises(ValueError, match=f"{name}: `query_heads` must be a multiple of kv_heads, got 3"):
+    with pytest.raises(ValueError, match=f"{name}: `q` must be of a multiple of 2 heads, .*, got 3 heads"):
         getattr(ops, name)(torch.zeros(1, 3, 1, 64, device=device), packed)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [0, 16])
+def test_no_queries(window: int, device: str) -> None:
+    """They give an empty result, and store no token."""
+    k = torch.ones(2, 3, 140, 64, device=device)
+    packed = ops.pack(k, k, PLAN, window=window)
+    none, q = k[:, :, :0], torch.ones(2, 6, 5, 64, device=device)[:, :, :0]
+    for out, lse in (
+        ops.attend(q, packed, return_lse=True),
+        ops.attend(q, packed, causal=False, return_lse=True),
+        ops.append_attend(q, none, none, packed, return_lse=True),
+    ):
+        assert out.shape == (2, 6, 0, 64) and lse.shape == (2, 6, 0)
+    assert len(packed) == 140 and packed.lengths.tolist() == [140, 140]
 
 
 def test_documented() -> None:

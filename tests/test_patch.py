@@ -47,6 +47,9 @@ def test_patch_and_unpatch():
     cache = generate(model).past_key_values
     assert type(cache) is TurboQuantCache and cache.spec == EXACT
     assert turboquant.unpatch(model) is model
+    for call in (turboquant.patch, turboquant.unpatch):
+        with pytest.raises(TypeError, match="`model` must be a transformers model, got NoneType"):
+            call(None)
     assert state(model) == before and torch.equal(model(**prompts(2, 20, (0, 5))).logits, logits)
     assert type(generate(model).past_key_values) is DynamicCache
     with pytest.raises(RuntimeError, match=r"Call turboquant\.patch\(model\)"):

@@ -268,6 +268,8 @@ def test_repr_and_from_plan(rng: np.random.Generator) -> None:
     assert repr(same) == repr(q) and same.plan == q.plan and same.bits == q.bits == (4, 2, 1) and same.dim == 80
     assert np.array_equal(same.dequantize(codes), q.dequantize(codes))
     assert repr(Quantizer(8, 4, centre=x[0, :8])).endswith("seed=0, centre=...)")
+    assert repr(Quantizer(96, 3, levels="absmax", block=32)).endswith("levels='absmax', sketch='none', block=32)")
+    assert repr(Quantizer(96, 3, sketch="gaussian", sketch_rows=24)).endswith("sketch='gaussian', sketch_rows=24)")
     with pytest.raises(ValueError, match="Quantizer: `plan` must have no value bits"):
         Quantizer.from_plan(Plan(64, 4, 4))
 
@@ -276,9 +278,9 @@ def test_repr_and_from_plan(rng: np.random.Generator) -> None:
 
 X = np.zeros((3, 64), np.float32)
 PAGES = "Codes: `pages` must be uint8 [1, 1, 1088], "
-GROUPS = "`bits` must be an integer or one per group, 2 of them, got 1"
+GROUPS = "Quantizer: `bits` must be an integer or one per group, 2 of them, got 1"
 CENTRE = "Quantizer: `centre[{}]` must be finite and at most 16384 in magnitude, got {}"
-NO_SPHERE = "`head_dim` must be at most 256 with the sphere codebook, got 264"
+NO_SPHERE = "Quantizer: `dim` must be at most 256 with the sphere codebook, got 264"
 
 
 @pytest.mark.parametrize(
@@ -290,21 +292,21 @@ NO_SPHERE = "`head_dim` must be at most 256 with the sphere codebook, got 264"
         (dict(dim=4104), ValueError, "Quantizer: `dim` must be a multiple of 8 in 8..4096, got 4104"),
         (dict(dim=64.0), TypeError, "Quantizer: `dim` must be an integer, got 64.0"),
         (dict(bits=0), ValueError, "Quantizer: `bits` must be more than 0 in at least one group, got 0"),
-        (dict(bits=9), ValueError, "Quantizer: `bits[0]` must be in 0..6 or 8, got 9"),
-        (dict(bits=2.5), TypeError, "`bits` must be an integer, got 2.5"),
-        (dict(bits="4"), TypeError, "`bits` must be an integer or a sequence of integers, got '4'"),
+        (dict(bits=9), ValueError, "Quantizer: `bits` must be in 0..6 or 8, got 9"),
+        (dict(bits=2.5), TypeError, "Quantizer: `bits` must be an integer, got 2.5"),
+        (dict(bits="4"), TypeError, "Quantizer: `bits` must be an integer or a sequence of integers, got '4'"),
         (dict(bits=[4]), ValueError, GROUPS),
         (dict(bits=[4, 7]), ValueError, "Quantizer: `bits[1]` must be in 0..6 or 8, got 7"),
-        (dict(bits=[0, 0]), ValueError, "Quantizer: `bits` must be more than 0 in at least one group, got [0, 0]"),
+        (dict(bits=[0, 0]), ValueError, "Quantizer: `bits` must be more than 0 in at least one group, got 0"),
         (dict(rotation="pca"), ValueError, "Quantizer: `rotation` must be one of hadamard, dense, none, got 'pca'"),
         (dict(rotation=1), TypeError, "Quantizer: `rotation` must be one of hadamard, dense, none, got 1"),
         (dict(scale="max"), ValueError, "`scale` must be one of eden, norm, norm_corrected, least_squares, got 'max'"),
         (dict(scale=None), TypeError, "`scale` must be one of eden, norm, norm_corrected, least_squares, got None"),
         (dict(codebook="kmeans"), ValueError, "`codebook` must be one of normal, sphere, uniform, got 'kmeans'"),
         (dict(dim=264, codebook="sphere"), ValueError, NO_SPHERE),
-        (dict(seed=-1), ValueError, "`seed` must be in 0..2^63 - 1, got -1"),
-        (dict(seed=2**63), ValueError, "`seed` must fit in 64 bits, got 9223372036854775808"),
-        (dict(seed="x"), TypeError, "`seed` must be an integer, got 'x'"),
+        (dict(seed=-1), ValueError, "Quantizer: `seed` must be in 0..2^63 - 1, got -1"),
+        (dict(seed=2**63), ValueError, "Quantizer: `seed` must fit in 64 bits, got 9223372036854775808"),
+        (dict(seed="x"), TypeError, "Quantizer: `seed` must be an integer, got 'x'"),
         (dict(centre=[0.0] * 64), TypeError, "Quantizer: `centre` must be float32 [64], got list"),
         (dict(centre=X), ValueError, "Quantizer: `centre` must be float32 [64], got float32 [3, 64]"),
         (dict(centre=X[0].astype(float)), TypeError, "Quantizer: `centre` must be float32 [64], got float64 [64]"),
@@ -314,7 +316,7 @@ NO_SPHERE = "`head_dim` must be at most 256 with the sphere codebook, got 264"
         (dict(centre=np.ma.masked_greater(X[0], -1)), ValueError,
          "Quantizer: `centre` must have no masked numbers, got 64 of them"),
         (dict(sketch=np.array(["none"])), ValueError,
-         "Quantizer: `sketch` must be one of none, gaussian, sign, got array(['none'], dtype='<U4')"),
+         "Quantizer: `sketch` must be one of none, gaussian, sign, got ndarray"),
         (dict(sketch="gaussian", sketch_rows=6.5), TypeError,
          "Quantizer: `sketch_rows` must be an integer, got 6.5"),
         (dict(sketch="gaussian", sketch_rows="6"), TypeError,
@@ -377,10 +379,10 @@ def test_other_calls_refuse(rng: np.random.Generator) -> None:
         with pytest.raises(ValueError, match=r"^dot: `queries` must be C-contiguous"):
             q.dot(strided, codes)
     for other, says in [
-        (Quantizer(64, 3), r"of key Side\(4\), got Side\(3\)"),
+        (Quantizer(64, 3), "of bits 4, got 3"),
         (Quantizer(128, 4), "of head_dim 64, got 128"),
         (Quantizer(64, 4, seed=1), "of seed 0, got 1"),
-        (Quantizer(64, 4, "dense"), r"of key Side\(4\), got Side\(4, rotation='dense'\)"),
+        (Quantizer(64, 4, "dense"), "of rotation hadamard, got dense"),
         (Quantizer(64, 4, scale="norm"), "of scale eden, got norm"),
         (Quantizer(64, 4, codebook="sphere"), "of codebook normal, got sphere"),
     ]:
@@ -643,3 +645,15 @@ def test_the_command_line_refuses() -> None:
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 2
+
+
+def test_errors_name_the_arguments_of_the_quantizer() -> None:
+    for arguments, said in (
+        (dict(bits=7), "`bits` must be in 0..6 or 8, got 7"),
+        (dict(bits=[4] * 11 + [7]), r"`bits\[11\]` must be in 0..6 or 8, got 7"),
+        (dict(bits=4, codebook="sphere"), "`dim` must be at most 256 with the sphere codebook, got 384"),
+        (dict(bits=4, block=33), "`block` must be 0 or a multiple of 32 channels, got 33"),
+        (dict(bits=4, levels=np.zeros(3)), "`levels` must be one of .*, got ndarray"),
+    ):
+        with pytest.raises(ValueError, match=f"^Quantizer: {said}$"):
+            Quantizer(384, **arguments)

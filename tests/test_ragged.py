@@ -568,7 +568,7 @@ def test_refusals_of_append_and_of_rings(rng: np.random.Generator) -> None:
         (dict(query_start_loc=None, max_query_len=1), "`max_query_len` must be 0 without query_start_loc, got 1"),
         (dict(sink_rows=None), "`sink_k` must be float32 "),
         (dict(v=arguments["v"][:2]), r"`v` must be float32 \[5, 2, 64\], got float32 \[2, 2, 64\]"),
-        (dict(k=arguments["k"] * np.nan), r"`k\[0\]` must be finite"),
+        (dict(k=arguments["k"] * np.nan), r"`k\[0, 0, 0\]` must be finite"),
         (
             dict(lengths=torch.tensor([9, 400, 3], dtype=torch.int32)),
             r"`lengths\[1\]` must be in 0..max_pages",

@@ -292,11 +292,17 @@ def test_a_number_of_bits_is_a_spec():
         (CacheSpec(8), "CacheSpec(key_bits=8)  # keys 8 bits, values 4"),
         (CacheSpec(3, 3, sinks=0), "CacheSpec(key_bits=3, value_bits=3, sinks=0)"),
         (CacheSpec(budget=2.5), "CacheSpec(budget=2.5)"),
+        (
+            CacheSpec(overrides={0: {"key_bits": 2, "value_bits": 2}}),
+            "CacheSpec(overrides=((0, (('key_bits', 2), ('value_bits', 2))),))",
+        ),
+        (CacheSpec(overrides={0: {"sinks": 2}}), "CacheSpec(overrides=((0, (('sinks', 2),)),))  # 4 bits on average"),
     ],
-    ids=["default", "keys", "both", "budget"],
+    ids=["default", "keys", "both", "budget", "overridden bits", "other overrides"],
 )
 def test_what_a_spec_prints_says_its_bits(spec, said):
     assert repr(spec) == said and eval(said) == spec
+    assert f"{spec}" == said.partition("  #")[0]
 
 
 def test_the_command_presets(capsys):

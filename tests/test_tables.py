@@ -72,7 +72,7 @@ def test_what_notebooks_show():
     one = Evaluation(CacheSpec(), "packed", 2, 64, 0.5, 1.0, 2.0, 3.0, 10.0, 9.0, 0.75, 100.0, 4.5, 8)
     shown = dict(row for row in cells(one._repr_html_())[1:])
     assert shown["left:kl divergence"] == "right:0.5" and len(shown) == len(one.metrics())
-    assert "2 x 64 tokens, exact: 4 sinks, 128 window, prefill packed; CacheSpec()  # 4 bits" in one._repr_html_()
+    assert "2 x 64 tokens, exact: 4 sinks, 128 window, prefill packed; CacheSpec()" in one._repr_html_()
     made = [Trial(0, 3.0, "none", 32, 0.25, chosen=True), Trial(0, 3.0, "widths", 32, 0.5)]
     assert cells(trials(made, as_html=True))[1] == ["right:3", "right:0.25000", "right:0.50000", "left:none"]
     assert "3 bits: none, nothing diverges 5% less." in trials(made, as_html=True)

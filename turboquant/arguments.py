@@ -10,7 +10,7 @@ from operator import index
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["BOUNDS", "STANDARD_OUTPUT", "bounded", "check_options", "check_output", "integer", "integer_in",
+__all__ = ["BOUNDS", "STANDARD_OUTPUT", "bounded", "check_options", "check_output", "integer", "integer_in", "quoted",
            "standard_output"]  # fmt: skip
 
 _MOST = 2**31 - 1
@@ -103,13 +103,20 @@ BOUNDS = {
 }
 
 
+def quoted(value: Any) -> str:
+    """A value as an error message says it: its repr, or the name of its type if it is or holds arrays or tensors, whose
+    numbers would fill the screen."""
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return type(value).__name__ if any(getattr(x, "ndim", 0) for x in (value, *parts)) else repr(value)
+
+
 def integer(value: Any, what: str) -> int:
     """An integer of any type, such as NumPy's or a tensor of one, as an int. TypeError, which calls it `what`, for any
     other object; True and False are none."""
     try:
         return index(None if isinstance(value, bool) else value)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"{what} must be an integer, got {value!r}") from None
+        raise TypeError(f"{what} must be an integer, got {quoted(value)}") from None
 
 
 def integer_in(value: Any, what: str, low: int, high: int) -> int:

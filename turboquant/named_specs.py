@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
+from .arguments import quoted
 from .spec import LEAST_AVERAGE, MOST_SIDE_BITS, CacheSpec
 from .tables import table
 
@@ -80,7 +81,7 @@ def preset(name: str) -> CacheSpec:
     """The spec of that name; "calibrated-N" for any average N in 2..6. TypeError for another object, ValueError for an
     unknown name; the message has those most like it."""
     if not isinstance(name, str):
-        raise TypeError(f"`name` must be the name of a preset, got {name!r}")
+        raise TypeError(f"`name` must be the name of a preset, got {quoted(name)}")
     return named(name, "`name`")
 
 
@@ -126,7 +127,7 @@ def resolve(spec: CacheSpec | str | float) -> CacheSpec:
     if isinstance(spec, Real) and not isinstance(spec, bool):
         return of_bits(spec, "`spec`")
     wanted = "a CacheSpec, the name of a preset or a number of bits"
-    raise TypeError(f"`spec` must be {wanted}, got {'a mapping' if isinstance(spec, Mapping) else repr(spec)}")
+    raise TypeError(f"`spec` must be {wanted}, got {'a mapping' if isinstance(spec, Mapping) else quoted(spec)}")
 
 
 _HEAD_DIM = 128  # of the bits that are printed

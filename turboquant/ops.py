@@ -39,7 +39,7 @@ from . import _core, operators  # noqa: F401  registers torch.ops.turboquant, or
 import torch
 from torch import Tensor
 
-from .arguments import BOUNDS
+from .arguments import BOUNDS, quoted
 from .operator_docs import describe
 from .plan import Plan
 from .transforms import Transforms
@@ -185,6 +185,12 @@ def _check_sizes(op: str, packed: PackedKV, tensors: dict[str, Any]) -> None:
             raise ValueError(
                 f"{op}: `{name}` must be of {held.shape[at]} {what}, as `packed` is, got {tuple(given.shape)}"
             )
+    heads = packed.pages.shape[1] if packed.pages.dim() > 1 else 0
+    given = tensors.get("q")
+    if given is not None and given.dim() == 4 and heads and given.shape[1] % heads:
+        raise ValueError(
+            f"{op}: `q` must be of a multiple of {heads} heads, the KV heads of `packed`, got {given.shape[1]} heads"
+        )
 
 
 # Options that are not tensors: their types, and how errors call these.
@@ -220,7 +226,7 @@ def _checked(op: str, **options: object) -> dict[str, Any]:
 
 def _check_plan(op: str, plan: object, name: str = "plan") -> None:
     if not isinstance(plan, Plan):
-        raise TypeError(f"{op}: `{name}` must be a turboquant.Plan, got {plan!r}")
+        raise TypeError(f"{op}: `{name}` must be a turboquant.Plan, got {quoted(plan)}")
 
 
 def _given(op: str, transforms: object) -> dict[str, Tensor]:
@@ -318,7 +324,10 @@ def pack(
         raise TypeError(f"pack: `plan` must be given, or else `bits`, got {'neither' if plan is None else 'both'}")
     if plan is None:
         assert bits is not None
-        plan = Plan(k.shape[3], bits, None if v is None else bits)
+        try:
+            plan = Plan(k.shape[3], bits, None if v is None else bits)
+        except (TypeError, ValueError) as error:
+            raise type(error)("pack: " + str(error).replace("`key_bits", "`bits")) from None
     _check_plan("pack", plan)
     given = _given("pack", transforms)
     sizes = {"max_tokens": max_tokens, "sinks": sinks, "window": window}
@@ -498,7 +507,7 @@ def schedule(
     _checked("schedule", out=out)
     if lengths is not None:
         if not isinstance(lengths, Sequence) or not all(isinstance(n, Integral) for n in lengths):
-            raise TypeError(f"schedule: `lengths` must be a list of integers, got {lengths!r}")
+            raise TypeError(f"schedule: `lengths` must be a list of integers, got {quoted(lengths)}")
         if len(lengths) != q.shape[0]:
             raise ValueError(f"schedule: `lengths` must have one for each of {q.shape[0]} sequences, got {lengths!r}")
         if about_equal(min(lengths, default=0), max(lengths, default=0)):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, TypeVar
 
-from .arguments import integer
+from .arguments import integer, quoted
 
 FORMAT_VERSION = 2
 GROUP = 32  # rotated channels that share a number of bits; also the tokens of a tile
@@ -85,7 +85,7 @@ def member(kind: type[_Member], value: _Member | str, argument: str) -> _Member:
         return value
     names = [m.name.lower() for m in kind]
     if not isinstance(value, str):
-        raise TypeError(f"`{argument}` must be one of {', '.join(names)}, got {value!r}")
+        raise TypeError(f"`{argument}` must be one of {', '.join(names)}, got {quoted(value)}")
     if value.lower() not in names:
         raise ValueError(f"`{argument}` must be one of {', '.join(names)}, got {value!r}")
     return kind[value.upper()]
@@ -105,7 +105,7 @@ def _integer(value: Any, argument: str) -> int:
 def group_bits(bits: int | Sequence[int], groups: int, argument: str) -> tuple[int, ...]:
     """Bits of each of `groups` groups, from one integer or from one per group. TypeError or ValueError."""
     if isinstance(bits, (str, bytes, Set, Mapping)):
-        raise TypeError(f"`{argument}` must be an integer or a sequence of integers, got {bits!r}")
+        raise TypeError(f"`{argument}` must be an integer or a sequence of integers, got {quoted(bits)}")
     if not isinstance(bits, Iterable) or getattr(bits, "ndim", 1) == 0:
         return (_integer(bits, argument),) * groups
     widths = tuple(_integer(b, f"{argument}[{i}]") for i, b in enumerate(bits))
@@ -155,8 +155,9 @@ class Side:
     def _groups(self, name: str) -> list[int]:
         bits: tuple[int, ...] = self.bits  # type: ignore[assignment]
         for i, b in enumerate(bits):
-            if not 0 <= b < _NEW_BLOCK:  # it would change the word's other bits
-                raise ValueError(f"`{name}_bits[{i}]` must be in 0..{MAX_BITS} or {WIDE_BITS}, got {b}")
+            if b not in WIDTHS:
+                at = "" if len(set(bits)) == 1 else f"[{i}]"  # one number for all groups was given, or may have been
+                raise ValueError(f"`{name}_bits{at}` must be in 0..{MAX_BITS} or {WIDE_BITS}, got {b}")
         return [b + _NEW_BLOCK * (g in self.blocks) for g, b in enumerate(bits)]  # type: ignore[operator]
 
     def __repr__(self) -> str:
@@ -246,7 +247,7 @@ class Plan:
         from . import _core
 
         if not isinstance(words, Iterable):
-            raise TypeError(f"`words` must be a sequence of integers, got {words!r}")
+            raise TypeError(f"`words` must be a sequence of integers, got {quoted(words)}")
         words = tuple(words)
         _core.record_bytes(words)  # refuses what is no plan
         groups = (len(words) - _HEADER) // 2

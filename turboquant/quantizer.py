@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -18,14 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import _core
-from .arguments import bounded, integer
+from .arguments import bounded, integer, quoted
 from .files import Tensor, crc32, existing_file, read_header, write_arrays
 from .plan import (
-    GROUP,
-    MAX_BITS,
     MAX_DIM,
-    WIDE_BITS,
-    WIDTHS,
     Codebook,
     Levels,
     Plan,
@@ -33,7 +30,6 @@ from .plan import (
     Scale,
     Side,
     Sketch,
-    group_bits,
     member,
 )
 from .transforms import Transforms, transforms
@@ -46,13 +42,23 @@ _RUN = 256  # vectors that one thread quantises at a time
 _ROTATIONS = {"hadamard": Rotation.HADAMARD, "dense": Rotation.DENSE, "none": Rotation.NONE}
 _LIMIT = f"finite and at most {_core.MAX_INPUT:.0f} in magnitude"
 _LEVELS = ("codebook", "affine", "absmax")  # a table needs data
+_ARGUMENTS = {"`head_dim`": "`dim`", "`key_bits": "`bits", "`key_blocks": "`block"}  # by the fields of a plan
+_FIELDS = re.compile("|".join(_ARGUMENTS))
 _SKETCHES = ("none", "gaussian", "sign")
 
 Path = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 
 def _said(field: object) -> str:
+    if isinstance(field, tuple) and len(set(field)) == 1:
+        field = field[0]
     return field.name.lower() if isinstance(field, IntEnum) else repr(field)
+
+
+def _difference(one: Any, other: Any) -> tuple[str, Any, Any]:
+    """The first field in which two plans, or two sides, differ: its name and both values."""
+    pairs = ((field.name, getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(one))
+    return next((name, mine, its) for name, mine, its in pairs if name not in ("words", "record_bytes") and mine != its)
 
 
 def _without_values(op: str, plan: object) -> None:
@@ -216,12 +222,12 @@ class Quantizer:
         if dim % 8 or not 8 <= dim <= MAX_DIM:
             raise ValueError(f"Quantizer: `dim` must be a multiple of 8 in 8..{MAX_DIM}, got {dim}")
         if not isinstance(rotation, str):
-            raise TypeError(f"Quantizer: `rotation` must be one of {', '.join(_ROTATIONS)}, got {rotation!r}")
+            raise TypeError(f"Quantizer: `rotation` must be one of {', '.join(_ROTATIONS)}, got {quoted(rotation)}")
         if rotation not in _ROTATIONS:
             raise ValueError(f"Quantizer: `rotation` must be one of {', '.join(_ROTATIONS)}, got {rotation!r}")
         for name, given, choices in (("levels", levels, _LEVELS), ("sketch", sketch, _SKETCHES)):
             if not isinstance(given, str) or given not in choices:
-                raise ValueError(f"Quantizer: `{name}` must be one of {', '.join(choices)}, got {given!r}")
+                raise ValueError(f"Quantizer: `{name}` must be one of {', '.join(choices)}, got {quoted(given)}")
         if sketch_rows is not None and sketch != "gaussian":
             raise ValueError(f"Quantizer: `sketch_rows` must be None unless `sketch` is gaussian, got {sketch_rows!r}")
         rows = dim if sketch == "gaussian" else 0
@@ -229,18 +235,16 @@ class Quantizer:
             rows = integer(sketch_rows, "Quantizer: `sketch_rows`")
             if not 1 <= rows <= dim:
                 raise ValueError(f"Quantizer: `sketch_rows` must be in 1..{dim}, got {rows}")
-        widths = group_bits(bits, -(-dim // GROUP), "bits")
-        for i, width in enumerate(widths):
-            if width not in WIDTHS:
-                raise ValueError(f"Quantizer: `bits[{i}]` must be in 0..{MAX_BITS} or {WIDE_BITS}, got {width}")
-        if not any(widths):
-            raise ValueError(f"Quantizer: `bits` must be more than 0 in at least one group, got {bits!r}")
-        side = Side(widths, _ROTATIONS[rotation], levels, block, sketch, rows)
+        side = Side(bits, _ROTATIONS[rotation], levels, block, sketch, rows)
         tries = integer(tries, "Quantizer: `tries`")
         if tries not in (0, 3, 5, 7):
             raise ValueError(f"Quantizer: `tries` must be 0, 3, 5 or 7, got {tries}")
         law, scaling = member(Codebook, codebook, "codebook"), member(Scale, scale, "scale")
-        plan = Plan(dim, side, codebook=law, scale=scaling, seed=seed, page_tokens=_PAGE, tries=tries)
+        try:
+            plan = Plan(dim, side, codebook=law, scale=scaling, seed=seed, page_tokens=_PAGE, tries=tries)
+        except (TypeError, ValueError) as error:
+            text = _FIELDS.sub(lambda found: _ARGUMENTS[found[0]], str(error))
+            raise type(error)(f"Quantizer: {text}") from None
         self._setup(plan, centre)
 
     @classmethod
@@ -286,6 +290,10 @@ class Quantizer:
         if not plan.is_plain:
             kinds = {"levels": side.levels, "sketch": side.sketch}
             said += [f"{name}={kind.name.lower()!r}" for name, kind in kinds.items()]  # type: ignore[union-attr]
+        if len(side.blocks) > 1:  # type: ignore[arg-type]
+            said.append(f"block={side.blocks[1] * plan.group}")  # type: ignore[index]
+        if side.sketch_rows:
+            said.append(f"sketch_rows={side.sketch_rows}")
         if plan.tries:
             said.append(f"tries={plan.tries}")
         if self._centre is not None:
@@ -316,6 +324,8 @@ class Quantizer:
         """Codes of vectors: rotate, scale, round (arXiv 2504.19874, Algorithm 1, with this quantiser's scale).
 
         x: float32 ``[vectors, dim]``, rows dense; finite, at most 16384 in magnitude. The rows may lie apart.
+            Scales are binary16: a row (less the centre) whose root mean square is below about 1e-6 loses precision, and
+            below 3e-8 becomes zero. Multiply such rows by a power of two first.
         Returns `Codes` with ``len(codes) == vectors``.
         Raises TypeError for another dtype, ValueError for another shape, masked numbers or a number out of range, the
         first of which it names.
@@ -399,7 +409,7 @@ class Quantizer:
         if not isinstance(codes, Codes):
             raise TypeError(f"{op}: `codes` must be Codes, got {type(codes).__name__}")
         if codes.plan != self._plan:
-            names = (field.name for field in dataclasses.fields(Plan) if field.compare)
-            name = next(name for name in names if getattr(codes.plan, name) != getattr(self._plan, name))
-            mine, made = (_said(getattr(plan, name)) for plan in (self._plan, codes.plan))
-            raise ValueError(f"{op}: `codes` must be of {name} {mine}, got {made}")
+            name, mine, made = _difference(self._plan, codes.plan)
+            if name == "key":
+                name, mine, made = _difference(mine, made)
+            raise ValueError(f"{op}: `codes` must be of {name} {_said(mine)}, got {_said(made)}")

@@ -14,6 +14,7 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
+from .arguments import quoted
 from .matrices import is_split
 from .plan import MAX_HEAD_DIM, MAX_RANK, PAGE_TOKENS, PAIR_MULTIPLE, Plan
 from .spec import CacheSpec
@@ -295,7 +296,7 @@ def bytes_of(size: str | int, name: str) -> int:
         parts = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?I?B)", size.strip().upper())
         found = int(Decimal(parts[1]) * UNITS[parts[2]]) if parts and parts[2] in UNITS else 0
     else:
-        raise TypeError(f"{name} must be a size such as '8 GiB' or a number of bytes, got {size!r}")
+        raise TypeError(f"{name} must be a size such as '8 GiB' or a number of bytes, got {quoted(size)}")
     if found < 1:
         raise ValueError(f"{name} must be a size above 0 such as 40GB or 512MiB, got {size!r}")
     return found

@@ -15,7 +15,7 @@ from numbers import Real
 from operator import index
 from typing import Any, Literal
 
-from .arguments import integer_in
+from .arguments import integer_in, quoted
 from .plan import FINE_GROUP, GROUP, MAX_BITS, PAGE_TOKENS, WIDE_BITS, WIDTHS, Plan, Side
 
 __all__ = ["CacheSpec"]
@@ -81,7 +81,7 @@ def _bits(value: Any, field: str) -> Bits:
     if isinstance(value, str) and value == AUTO:
         return AUTO
     if isinstance(value, (bool, str, bytes, Set, Mapping)):
-        raise TypeError(f"`{field}` must be an integer or a sequence of integers, got {value!r}")
+        raise TypeError(f"`{field}` must be an integer or a sequence of integers, got {quoted(value)}")
     if isinstance(value, float) and not value.is_integer():
         if not (1 < value < MAX_BITS and (4 * value).is_integer()):
             raise ValueError(f"`{field}` must be whole or a number of quarters between 1 and {MAX_BITS}, got {value}")
@@ -91,7 +91,7 @@ def _bits(value: Any, field: str) -> Bits:
         try:
             bits = index(value)
         except TypeError:
-            raise TypeError(f"`{field}` must be an integer or a sequence of integers, got {value!r}") from None
+            raise TypeError(f"`{field}` must be an integer or a sequence of integers, got {quoted(value)}") from None
         if bits < 1 or bits not in WIDTHS:
             raise ValueError(f"`{field}` must be in 1..{MAX_BITS} or {WIDE_BITS}, got {bits}")
         return bits
@@ -235,12 +235,16 @@ class CacheSpec:
         return super().__new__(cls)
 
     def __repr__(self) -> str:
-        """The fields that are not those of the preset "default", which make an equal spec, and as a comment the bits
-        where these fields do not say them."""
+        """What `str` says, and as a comment the bits where the fields do not say them."""
+        told = {name for name in ("key_bits", "value_bits") if getattr(self, name) != AUTO}
+        if self.budget is not None or len(told) == 2 or self._overridden & {"key_bits", "value_bits"}:
+            return str(self)
+        return f"{self}  # {self.bits_in_words()}"
+
+    def __str__(self) -> str:
+        """The fields that are not those of the preset "default": they make an equal spec."""
         given = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
-        made = f"CacheSpec({', '.join(f'{name}={getattr(self, name)!r}' for name in given)})"
-        told = self.budget is not None or {"key_bits", "value_bits"} <= {*given}
-        return made if told else f"{made}  # {self.bits_in_words()}"
+        return f"CacheSpec({', '.join(f'{name}={getattr(self, name)!r}' for name in given)})"
 
     def bits_in_words(self) -> str:
         """Such as "4 bits", "keys 8 bits, values 4" or "3 bits on average"."""
@@ -256,7 +260,7 @@ class CacheSpec:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if not isinstance(value, str):
-                raise TypeError(f"`{name}` must be one of {', '.join(choices)}, got {value!r}")
+                raise TypeError(f"`{name}` must be one of {', '.join(choices)}, got {quoted(value)}")
             if value not in choices:
                 raise ValueError(f"`{name}` must be one of {', '.join(choices)}, got {value!r}")
         self._check_budget()
@@ -267,7 +271,7 @@ class CacheSpec:
                 raise ValueError(f"`tries` must be 0, 3, 5, 7 or 'auto', got {self.tries!r}")
             put(self, "tries", int(self.tries))
         if not isinstance(self.uniform, bool):
-            raise TypeError(f"`uniform` must be True or False, got {self.uniform!r}")
+            raise TypeError(f"`uniform` must be True or False, got {quoted(self.uniform)}")
         put(self, "group", _integer(self.group, "group", 0, 2**12))
         if self.group not in (GROUP, FINE_GROUP):
             raise ValueError(f"`group` must be {GROUP} or {FINE_GROUP} channels, got {self.group!r}")
@@ -340,7 +344,7 @@ class CacheSpec:
                 raise ValueError(f"`method` must be left alone where there is no `budget`, got {self.method!r}")
             return
         if isinstance(self.budget, bool) or not isinstance(self.budget, Real):
-            raise TypeError(f"`budget` must be a number of bits or None, got {self.budget!r}")
+            raise TypeError(f"`budget` must be a number of bits or None, got {quoted(self.budget)}")
         put(self, "budget", float(self.budget))
         axes = self.method == "axes"
         if axes and not 0 < self.budget <= BUDGET_BITS:  # a NaN is refused as well
@@ -374,10 +378,15 @@ class CacheSpec:
         return self.budget is None and (self._meant("centre") == "wave" or self._meant("metric") == "query")
 
     @property
+    def _overridden(self) -> set[str]:
+        """Fields that an override of any layer names."""
+        return {name for _, fields in self.overrides for name, _ in fields}
+
+    @property
     def shared_bits(self) -> int | None:
         """The average that layers share by what their errors cost; None where widths are uniform (see `uniform`)."""
         bits = self._meant("key_bits")
-        named = {name for _, fields in self.overrides for name, _ in fields}
+        named = self._overridden
         if self.uniform or self.budget is not None or not self.measured or self.blocked or not self.window:
             return None
         if bits != self._meant("value_bits") or bits not in SHARED_BITS or named & {"key_bits", "value_bits", "tries"}:
@@ -430,7 +439,7 @@ class CacheSpec:
             layers = dict(given)
             fields_of = {layer: dict(fields) for layer, fields in layers.items()}
         except (TypeError, ValueError):
-            raise TypeError(f"`overrides` must map a layer index to a mapping of fields, got {given!r}") from None
+            raise TypeError(f"`overrides` must map a layer index to a mapping of fields, got {quoted(given)}") from None
         plain = self.with_(overrides=()) if fields_of else self
         known = [f.name for f in dataclasses.fields(self) if f.name not in _WHOLE_CACHE]
         held = []
@@ -438,7 +447,9 @@ class CacheSpec:
             number = _integer(layer, "layer` in `overrides", -(2**16), 2**16)
             for name in fields:
                 if name not in known:
-                    raise ValueError(f"`overrides[{number}]` must name fields among {', '.join(known)}, got {name!r}")
+                    raise ValueError(
+                        f"`overrides[{number}]` must name fields among {', '.join(known)}, got {quoted(name)}"
+                    )
             try:
                 changed = plain.with_(**fields)
             except (TypeError, ValueError) as error:
@@ -458,7 +469,7 @@ class CacheSpec:
     def from_dict(cls, fields: Mapping[str, Any]) -> CacheSpec:
         """The spec that `to_dict` described, checked again."""
         if not isinstance(fields, Mapping):
-            raise TypeError(f"`fields` must be a mapping, as `to_dict` returns it, got {fields!r}")
+            raise TypeError(f"`fields` must be a mapping, as `to_dict` returns it, got {quoted(fields)}")
         names = [field.name for field in dataclasses.fields(cls)]
         if missing := [name for name in names if name not in fields]:
             raise ValueError(f"`fields` must have every field of a CacheSpec, got no {', '.join(missing)}")

@@ -172,8 +172,9 @@ static tq_status check_sequence(const tq_plan *plan, const tq_attend_params *a, 
     if (length) TQ_TRY(tq_check_rows(l, b, error));
     if (a->causal && a->query_tokens > 1 && tq_unpacked_window(l) && !a->fresh_k &&
         length > (int64_t)a->layer.sinks + a->layer.window)
-        return tq_fail(error, TQ_E_VALUE, "fresh_k", -1, 0,
-                       "given: early queries need what the new tokens pushed out of the window");
+        return tq_fail(error, TQ_E_VALUE, "q", -1, a->query_tokens,
+                       "of one token a sequence: with a window, several causal queries need append_attend "
+                       "(operators: fresh_k)");
     if (a->starts && (a->starts[b] < 0 || a->starts[b] > length))
         return tq_fail(error, TQ_E_VALUE, "starts", b, a->starts[b], "in 0..lengths");
     if (a->ends && (a->ends[b] < 0 || a->ends[b] > length))

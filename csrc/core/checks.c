@@ -352,6 +352,7 @@ static int64_t rows_bytes(row_sizes n, int64_t element_bytes, int64_t row, tq_ro
 static int rows_are_apart(row_sizes n, int64_t row, tq_row_strides s)
 {
     int64_t sizes[3] = {n.batch, n.heads, n.tokens}, strides[3] = {s.batch, s.head, s.token};
+    if (!n.batch || !n.heads || !n.tokens) return 1;
     for (int i = 0; i < 3; i++)
         if (sizes[i] <= 1) strides[i] = INT64_MAX; /* is not looked at */
     for (int done = 0; done < 3; done++) {         /* the smallest stride that is left must pass over all inside it */

@@ -122,6 +122,21 @@ void read_packed(const Call &call, const Tensor &pages, const Tensor &block_tabl
     read_transforms(call, transforms, layer);
 }
 
+/** Refuses the call's first tensor, and not sinks and window, where all of these have another dtype. */
+void check_exact_dtype(const Call &call, int32_t dtype, const Exact &exact)
+{
+    int32_t held = dtype;
+    for (const Maybe *t : {&exact.sink_k, &exact.sink_v, &exact.window_k, &exact.window_v}) {
+        if (!given(*t)) continue;
+        if (dtype_of(**t) == dtype || (held != dtype && dtype_of(**t) != held)) return;
+        held = dtype_of(**t);
+    }
+    const bool can_be =
+        held == aoti_torch_dtype_float32() || held == aoti_torch_dtype_float16() || held == aoti_torch_dtype_bfloat16();
+    if (can_be && held != dtype)
+        call.refuse_first(dtype_name(held) + " like sinks and window", dtype_name(dtype), Error::TYPE);
+}
+
 /** The layer of a call whose batch is known. like: gives the dtype of exact tokens; window: exact tokens of a tail. */
 void read_layer(const Call &call, const Tensor &like, const Tensor &pages, const Tensor &block_table,
                 const Tensor &lengths, const Exact &exact, const Transforms &transforms, const Ragged &ragged,
@@ -130,6 +145,7 @@ void read_layer(const Call &call, const Tensor &like, const Tensor &pages, const
     read_packed(call, pages, block_table, lengths, transforms, kv_heads, writes, layer);
     int32_t dtype = dtype_of(like);
     layer->dtype = call.read_dtype(like);
+    check_exact_dtype(call, dtype, exact);
     layer->sink_rows = read_integers(call, "sink_rows", ragged.sink_rows, {layer->batch});
     layer->tail_rows = read_integers(call, "tail_rows", ragged.tail_rows, {layer->batch, 2});
     layer->position_offset = read_integers(call, "position_offset", ragged.position_offset, {layer->batch});
@@ -198,6 +214,7 @@ tq_append_params read_new_tokens(const Call &call, const Tensor &k, const Maybe 
     tq_append_params p{};
     p.layer.dtype = call.read_dtype(k);
     const Layout layout(call, "k", k, query_start_loc, max_query_len);
+    call.new_tokens.assign(k.sizes().begin(), k.sizes().end());
     if (v) call.tensor("v", *v, dtype_of(k), layout.sizes(call.plan().head_dim), Strides::ROWS);
     p.layer.batch = layout.batch, p.layer.kv_heads = layout.heads, p.tokens = layout.tokens;
     p.query_start_loc = layout.query_start_loc, p.total_tokens = layout.total_tokens;

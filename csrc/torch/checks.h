@@ -1,6 +1,7 @@
 // One operator call: checks its tensors. The only place of this binding that throws.
 //   append: `v` must be float32 [2, 4, 7, 64] like `k`, got bfloat16 [2, 4, 7, 64]
 //   attend: `pages` must be on cuda:0 like `q`, got cpu
+//   append: `k[1, 0, 5, 3]` must be finite and at most 16384 in magnitude, got nan
 //   attend: `block_table[3]` must be in 0..n_pages - 1, got 8
 // A tensor's dtype, shape, device, strides and requires_grad are checked here, numbers and sizes by the core. Errors in
 // Python (errors.h says how):
@@ -175,6 +176,7 @@ public:
     const char *op;
     int32_t device_type, device_index;
     mutable tq_error error{};
+    mutable std::vector<int64_t> new_tokens; // sizes of k and v, to name a number in them
 
     Call(const char *op_name, const Words &words, const Tensor &like, const char *name) : Call(op_name, like, name)
     {
@@ -217,6 +219,12 @@ public:
         throw Error(kind, std::string(op) + ": `" + name + "` must be " + wants + ", got " + got, name);
     }
 
+    /** Refuses the first tensor. */
+    [[noreturn]] void refuse_first(const std::string &wants, const std::string &got, Error::Kind kind) const
+    {
+        refuse(like_name_, wants, got, kind);
+    }
+
     /** Turns a status into an exception. `error` is the one that was passed to the core. stored: whether the call had
      *  stored its tokens before. */
     void check(tq_status status, bool stored = false) const
@@ -232,7 +240,7 @@ public:
             name = error.argument; // the core's names are the operator's, but for the plan
             if (name == "words") name = "plan";
             if (name.starts_with("fresh_") && op == std::string_view("append_attend")) name.erase(0, 6); // its k and v
-            std::string label = error.index >= 0 ? name + "[" + std::to_string(error.index) + "]" : name;
+            std::string label = error.index >= 0 ? name + place_of(name) : name;
             if (name == "n_words") name = "plan", label = "len(plan)";
             std::optional<std::string> words = got_words();
             if (!words) number = error.got;
@@ -336,6 +344,18 @@ public:
 
 private:
     std::shared_ptr<const tq_plan> plan_;
+
+    /** "[3]", or "[1, 0, 5, 3]" in k and v, of which the core gives the flat index. */
+    std::string place_of(std::string_view name) const
+    {
+        std::vector<int64_t> place{error.index};
+        if (name == "k" || name == "v")
+            for (size_t i = new_tokens.size(); i-- > 1;) {
+                place.insert(place.begin() + 1, place[0] % new_tokens[i]);
+                place[0] /= new_tokens[i];
+            }
+        return join(place.data(), place.size());
+    }
 
     /** The text for an error's "got" if it is no number. */
     std::optional<std::string> got_words() const

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..arguments import bounded
+from ..arguments import bounded, quoted
 from ..measured.axes import plan_axes, singular_axes, variance_along
 from ..measured.calibration import Calibration
 from ..measured.kmeans import kmeans_table
@@ -133,7 +133,7 @@ def calibrate(
 
     seed = bounded("`seed`", seed)
     if not isinstance(source, str):
-        raise TypeError(f"`source` must be a str, got {source!r}")
+        raise TypeError(f"`source` must be a str, got {quoted(source)}")
     mark, family = _checked_model(model), family_of(model)
     check_tokenizer(tokenizer)
     why = ""
@@ -262,7 +262,7 @@ def checked_averages(averages: Sequence[float]) -> tuple[float, ...]:
     for one that is not in 2..6."""
     numbers = list(averages) if isinstance(averages, Iterable) else [None]
     if not all(isinstance(average, Real) and not isinstance(average, bool) for average in numbers):
-        raise TypeError(f"`averages` must be a list of numbers of bits, got {averages!r}")
+        raise TypeError(f"`averages` must be a list of numbers of bits, got {quoted(averages)}")
     chosen = tuple(sorted({float(average) for average in numbers}, reverse=True))
     if not chosen or not all(LEAST_AVERAGE <= average <= MOST_SIDE_BITS for average in chosen):
         wants = f"{LEAST_AVERAGE}..{MOST_SIDE_BITS} bits, at least one"
@@ -273,7 +273,7 @@ def checked_averages(averages: Sequence[float]) -> tuple[float, ...]:
 def _checked(name: str, batches: Any, model: Any) -> list[Batch]:
     """The batches of an argument as mappings, with int64 ids."""
     if not isinstance(batches, Iterable):
-        raise TypeError(f"`{name}` must be a list of batches, got {batches!r}")
+        raise TypeError(f"`{name}` must be a list of batches, got {quoted(batches)}")
     return [_checked_batch(f"{name}[{i}]", batch, model) for i, batch in enumerate(batches)]
 
 

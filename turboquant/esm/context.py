@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ..arguments import quoted
 from ..measured import Profile
 from ..models.attention import Call
 from ..models.esm import attentions, check_batch_size, checked_model, embed, integers, padded, positioned, tokenise
@@ -99,7 +100,7 @@ class ContextCache:
 
     def __repr__(self) -> str:
         held = f"{len(self.lengths)} proteins, {sum(self.lengths)} residues, {self.nbytes} bytes"
-        return f"ContextCache({held}, spec={self.spec})"
+        return f"ContextCache({held}, spec={self.spec!r})"
 
     # ---- properties ----
 
@@ -238,7 +239,7 @@ class ContextCache:
         """The arguments of `decode`, checked."""
         for name, given in (("residues", residues), ("positions", positions)):
             if not isinstance(given, Sized):
-                raise TypeError(f"`{name}` must be a list with one entry per copy, got {given!r}")
+                raise TypeError(f"`{name}` must be a list with one entry per copy, got {quoted(given)}")
         count, held = len(residues), len(store.row_of)
         chosen = list(range(count)) if proteins is None else integers(proteins, "proteins")
         if len(positions) != count or len(chosen) != count:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..arguments import bounded
+from ..arguments import bounded, quoted
 from ..measured import Profile
 from ..models.attention import Call
 from ..models.esm import MASK, attentions, check_batch_size, checked_model, dropout_factor, embed, padded, tokenise
@@ -70,7 +70,7 @@ class ProteinEvaluation:
         return {name: getattr(self, name) for name in names}
 
     def _repr_html_(self) -> str:
-        about = f"{self.proteins} proteins, {self.residues:,} residues, {self.masked:,} of them masked; {self.spec!r}"
+        about = f"{self.proteins} proteins, {self.residues:,} residues, {self.masked:,} of them masked; {self.spec}"
         return html(measures(self.metrics()), notes=[about])
 
     def __str__(self) -> str:
@@ -108,7 +108,7 @@ def evaluate(
         raise NotImplementedError(f"{type(model).__name__} has no masked-language head: use EsmForMaskedLM")
     _check_choice(sequences, mask_share, seed)
     if not isinstance(specs, Mapping):
-        raise TypeError(f"`specs` must be a mapping of names to specs, got {specs!r}")
+        raise TypeError(f"`specs` must be a mapping of names to specs, got {quoted(specs)}")
     if not 0 < mask_share < 1:
         raise ValueError(f"`mask_share` must be above 0 and below 1, got {mask_share}")
     given = None if profile is None else Profile.of(profile)
@@ -142,11 +142,11 @@ def _check_choice(sequences: Any, mask_share: Any, seed: Any) -> None:
     """Checks what `evaluate` and `protein_batches` have in common."""
     wants = "`sequences` must be a list of at least one protein"
     if isinstance(sequences, (bytes, Mapping)) or not isinstance(sequences, Collection):
-        raise TypeError(f"{wants}, got {sequences!r}")
+        raise TypeError(f"{wants}, got {quoted(sequences)}")
     if isinstance(sequences, str) or not len(sequences):
         raise ValueError(f"{wants}, got {sequences!r}")
     if not isinstance(mask_share, Real):
-        raise TypeError(f"`mask_share` must be a number, got {mask_share!r}")
+        raise TypeError(f"`mask_share` must be a number, got {quoted(mask_share)}")
     bounded("`seed`", seed)
 
 

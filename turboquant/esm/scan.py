@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..arguments import quoted
 from ..measured import Profile
 from ..models.attention import Call
 from ..models.esm import ALPHABET, AMINO_ACIDS, MASK, check_batch_size, checked_model, integers, tokenise
@@ -166,7 +167,7 @@ def _scannable(model: Any) -> Any:
 
 def _check_context(context: ContextCache | None, shared_context: bool) -> None:
     if context is not None and not isinstance(context, ContextCache):
-        raise TypeError(f"`context` must be a ContextCache or None, got {context!r}")
+        raise TypeError(f"`context` must be a ContextCache or None, got {quoted(context)}")
     if context is not None and not shared_context:
         raise ValueError("`context` must be None for an exact scan (shared_context=False)")
 

@@ -129,7 +129,7 @@ class Evaluation:
         return {name: getattr(self, name) for name in names} | free
 
     def _repr_html_(self) -> str:
-        about = f"{self.windows} x {self.length} tokens, {self.exact}, prefill {self.prefill}; {self.spec!r}"
+        about = f"{self.windows} x {self.length} tokens, {self.exact}, prefill {self.prefill}; {self.spec}"
         return html(measures(self.metrics()), notes=[about])
 
     @property

@@ -74,7 +74,7 @@ def _check_joined(caches: list[Any]) -> None:
                 raise ValueError(f"join: `caches[{i}]` must be whole, got one that an earlier failure left unusable")
             if layer.spec != other.spec:
                 raise ValueError(f"join: `caches[{i}]` must have the widths of the first in layer {layer.index}, "
-                                 f"{other.spec!r}, got {layer.spec!r}")  # fmt: skip
+                                 f"{other.spec}, got {layer.spec}")  # fmt: skip
             if stored.shape is None or like.shape is None or stored.shape[1:] != like.shape[1:]:
                 raise ValueError(f"join: `caches[{i}]` must be like the first in layer {layer.index}, which holds "
                                  f"{like}, got {stored}")  # fmt: skip
@@ -287,7 +287,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         size = f"layers={len(self.layers)}, tokens={self.get_seq_length()}, nbytes={self.nbytes}"
         if self.memory_limit is not None:
             size += f", memory_limit={self.memory_limit}"
-        return f"TurboQuantCache({size}, spec={self.spec})"
+        return f"TurboQuantCache({size}, spec={self.spec!r})"
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(

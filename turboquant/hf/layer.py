@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ..arguments import bounded
+from ..arguments import bounded, quoted
 from ..kvcache.again import Seen, attend_again
 from ..kvcache.pages import outside_autograd
 from ..kvcache.rows import moved, store_rows
@@ -53,7 +53,7 @@ def indices_of(argument: str, given: Any, masks: bool = False) -> torch.Tensor:
             return indices.long()
         if indices.dtype in (torch.int64, torch.int32) or (masks and indices.dtype == torch.bool):
             return indices
-    raise TypeError(f"`{argument}` must be integers{' or bools' * masks} [sequences], got {given!r}")
+    raise TypeError(f"`{argument}` must be integers{' or bools' * masks} [sequences], got {quoted(given)}")
 
 
 class PackedLayer(CacheLayerMixin):  # type: ignore[misc]

@@ -109,8 +109,9 @@ class Documents:
                 shape = [len(vectors[i]), -1]
             if shape != [self.index.d]:
                 raise ValueError(f"add: `vectors[{i}]` must be of shape [{self.index.d}], got {shape}")
-        rows = inputs.as_float32(inputs.vectors("add", "vectors", [vectors[i] for i in which], self.index.d))
-        inputs.check("add", "vectors", rows, self.index.metric, np.array(which))
+        given = inputs.vectors("add", "vectors", [vectors[i] for i in which], self.index.d)
+        rows = inputs.as_float32(given)
+        inputs.check("add", "vectors", rows, self.index.metric, np.array(which), given)
         return rows
 
     def remove(self, ids: Sequence[str]) -> int:

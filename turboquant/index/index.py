@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
-from ..arguments import bounded, integer_in
+from ..arguments import bounded, integer_in, quoted
 from ..files import existing_file
 from . import file, inputs, refining, storage, training, transform
 from .contents import Contents
@@ -227,8 +227,8 @@ class Index:
         if len(x) < self._lists:
             raise ValueError(f"train: `sample` must have a row for each of {self._lists} lists, got {len(x)} rows")
         x = x[:: -(-len(x) // max(training.JUDGES, PER_LIST * self._lists))]
-        x = inputs.as_float32(x)
-        inputs.check("train", "sample", x, self._metric)
+        sample, x = x, inputs.as_float32(x)
+        inputs.check("train", "sample", x, self._metric, given=sample)
         exponent = 0
         if self._metric == "cosine":
             x = inputs.normalised(x)
@@ -302,7 +302,7 @@ class Index:
             rows = inputs.as_float32(part)
             rows = np.ldexp(rows, -now.transform.exponent) if now.transform.exponent else rows
             own = now.next_id + at if own_ids is None else own_ids[at : at + len(rows)]
-            with inputs.explained("add", "x", rows, self._metric, at):
+            with inputs.explained("add", "x", rows, self._metric, at, part):
                 of = None if now.transform.lists is None else _core.index_assign(self._space(now), rows)
                 coded = Segment(*_core.index_encode(self._space(now), rows, lists=of), own, lists=of)
                 if fine is not None:
@@ -340,7 +340,7 @@ class Index:
         """Whether there is one query [dim]; the queries as the core takes them; and contents that take them."""
         vectors = inputs.vectors(op, "queries", queries, self._dim)
         x = inputs.as_float32(vectors).reshape(-1, self._dim)
-        inputs.check(op, "queries", x, self._metric)
+        inputs.check(op, "queries", x, self._metric, given=vectors)
         if self._metric != "cosine":
             now = now.divided(max(now.transform.exponent, inputs.exponent(x)))
             x = np.ldexp(x, -now.transform.exponent) if now.transform.exponent else x
@@ -444,7 +444,7 @@ class Index:
         try:
             limit = np.float32(threshold.__float__())
         except (AttributeError, TypeError):  # text too
-            raise TypeError(f"range_search: `threshold` must be a number, got {threshold!r}") from None
+            raise TypeError(f"range_search: `threshold` must be a number, got {quoted(threshold)}") from None
         if np.isnan(limit):
             raise ValueError("range_search: `threshold` must be a number, got nan")
         threads = bounded("range_search: `threads`", threads)

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arguments import quoted
+
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
@@ -19,7 +21,7 @@ def number(op: str, name: str, value: Any, low: float, high: float) -> float:
     try:
         own = float(value.__float__())
     except (AttributeError, TypeError):  # text too
-        raise TypeError(f"{op}: `{name}` must be a number, got {value!r}") from None
+        raise TypeError(f"{op}: `{name}` must be a number, got {quoted(value)}") from None
     if not low <= own <= high:  # NaN too
         wanted = f"at least {low:g}" if math.isinf(high) else f"in {low:g}..{high:g}"
         raise ValueError(f"{op}: `{name}` must be {wanted}, got {own:g}")
@@ -97,8 +99,9 @@ def id_array(op: str, ids: Any, name: str = "ids") -> Ids:
     return array.astype(np.int64)
 
 
-def check(op: str, name: str, rows: Floats, metric: str, first: int | Ids = 0) -> None:
-    """ValueError unless rows are finite, and not zero with cosine. first: the number of rows[0], or those of all."""
+def check(op: str, name: str, rows: Floats, metric: str, first: int | Ids = 0, given: Any = None) -> None:
+    """ValueError unless rows are finite, and not zero with cosine. first: the number of rows[0], or those of all.
+    given: the rows as they were before `as_float32`, if they were anything else."""
 
     def which(i: int) -> int:
         return first + i if isinstance(first, int) else int(first[i])
@@ -106,7 +109,8 @@ def check(op: str, name: str, rows: Floats, metric: str, first: int | Ids = 0) -
     good = np.isfinite(rows)
     if not good.all():
         i, j = divmod(int(np.argmin(good)), rows.shape[1])
-        raise ValueError(f"{op}: `{name}[{which(i)}, {j}]` must be finite in float32, got {rows[i, j]}")
+        got = float(rows[i, j] if given is None else given.reshape(rows.shape)[i, j])
+        raise ValueError(f"{op}: `{name}[{which(i)}, {j}]` must be finite in float32, got {got:g}")
     if metric == "cosine" and not (there := rows.any(axis=1)).all():
         raise ValueError(f"{op}: `{name}[{which(int(np.argmin(there)))}]` must not be zero with cosine")
 
@@ -120,13 +124,13 @@ def normalised(rows: Floats) -> Floats:
 
 
 @contextmanager
-def explained(op: str, name: str, rows: Floats, metric: str, first: int = 0) -> Iterator[None]:
+def explained(op: str, name: str, rows: Floats, metric: str, first: int, given: Any) -> Iterator[None]:
     """Names row and column if the core refuses numbers. The core checks them as it reads them, so nothing else does.
     TooLarge if they are finite."""
     try:
         yield
     except ValueError as error:
-        check(op, name, rows, metric, first)
+        check(op, name, rows, metric, first, given)
         if metric != "cosine" and exponent(rows):
             raise TooLarge from error
         raise

@@ -29,7 +29,7 @@ def latent_spec(spec: CacheSpec) -> CacheSpec:
     ):
         raise NotImplementedError(
             "latent attention takes specs of one number of bits for keys, with Hadamard rotations and the levels of a "
-            f"codebook, got {spec!r}"
+            f"codebook, got {spec}"
         )
     return plain.with_(value_bits=plain.key_bits)
 

@@ -13,6 +13,7 @@ from numbers import Real
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arguments import quoted
 from ..sizes import MOST_TOKENS, Model, packed_parts, tokens_that_fit
 from ..spec import MOST_SIDE_BITS, CacheSpec
 from .choice import POWER, side_widths, uniform_widths
@@ -89,12 +90,12 @@ def solve(
         named = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None) or "none"
         raise ValueError(f"two of `tokens`, `memory` and `quality` must be given, got {named}")
     if quality is not None and (isinstance(quality, bool) or not isinstance(quality, Real)):
-        raise TypeError(f"`quality` must be a divergence in nats, got {quality!r}")
+        raise TypeError(f"`quality` must be a divergence in nats, got {quoted(quality)}")
     if quality is not None and not quality > 0:
         raise ValueError(f"`quality` must be a divergence above 0 in nats, got {quality!r}")
     if spec.shared_bits is None or spec.overrides:
         raise ValueError("`spec` must leave widths to the library, such as the preset default, where `memory` or "
-                         f"`quality` chooses them, got {spec!r}")  # fmt: skip
+                         f"`quality` chooses them, got {spec}")  # fmt: skip
     if quality is not None and (other := unlike_presets(spec)):
         raise ValueError(f"`quality` must be None for a spec whose {other} is not that of the presets, got {quality!r}"
                          ": the divergence that it is forecast from was measured with theirs")  # fmt: skip

@@ -355,7 +355,7 @@ def layer_specs(
             raise ValueError(f"{needs}, got None: make one with turboquant.calibrate(model), or `turboquant calibrate`")
         return each
     if not any(s.calibrated for s in each):
-        raise ValueError("`profile` must be None for a spec that does not use one, such as this: " + repr(spec))
+        raise ValueError("`profile` must be None for a spec that does not use one, such as this: " + str(spec))
     if calibration.layers != len(each):
         raise ValueError("`profile` must be of this model, got one of another: this model has "
                          f"{len(each)} layers instead of {calibration.layers}")  # fmt: skip

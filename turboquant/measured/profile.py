@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..arguments import quoted
 from ..files import file_name, path_called, read_arrays, write_arrays
 from ..fingerprints import differences
 from ..spec import CacheSpec
@@ -97,7 +98,7 @@ class Profile:
         if isinstance(source, (str, os.PathLike)):
             with path_called("`profile`"):
                 return cls.load(source)
-        raise TypeError(f"`profile` must be a Profile or the path of a file, got {source!r}")
+        raise TypeError(f"`profile` must be a Profile or the path of a file, got {quoted(source)}")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a safetensors file, whole or not at all."""
@@ -183,7 +184,7 @@ def used_by(
         calibration = profile.calibration
     elif profile is not None and not any(s.measured for s in each):
         raise ValueError('`profile` must be None for a spec that uses none, without centre="wave", metric="query" and '
-                         f"a budget, got one: {spec!r}")  # fmt: skip
+                         f"a budget, got one: {spec}")  # fmt: skip
     specs = layer_specs(spec, calibration, n_layers, packed)
     moments = None
     if profile is not None and any(s.measured for s in specs):

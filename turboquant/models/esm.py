@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..arguments import bounded, integer
+from ..arguments import bounded, integer, quoted
 
 __all__ = ["ALPHABET", "AMINO_ACIDS", "CLS", "EOS", "MASK", "PAD", "attentions", "base_of", "check_batch_size",
            "checked_model", "dropout_factor", "embed", "integers", "letter_tokens", "padded", "positioned",
@@ -101,7 +101,7 @@ def letter_tokens(sequence: str | Sequence[str], argument: str = "sequence") -> 
 def integers(numbers: Iterable[Any], argument: str) -> list[int]:
     """Whatever counts as an integer (NumPy's, tensors of one), as int. TypeError for anything else."""
     if not isinstance(numbers, Iterable):
-        raise TypeError(f"`{argument}` must be a list of integers, got {numbers!r}")
+        raise TypeError(f"`{argument}` must be a list of integers, got {quoted(numbers)}")
     return [integer(number, f"`{argument}[{i}]`") for i, number in enumerate(numbers)]
 
 

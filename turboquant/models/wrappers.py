@@ -19,15 +19,16 @@ def base_model(model: Any) -> Any:
     return model.get_base_model()
 
 
-def checked_base_model(model: Any) -> transformers.PreTrainedModel:
-    """As `base_model`. TypeError for anything but a model of transformers, NotImplementedError for prefix tuning."""
+def checked_base_model(model: Any, tuned: bool = False) -> transformers.PreTrainedModel:
+    """As `base_model`. TypeError for anything but a model of transformers, NotImplementedError for prefix tuning unless
+    `tuned`."""
     base, name = base_model(model), type(model).__name__
     if not isinstance(base, transformers.PreTrainedModel):
         inner = model.modules() if isinstance(model, torch.nn.Module) else ()
         inside = next((type(m).__name__ for m in inner if isinstance(m, transformers.PreTrainedModel)), None)
         hint = "" if inside is None else f", which holds a {inside}: patch that one"
         raise TypeError(f"`model` must be a transformers model, got {name}{hint}")
-    if base is not model:
+    if base is not model and not tuned:
         _refuse(model)
     return base
 

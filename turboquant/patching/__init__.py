@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..arguments import quoted
 from ..hf.patching import esm, llama
 from ..measured import Profile
 from ..models.families import family_of
@@ -103,7 +104,7 @@ def _chosen(spec: CacheSpec | str | float, bits: float | None, uniform: bool, pr
     chosen = resolve(spec)
     if bits is not None:
         if isinstance(bits, bool) or not isinstance(bits, Real):
-            raise TypeError(f"`bits` must be a number or None, got {bits!r}")
+            raise TypeError(f"`bits` must be a number or None, got {quoted(bits)}")
         if chosen.budget is not None:
             raise ValueError(f"`bits` must be None for a spec with a budget of {chosen.budget:g} bits, got {bits!r}")
         bits = int(bits) if bits == int(bits) else float(bits)
@@ -136,9 +137,10 @@ def is_patched(model: Any) -> bool:
 def unpatch(model: _Model) -> _Model:
     """Undoes `patch` and returns the model; a model that is not patched is left as it is.
 
-    A `TurboQuantCache` cannot be used with it any more: its next forward raises RuntimeError.
+    A `TurboQuantCache` cannot be used with it any more: its next forward raises RuntimeError. Raises TypeError for
+    anything but a transformers model.
     """
-    base = base_model(model)
+    base = checked_base_model(model, tuned=True)
     _family(base).unpatch(base)
     return model
 

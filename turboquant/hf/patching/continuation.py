@@ -43,13 +43,17 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def check(cache: TurboQuantCache, ids: torch.Tensor) -> None:
-    """Warns if ids [batch, tokens] do not continue a filled cache. Reads the device once."""
+    """Of ids [batch, tokens] for a filled cache: ValueError if they are no more than it holds, a warning if they begin
+    with others. Reads the device once."""
     held, known = cache.get_seq_length(), cache.known_ids
     if not held:
         return
     if ids.shape[1] <= held:
-        _warn(f"must be longer than the {held} positions that the cache holds, got {ids.shape[1]} tokens")
-    elif known is not None and len(known) == len(ids):
+        raise ValueError(
+            f"`input_ids` must be the whole text so far, longer than the {held} positions that the cache holds, got "
+            f"{ids.shape[1]} tokens"
+        )
+    if known is not None and len(known) == len(ids):
         length = min(held, known.shape[1])
         others = (ids[:, :length] != known[:, :length].to(ids.device)).any(0).nonzero()
         if len(others):
