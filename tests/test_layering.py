@@ -407,6 +407,16 @@ def test_modules_of_the_tests_load_without_torch(tmp_path):
     assert done.returncode == 0, done.stdout
 
 
+def test_what_the_hub_kernel_exports_is_there():
+    """Its modules are not imported by the quick tests: they need a build of their own."""
+    trees = [ast.parse((ROOT / "csrc" / "hub" / name).read_text()).body for name in ("__init__.py", "_core.py")]
+    wanted = {alias.name for node in trees[0] if isinstance(node, ast.ImportFrom) and node.module == "_core"
+              for alias in node.names}  # fmt: skip
+    made = {name.id for node in trees[1] for name in ast.walk(node)
+            if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)}  # fmt: skip
+    assert wanted and wanted <= made
+
+
 def test_version_is_written_once():
     """The version is TQ_VERSION in turboquant.h, where setup.py reads it. `turboquant.__version__` is the same."""
     turboquant = pytest.importorskip("turboquant")

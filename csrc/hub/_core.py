@@ -12,7 +12,7 @@ torch.ops.load_library(_LIBRARY)
 operators = torch.ops.OPERATORS_OF_THIS_BUILD
 append, append_attend, append_kernel = operators.append, operators.append_attend, operators.append_kernel
 attend, attend_kernel, attend_workspace = operators.attend, operators.attend_kernel, operators.attend_workspace
-quantize, dequantize = operators.quantize, operators.dequantize
+quantize, dequantize, recode = operators.quantize, operators.dequantize, operators.recode
 merge, rotate, schedule = operators.merge, operators.rotate, operators.schedule
 
 _record_bytes = ctypes.CDLL(str(_LIBRARY)).tq_torch_record_bytes
