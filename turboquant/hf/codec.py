@@ -160,7 +160,7 @@ class Codec:
         TypeError for what is no tensor.
         """
         start = self._starting("encode", start)
-        tokens, dtype = self._check_numbers(keys, values)
+        tokens, dtype = self._check_sides(keys, values)
         part = _Part(start, tokens, dtype, [], [])
         for layer, k, v in zip(self._layers, keys, values):
             exact = self._exact(start, part.tokens)
@@ -172,7 +172,7 @@ class Codec:
             part.pages.append(ops.quantize(layer.plan, k[None, :, exact:], v[None, :, exact:], transforms=later))
         return self._bytes(part)
 
-    def _check_numbers(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[int, torch.dtype]:
+    def _check_sides(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[int, torch.dtype]:
         """(tokens, dtype) of what `encode` is given."""
         sides = {"keys": keys, "values": values}
         for name, given in sides.items():
