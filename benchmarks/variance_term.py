@@ -1,4 +1,4 @@
-"""What a variance term in attention would gain, simulated: the study behind docs/how.md, "What was left out".
+"""What a variance term in attention would gain, simulated: the study behind docs/how.md, "The variance term".
 
     python benchmarks/variance_term.py --real smollm2 --windows 1 --length 1024 --bits 3 2 --out FILE.json
 

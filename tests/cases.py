@@ -40,13 +40,14 @@ def orthogonal(dim: int, seed: int = 0) -> Array:
 
 
 def random_transform(rng: np.random.Generator, p: Plan, kv_heads: int, plain: bool = False) -> Transform:
-    """Matrices if the plan is dense; unless `plain`, also a centre per head and steps per group. No wave or metric."""
+    """Matrices if the plan is dense; unless `plain`, also a centre per head and steps per group, which a
+    variance term excludes. No wave or metric."""
     matrices = np.stack([orthogonal(p.head_dim, h) for h in range(kv_heads)]) if p.rotation == ref.DENSE else None
     if plain:
         return Transform(matrices)
     centre = rng.standard_normal((kv_heads, p.head_dim)).astype(np.float32)
     steps = np.exp(0.5 * rng.standard_normal((kv_heads, p.groups))).astype(np.float32)
-    return Transform(matrices, centre, steps)
+    return Transform(matrices, centre, None if p.variance_term else steps)
 
 
 def random_moments(

@@ -98,6 +98,11 @@ PLANS = {
     "middling pages": ref.plan(64, 3, 2, page_tokens=96),
     "groups of 16": ref.plan(64, (8, 4, 2, 1), (5, 3, 0, 8), group=16),
     "groups of 16, dense": ref.plan(80, (5, 4, 0, 1, 3), (0, 3, 0, 4, 2), group=16, rotation=ref.DENSE),
+    "variance term, tries": ref.plan(80, 2, 3, tries=3, variance_term=True),
+    "variance term, 5 bits": ref.plan(512, 5, 2, variance_term=True),
+    "variance term, 8 bits, one channel tile": ref.plan(24, 8, 2, tries=7, variance_term=True),
+    "variance term, dense, small pages": ref.plan(96, 1, 4, rotation=ref.DENSE, page_tokens=32, variance_term=True),
+    "variance term, groups of 16": ref.plan(48, 3, (3, 0, 4), tries=5, group=16, variance_term=True),
     "one group of 16": ref.plan(256, (0,) * 15 + (3,), (4,) + (0,) * 15, group=16),
 }
 

@@ -13,6 +13,7 @@ from functools import cache
 
 import numpy as np
 import reference as ref
+import reference_random as draws
 from reference import F32, F64, TILE, Array
 
 CODEBOOK, AFFINE, ABSMAX, TABLE = range(4)  # tq_levels
@@ -112,13 +113,13 @@ def gaussian(seed: int, rows: int, dim: int) -> F32:
     numbers: list[float] = []
     block = 0
     while len(numbers) < rows * dim:
-        words = ref.random(seed, 1 << 33, block)
+        words = draws.random(seed, 1 << 33, block)
         block += 1
         for w0, w1 in (words[:2], words[2:]):
             a, b = ((w + 0.5) / 2.0**32 * 2.0 - 1.0 for w in (w0, w1))
             r = a * a + b * b
             if r < 1.0:
-                f = math.sqrt(-2.0 * ref.logarithm(r) / r)
+                f = math.sqrt(-2.0 * draws.logarithm(r) / r)
                 numbers += [a * f, b * f]
     return np.array(numbers[: rows * dim]).astype(f32).reshape(rows, dim)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import reference as ref
+import reference_variance as variance
 from reference import F64, Array, Cache, Plan, Query, Transform
 
 NO_TRANSFORM = Transform()
@@ -87,14 +88,17 @@ def is_in_tail(p: Plan, layer: Paged, request: Request, b: int, position: int) -
 
 
 def token(p: Plan, layer: Paged, request: Request, side: str, b: int, head: int, position: int, packed: F64) -> F64:
-    """The key or value that stands for a position."""
+    """The key or value that stands for a position; keys with the channel of the variance term."""
     sinks, tails = layer.exact(side)
     sink, tail = places(p, layer, b, position)
     if sinks is not None and sink >= 0:
-        return ref.widen(sinks[sink, head, position]).astype(np.float64)
-    if tails is not None and is_in_tail(p, layer, request, b, position):
-        return ref.widen(tails[tail, head, position % tails.shape[2]]).astype(np.float64)
-    return packed[position]
+        exact = ref.widen(sinks[sink, head, position])[None]
+    elif tails is not None and is_in_tail(p, layer, request, b, position):
+        exact = ref.widen(tails[tail, head, position % tails.shape[2]])[None]
+    else:
+        return packed[position]
+    exact = exact.astype(np.float64)
+    return (variance.of_keys(p, exact, np.zeros(1)) if side == "key" else exact)[0]
 
 
 def attend(p: Plan, layer: Paged, request: Request) -> tuple[F64, F64]:
@@ -110,10 +114,14 @@ def attend(p: Plan, layer: Paged, request: Request) -> tuple[F64, F64]:
         start = 0 if request.starts is None else int(request.starts[b])
         end = length if request.ends is None else int(request.ends[b])
         for head in range(kv_heads):
+            packed_keys, packed_values = (
+                ref.decode_packed(p, side, layer.cache, b, head, length, transform)
+                for side, transform in (("key", request.key), ("value", request.value))
+            )
+            scales = ref.key_scales(p, layer.cache, b, head, length)
             keys, values = (
                 [token(p, layer, request, side, b, head, j, packed) for j in range(length)]
-                for side, transform in (("key", request.key), ("value", request.value))
-                for packed in [ref.decode_packed(p, side, layer.cache, b, head, length, transform)]
+                for side, packed in (("key", variance.of_keys(p, packed_keys, scales)), ("value", packed_values))
             )
             for i in range(loc[b], loc[b + 1]):
                 position = length - int(loc[b + 1]) + i
@@ -123,7 +131,8 @@ def attend(p: Plan, layer: Paged, request: Request) -> tuple[F64, F64]:
                 if first >= last:
                     continue
                 rows = slice(head * group, (head + 1) * group)
-                logits = q[i, rows] @ np.array(keys[first:last]).T * scale
+                asked = variance.of_queries(p, q[i, rows], scale, request.key.at(head))
+                logits = asked @ np.array(keys[first:last]).T
                 out[i, rows], lse[i, rows] = ref.softmax(logits, np.array(values[first:last]), request.softcap)
     return out, lse
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from turboquant import _core
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize(("bits", "term"), [(2, False), (3, False), (4, False), (2, True)])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_shapes(bits: int, shape: dict, rng: np.random.Generator) -> None:
-    check(make_case(rng, ref.plan(64, bits, bits), **shape))
+def test_shapes(bits: int, term: bool, shape: dict, rng: np.random.Generator) -> None:
+    check(make_case(rng, ref.plan(64, bits, bits, variance_term=term), **shape))
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -97,9 +97,10 @@ SPLIT = {  # few tasks and long sequences, which are split among threads and mer
 
 
 @pytest.mark.parametrize("threads", [5, 7, 16])
+@pytest.mark.parametrize("term", [False, True])
 @pytest.mark.parametrize("shape", SPLIT.values(), ids=SPLIT)
-def test_splits(shape: dict, threads: int, rng: np.random.Generator) -> None:
-    case = make_case(rng, ref.plan(64, 3, 4, page_tokens=32), kv_heads=1, group=4, **shape)
+def test_splits(shape: dict, term: bool, threads: int, rng: np.random.Generator) -> None:
+    case = make_case(rng, ref.plan(64, 3, 4, page_tokens=32, variance_term=term), kv_heads=1, group=4, **shape)
     check(case, threads=threads)
     whole, parts = core_attend(case, threads=1), core_attend(case, threads=threads)
     assert not np.array_equal(whole[0], parts[0])  # sums are rounded differently: it was split
@@ -185,7 +186,9 @@ def test_any_case(data: st.DataObject) -> None:
     groups = -(-head_dim // group)
     widths = st.lists(st.sampled_from((0, *ref.WIDTHS)), min_size=groups, max_size=groups).filter(any).map(tuple)
     page = data.draw(st.sampled_from((32, 64, 128) if group == 32 else (64, 128)))
-    p = ref.plan(head_dim, data.draw(widths), data.draw(widths), page_tokens=page, group=group)
+    keys = data.draw(widths)
+    term = len(set(keys)) == 1 and data.draw(st.booleans())
+    p = ref.plan(head_dim, keys, data.draw(widths), page_tokens=page, group=group, variance_term=term)
     lengths = data.draw(st.lists(st.integers(0, 180), min_size=1, max_size=3))
     starts = [data.draw(st.integers(0, n)) for n in lengths] if data.draw(st.booleans()) else None
     window, fresh = data.draw(st.integers(0, 40)), data.draw(st.booleans())
@@ -213,7 +216,8 @@ def test_any_case(data: st.DataObject) -> None:
 def test_parts_merge_into_the_whole(seed: int, length: int, parts: int) -> None:
     """Attending to slices of the history (by starts and lengths) and merging is attending to all of it."""
     rng = np.random.default_rng(seed)
-    case = make_case(rng, ref.plan(32, 3, 3, page_tokens=32), [length], kv_heads=1, causal=False)
+    p = ref.plan(32, 3, 3, page_tokens=32, variance_term=bool(seed % 2))
+    case = make_case(rng, p, [length], kv_heads=1, causal=False)
     whole, whole_lse = core_attend(case)
     cuts = np.sort(np.concatenate([[0, length], rng.integers(0, length + 1, parts - 1)]))
     outs, lses = [], []

@@ -9,7 +9,10 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import models  # noqa: F401  skips without torch and transformers
+import numpy as np
 import pytest
+import reference as ref
+import reference_variance as variance
 import torch
 from ops_cases import DEVICES
 from specs import bare
@@ -33,6 +36,11 @@ def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def random(batch, heads, tokens, dim, dtype=torch.float32, device="cpu", seed=0):
     make = torch.Generator().manual_seed(seed)
     return torch.randn(batch, heads, tokens, dim, generator=make).to(device, dtype)
+
+
+def widened(keys):
+    """Exact keys, with the channel of a variance term."""
+    return torch.nn.functional.pad(keys, (0, 1))
 
 
 class Layer:
@@ -64,14 +72,31 @@ class Layer:
             return attention(module, q, fresh, value, request, scaling=self.dim**-0.5, **options)[0].transpose(1, 2)
 
     def history(self, b):
-        """Keys and values of sequence b as `attend` reads them, float64 [kv_heads, tokens, dim] each."""
-        length = self.stored.tokens - self.stored.padding[b]
-        return [x[b, :, :length].double() for x in ops.dequantize(self.stored)]
+        """Keys and values of sequence b as `attend` reads them, float64 [kv_heads, tokens, dim] each; keys with the
+        channel of a variance term."""
+        stored = self.stored
+        length = stored.tokens - stored.padding[b]
+        keys, values = (x[b, :, :length].double() for x in ops.dequantize(stored))
+        keys, first, count = widened(keys), stored.sinks, stored.packed(stored.tokens, stored.padding)[b]
+        if stored.plan.variance_term and count:
+            pages = ref.Cache(stored.pages.cpu().numpy(), stored.block_table.cpu().numpy())
+            for head in range(len(keys)):
+                scales = torch.from_numpy(ref.key_scales(self.plan, pages, b, head, count)).double()
+                keys[head, first : first + count, -1] = variance.constant(self.plan) * scales.square()
+        return [keys, values]
+
+    @property
+    def plan(self):
+        """Of the reference."""
+        p = self.stored.spec.plan(self.dim)
+        term = dict(tries=p.tries, variance_term=p.variance_term)
+        return ref.plan(p.head_dim, p.key_bits, p.value_bits, group=p.group, **term)
 
     def attended(self, q, keys, values):
         """(out, lse) in float64 of the last queries of a sequence, [heads, queries, dim], over all its tokens."""
         keys, values = (x.repeat_interleave(self.group, 0) for x in (keys, values))
-        logits = q.double() @ keys.transpose(1, 2) * self.dim**-0.5
+        rows = [variance.of_queries(self.plan, x.double().cpu().numpy(), self.dim**-0.5, ref.Transform()) for x in q]
+        logits = torch.from_numpy(np.stack(rows)).to(keys.device) @ keys.transpose(1, 2)
         if cap := self.how.get("softcap"):
             logits = cap * torch.tanh(logits / cap)
         queries, seen = logits.shape[1:]
@@ -84,9 +109,11 @@ class Layer:
         """(out, lse) of the chunk q, k, v, expected before it is stored. Rows of padding are 0 and -inf."""
         outs, lses = [], []
         for b in range(len(q)):
-            past = self.history(b) if self.stored.tokens else (k[b, :, :0].double(), v[b, :, :0].double())
+            past = self.history(b) if self.stored.tokens else [x[b, :, :0].double() for x in (k, v)]
             pad = min(max(0, padding[b] - self.stored.tokens), q.shape[2]) if padding else 0
-            whole = (torch.cat([held, new[b, :, pad:].double()], 1) for held, new in zip(past, (k, v)))
+            past[0] = past[0] if past[0].shape[-1] > self.dim else widened(past[0])
+            own = widened(k[b, :, pad:].double()), v[b, :, pad:].double()
+            whole = (torch.cat([held, new], 1) for held, new in zip(past, own))
             out, lse = self.attended(q[b, :, pad:], *whole)
             outs.append(torch.nn.functional.pad(out, (0, 0, pad, 0)))
             lses.append(torch.nn.functional.pad(lse, (pad, 0), value=-torch.inf))
@@ -130,6 +157,8 @@ SPECS = {
     "sinks and window": bare(3, 3, **WINDOWED),
     "dense": bare(3, 3, rotation="dense", **WINDOWED),
     "groups of 16": bare(4, 4, group=16, **WINDOWED),
+    "variance term": bare(2, 2, variance_term=True, **WINDOWED),
+    "variance term, groups of 16": bare(3, 2, variance_term=True, group=16),
     "blocks": bare(3, 3, key_levels="affine", value_levels="affine", key_block=32, **WINDOWED),
 }
 
@@ -164,8 +193,10 @@ def decoding(monkeypatch):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads, kv_heads, dim", [(4, 4, 64), (8, 2, 128), (6, 2, 80), (4, 1, 256)])
-@pytest.mark.parametrize("fields", [{}, WINDOWED], ids=str)
+@pytest.mark.parametrize("fields", [{}, WINDOWED, {"variance_term": True, **WINDOWED}], ids=str)
 def test_a_chunk_that_sees_decoded_tokens(fields, heads, kv_heads, dim, dtype, device, decoding):
+    if "variance_term" in fields and dim == 256:
+        pytest.skip("flash attention has no room for the term's channels")
     shape = dict(heads=heads, kv_heads=kv_heads, dim=dim)
     run(Layer(bare(4, 3, **fields), **shape), (700, CHUNK, 1, 130), dtype, device, batch=2, **shape)
     run(Layer(bare(4, 3, **fields), **shape), (700, CHUNK), dtype, device, batch=1, **shape)
@@ -238,7 +269,11 @@ def test_a_sliding_window_in_every_dtype(dtype, device):
 @pytest.mark.parametrize(
     "how", [{}, {"softcap": 0.5}, {"local_size": 100}, {"local_size": 100, "softcap": 0.5}], ids=str
 )
-@pytest.mark.parametrize("fields", [{}, {"sinks": 4}, WINDOWED, {"prefill": "packed", **WINDOWED}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"sinks": 4}, WINDOWED, {"prefill": "packed", **WINDOWED}, {"variance_term": True, **WINDOWED}],
+    ids=str,
+)
 def test_the_lse_of_every_path(fields, how, device):
     """Of a first forward, of chunks, drafts and decoded tokens, alone and with a fork. An attention sink of a model
     multiplies the output by sigmoid(lse - sink)."""

@@ -167,7 +167,7 @@ def test_arguments_are_named() -> None:
         (lambda: _core.record_bytes(PLAN[:-1]), ValueError, "`len(plan)` must be 19 + 2 * "),
         (lambda: _core.record_bytes((1, *PLAN[1:])), ValueError, "`plan[0]` must be format version 2, got 1"),
         (lambda: _core.record_bytes((*PLAN[:17], 4, *PLAN[18:])), ValueError, "`tries` must be 0, 3, 5 or 7, got 4"),
-        (lambda: _core.record_bytes((*PLAN[:18], 1, *PLAN[19:])), ValueError, "`variance` must be 0: there is "),
+        (lambda: _core.record_bytes((*PLAN[:18], 2, *PLAN[19:])), ValueError, "`variance_term` must be 0 or 1, got 2"),
         (lambda: _core.record_bytes((*PLAN[:19], 25, *PLAN[20:])), ValueError, "`key_bits[0]` must be"),
         (lambda: _core.record_bytes((2, 12, *PLAN[2:])), ValueError, "`head_dim` must be a multiple"),
         (lambda: _core.status_message(2**31), ValueError, "status_message: `status` must be in "),

@@ -30,6 +30,9 @@ def adversarial(rng: np.random.Generator, tokens: int, dim: int) -> np.ndarray:
     return x[None, None]
 
 
+TERM = "2 bits and a variance term"
+
+
 def mixed(dim: int, channels: int) -> tuple[int, ...]:
     """All bit widths in turn, one for each group of `channels` channels."""
     widths = (3, 8, 4, 6, 5, 0, 1, 2)
@@ -42,7 +45,9 @@ def answered(
 ) -> tuple[Case, np.ndarray, np.ndarray]:
     """A case and its result in float64, computed once for all instruction sets. If `exact`, with sinks and a window."""
     rng = random_numbers(f"answered {dim} {bits} {channels} {lengths} {group} {tokens} {dtype} {exact}")
-    p, rows = ref.plan(dim, bits, bits, seed=1, group=channels), dict(sinks=2, window=5) if exact else {}
+    bits, term = (2, True) if bits == TERM else (bits, False)
+    p = ref.plan(dim, bits, bits, seed=1, group=channels, variance_term=term)
+    rows = dict(sinks=2, window=5) if exact else {}
     case = make_case(rng, p, list(lengths), group=group, query_tokens=tokens, dtype=dtype, **rows)
     return case, *ref.attend(case.plan, case.cache, case.query)
 
@@ -91,7 +96,8 @@ def test_eight_bits_of_nan_are_level_0(isa: str, group: int) -> None:
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("dim", SIZES)
 def test_attend_is_near_float64(level: str, dim: int, group: int, dtype: str) -> None:
-    for bits, channels in [*((n, 32) for n in ref.WIDTHS), (8, 16), (mixed(dim, 32), 32), (mixed(dim, 16), 16)]:
+    widths = [*((n, 32) for n in ref.WIDTHS), (8, 16), (mixed(dim, 32), 32), (mixed(dim, 16), 16)]
+    for bits, channels in [*widths, (TERM, 32), (TERM, 16)]:
         case, want, want_lse = answered(dim, bits, channels, (300, 37), group, 1, dtype, exact=True)
         _core.set_isa(level)
         out, lse = _core.attend(**case.arguments)
@@ -105,7 +111,7 @@ def test_attend_is_near_float64(level: str, dim: int, group: int, dtype: str) ->
 @pytest.mark.parametrize("dim", [24, 128])
 def test_many_rows_are_near_float64(level: str, dim: int, group: int, tokens: int) -> None:
     """From 16 rows of a KV head on, some instruction sets multiply in another way."""
-    for widths in (*ref.WIDTHS, mixed(dim, 32)):
+    for widths in (*ref.WIDTHS, mixed(dim, 32), TERM):
         for dtype, tolerance in (("float32", 2e-5), ("bfloat16", 2**-8 + 1e-3)):
             case, want, _ = answered(dim, widths, 32, (300, 77), group, tokens, dtype, exact=False)
             _core.set_isa(level)

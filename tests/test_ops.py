@@ -45,6 +45,7 @@ from turboquant.plan import Plan, Side  # noqa: E402
 
 TRIES = ref.plan(128, 4, (3, 2, 4, 1), tries=5)
 WIDEST = ref.plan(512, 4, 3, tries=3)
+TERM = ref.plan(80, 2, 3, tries=3, variance_term=True)
 PLANS = {
     "4 and 3 bits": PLAN,
     "mixed": MIXED,
@@ -53,6 +54,7 @@ PLANS = {
     "tries": TRIES,
     "320 channels": WIDE,
     "512 channels": WIDEST,
+    "variance term": TERM,
 }
 
 
@@ -64,7 +66,9 @@ def largest_product(case: Any) -> float:
     p, query = case.plan, case.query
     sequences, heads = len(case.cache.block_table), case.cache.pages.shape[1]
     keys = [ref.history(p, "key", case.cache, query, b, h) for b in range(sequences) for h in range(heads)]
-    longest = max((np.linalg.norm(x, axis=-1).max(initial=0) for both in keys for x in both), default=0)
+    longest = max(
+        (np.linalg.norm(x[:, : p.head_dim], axis=-1).max(initial=0) for both in keys for x in both), default=0
+    )
     scale = query.softmax_scale or p.head_dim**-0.5
     return float(scale * np.linalg.norm(ref.widen(query.q), axis=-1).max(initial=0) * longest)
 

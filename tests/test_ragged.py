@@ -21,7 +21,8 @@ from turboquant import ops  # noqa: E402
 tq = torch.ops.turboquant
 WAVE = ref.plan(128, 3, 4, wave_pairs=64, metric=3)
 SMALL = ref.plan(64, 4, 4, page_tokens=32, wave_pairs=32)  # pages so small that tails lie in two of them
-PLANS = {"plain": PLAN, "mixed": MIXED, "dense": DENSE, "wave": WAVE, "small pages": SMALL}
+TERM = ref.plan(64, 2, 3, page_tokens=32, wave_pairs=32, metric=3, variance_term=True)
+PLANS = {"plain": PLAN, "mixed": MIXED, "dense": DENSE, "wave": WAVE, "small pages": SMALL, "variance term": TERM}
 
 # New tokens and lengths of each sequence.
 BATCHES: dict[str, tuple[list[int], list[int]]] = {

@@ -30,6 +30,7 @@ PLANS: dict[str, tuple[ref.Plan, ref.Plan]] = {
         ref.plan(96, 5, 4, wave_pairs=48, metric=5, tries=3),
         ref.plan(96, 4, 2, wave_pairs=48, metric=5),
     ),
+    "to a variance term": (ref.plan(64, 4, 4), ref.plan(64, 2, 3, variance_term=True)),
     "512 channels": (ref.plan(512, 4, 4), ref.plan(512, 3, 2)),
     "small pages": (ref.plan(64, 4, 3, page_tokens=32), ref.plan(64, 2, 2, page_tokens=32)),
 }
@@ -46,7 +47,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def plan_of(p: ref.Plan) -> Plan:
-    names = ("rotation", "codebook", "scale", "seed", "page_tokens", "group", "wave_pairs", "tries")
+    names = ("rotation", "codebook", "scale", "seed", "page_tokens", "group", "wave_pairs", "tries", "variance_term")
     return Plan(p.head_dim, p.key_bits, p.value_bits, **{name: getattr(p, name) for name in names}, metric=p.metric)
 
 
@@ -128,8 +129,8 @@ def test_the_same_widths_keep_every_byte(device: str, rng: np.random.Generator) 
 GOOD = Plan(64, 4, 4)
 REFUSED = {
     "more bits": (GOOD, Plan(64, 4, 5), "`target[0]` must be 1 to as many bits as the plan of the pages has, got 5"),
-    "other seed": (GOOD, Plan(64, 3, 3, seed=7), "`target` must be like the plan of the pages in all but bits and"),
-    "other head_dim": (GOOD, Plan(96, 3, 3), "`target` must be like the plan of the pages in all but bits and"),
+    "other seed": (GOOD, Plan(64, 3, 3, seed=7), "`target` must be like the plan of the pages in all but bits, tries"),
+    "other head_dim": (GOOD, Plan(96, 3, 3), "`target` must be like the plan of the pages in all but bits, tries"),
     "other scale": (
         Plan(64, 4, 4, scale=Scale.NORM),
         Plan(64, 3, 3, scale=Scale.NORM),

@@ -62,6 +62,9 @@ REFUSED = {  # fields, what the message must contain: the field, what it was, wh
     "outlier_tokens": (dict(outlier_tokens=0), r"`outlier_tokens` must be in 1\.\.\d+, got 0"),
     "tries": (dict(tries=4), "`tries` must be 0, 3, 5, 7 or 'auto', got 4"),
     "tries of another scale": (dict(tries=3, scale="norm"), "`tries` must be 0 or 'auto' with blocks"),
+    "variance term of another scale": (dict(variance_term=True, scale="norm"), "`variance_term` must be False with a"),
+    "variance term of a budget": (dict(variance_term=True, budget=3), "`variance_term` must be False with a budget"),
+    "variance term of two widths": (dict(variance_term=True, key_bits=2.5), "`variance_term` must be False with a"),
     "sinks": (dict(sinks=-1), r"`sinks` must be in 0\.\.\d+, got -1"),
     "window": (dict(window=-5), r"`window` must be in 0\.\.\d+, got -5"),
     "seed": (dict(seed=2**63), r"`seed` must be in 0\.\.\d+, got 9223372036854775808"),
@@ -82,6 +85,7 @@ WRONG_TYPES = {
     "sinks": dict(sinks=1.0),
     "overrides": dict(overrides=3),
     "overrides of a layer": dict(overrides={0: 3}),
+    "variance_term": dict(variance_term="auto"),
 }
 
 
@@ -347,6 +351,15 @@ def test_tries():
     mixed = CacheSpec(2, 2, overrides={1: {"value_bits": 3}})
     assert [mixed.for_layer(i, 2).plan(64).words[17] for i in range(2)] == [0, 3]
     assert CacheSpec(2, 2, tries=7).plan(64).words[17] == 7 and CacheSpec(tries=0).plan(64).words[17] == 0
+
+
+def test_variance_term():
+    """A word of the plans of each layer, whatever their widths."""
+    spec = CacheSpec(2, (3, 4), variance_term=True, overrides={1: {"key_bits": 4}, 2: {"variance_term": False}})
+    assert [spec.for_layer(i, 3).plan(64).words[18] for i in range(3)] == [1, 1, 0]
+    shared = CacheSpec(3, 3, variance_term=True)
+    assert shared.with_widths(shared, 4, 2).plan(64).words[18] == 1
+    assert not any(preset(name).variance_term for name in presets())
 
 
 def copies(spec):

@@ -41,9 +41,9 @@ def test_attention_of_every_shape(shape: dict, rng: np.random.Generator) -> None
 
 
 @pytest.mark.parametrize("moments", MOMENTS.values(), ids=MOMENTS)
-@pytest.mark.parametrize("bits", [4, 3, 2])
-def test_attention_of_every_kind(moments: dict, bits: int, rng: np.random.Generator) -> None:
-    p = ref.plan(64, bits, bits, **moments)
+@pytest.mark.parametrize(("bits", "term"), [(4, False), (3, False), (2, False), (2, True)])
+def test_attention_of_every_kind(moments: dict, bits: int, term: bool, rng: np.random.Generator) -> None:
+    p = ref.plan(64, bits, bits, variance_term=term, **moments)
     check(make_case(rng, p, [333, 60], sinks=3, window=20, query_tokens=5, fresh=True, group=3))
 
 

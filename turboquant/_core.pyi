@@ -71,6 +71,7 @@ class PlanInfo(TypedDict):
     key_step_columns: int  # numbers of a head's steps: groups, or the entries of a table
     value_step_columns: int
     key_moments: int  # numbers of a head's moments, 0 without a wave and a metric
+    variance: float  # K of the variance term, 0 without one
 
 __version__: Final[str]
 FORMAT_VERSION: Final[int]

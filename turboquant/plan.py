@@ -186,6 +186,10 @@ class Plan:
     tries: scales that encoding tries for each vector, of which it keeps the best: 0 (none), 3, 5 or 7. Nothing else
         changes for who reads the codes. Needs the scale EDEN and a plain plan.
 
+    variance_term: subtract half the variance of a packed token's logit from it, so that its exponential is right on
+        average (turboquant.h, "Variance term"). Needs values, a plain plan, the scale EDEN, the codebook NORMAL and
+        keys of one width without steps.
+
     words: the plan as integers, for `torch.ops.turboquant`, `turboquant._core` and files of codes.
     record_bytes: bytes of one page of one KV head.
 
@@ -203,6 +207,7 @@ class Plan:
     wave_pairs: int = 0
     metric: int | None = None
     tries: int = 0
+    variance_term: bool = False
     words: tuple[int, ...] = dataclasses.field(init=False, compare=False)
     record_bytes: int = dataclasses.field(init=False, compare=False)
 
@@ -212,6 +217,8 @@ class Plan:
         names = ("head_dim", "page_tokens", "group", "seed", "wave_pairs", "tries")
         numbers = {n: _integer(getattr(self, n), n) for n in names}
         law, scaling = member(Codebook, self.codebook, "codebook"), member(Scale, self.scale, "scale")
+        if not isinstance(self.variance_term, bool):
+            raise TypeError(f"`variance_term` must be True or False, got {quoted(self.variance_term)}")
         metric = None if self.metric is None else _integer(self.metric, "metric")
         if metric is not None and not 0 <= metric <= MAX_RANK:  # in the core 0 is no metric
             raise ValueError(f"`metric` must be a rank in 0..4, or None, got {metric}")
@@ -229,7 +236,8 @@ class Plan:
         words = (
             *(FORMAT_VERSION, numbers["head_dim"], numbers["page_tokens"], numbers["group"], int(law), int(scaling)),
             *(numbers["seed"], *key._head(), *(value._head() if value else (0,) * 4)),
-            *(numbers["wave_pairs"], 0 if metric is None else 1 + metric, numbers["tries"], 0),
+            *(numbers["wave_pairs"], 0 if metric is None else 1 + metric),
+            *(numbers["tries"], int(self.variance_term)),
             *(*key._groups("key"), *(value._groups("value") if value else (0,) * groups)),
         )
         fields = {**numbers, **sides, "codebook": law, "scale": scaling, "metric": metric, "words": words}
@@ -266,7 +274,7 @@ class Plan:
         head_dim, page_tokens, group = words[1:4]
         moments = words[15], metric
         value = side(11, _HEADER + groups)
-        return cls(head_dim, key, value, page_tokens, group, *laws, words[6], *moments, words[17])
+        return cls(head_dim, key, value, page_tokens, group, *laws, words[6], *moments, words[17], bool(words[18]))
 
     @property
     def groups(self) -> int:

@@ -183,6 +183,10 @@ class CacheSpec:
                     same bytes, and a slower prompt. "auto": 3, but 0 at 2 bits and less, where it gains nothing, and
                     where a plan cannot have tries: another scale than "eden", blocks, tables, sketches, outliers and
                     `value_rotation`.
+    variance_term   True: attention takes half the variance that quantisation adds to a packed token's logit off it, so
+                    that its exponential is right on average beside those of exact tokens. No more bytes. Not with
+                    `budget`, `rotation="calibrated"`, keys of several widths, or where `tries` must be 0. CUDA has no
+                    kernels for it yet.
     uniform         True: all layers have `key_bits` and `value_bits`. False: where both are the same number, 2..5, and
                     the spec has a window and moments, that number is an average. A side of a layer whose errors cost
                     more (`Moments.costs`) gets one bit more; as many other sides get one bit less. Layers of one kind
@@ -224,6 +228,7 @@ class CacheSpec:
     group: int = GROUP
     tries: int | Literal["auto"] = AUTO
     uniform: bool = False
+    variance_term: bool = False
 
     def __new__(cls, *_: Any, **fields: Any) -> CacheSpec:
         """Names of fields are checked here, because the message of a dataclass does not list them."""
@@ -270,8 +275,9 @@ class CacheSpec:
             if isinstance(self.tries, bool) or self.tries not in _TRIES:
                 raise ValueError(f"`tries` must be 0, 3, 5, 7 or 'auto', got {self.tries!r}")
             put(self, "tries", int(self.tries))
-        if not isinstance(self.uniform, bool):
-            raise TypeError(f"`uniform` must be True or False, got {quoted(self.uniform)}")
+        for name in ("uniform", "variance_term"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"`{name}` must be True or False, got {quoted(getattr(self, name))}")
         put(self, "group", _integer(self.group, "group", 0, 2**12))
         if self.group not in (GROUP, FINE_GROUP):
             raise ValueError(f"`group` must be {GROUP} or {FINE_GROUP} channels, got {self.group!r}")
@@ -326,6 +332,9 @@ class CacheSpec:
         if self.tries != AUTO and self.tries and (self.blocked or self.scale != "eden"):
             what = "blocks, tables, sketches, outliers, `value_rotation` and a `scale` that is not 'eden'"
             refuse("tries", f"0 or 'auto' with {what}")
+        if self.variance_term and not self._may_have_variance_term:
+            what = "a budget, several widths of keys, calibrated axes, blocks, and another codebook or scale"
+            refuse("variance_term", f"False with {what}")
         if self.blocked and any(isinstance(b, tuple) and 0 in b for b in (self.key_bits, self.value_bits)):
             refuse("key_bits", "above 0 in every group, as `value_bits`, with blocks, tables, sketches and outliers")
 
@@ -336,6 +345,14 @@ class CacheSpec:
         plain = ("same", "codebook", "codebook", 0, 0, "none", "none")
         return plain != (self.value_rotation, self.key_levels, self.value_levels, self.key_block, self.value_block,
                          self.sketch, self.outliers)  # fmt: skip
+
+    @property
+    def _may_have_variance_term(self) -> bool:
+        """Whether its plans may have one (turboquant.h, "VARIANCE TERM")."""
+        bits = self._meant("key_bits")
+        one_width = isinstance(bits, int) or (isinstance(bits, tuple) and len(set(bits)) == 1)
+        plain = not self.blocked and self.scale == "eden" and self.codebook == "normal"
+        return plain and one_width and self.budget is None and self._meant("rotation") != "calibrated"
 
     def _check_budget(self) -> None:
         put = object.__setattr__
@@ -525,7 +542,8 @@ class CacheSpec:
         pairs = wave_pairs if self._meant("centre") == "wave" else 0
         metric = rank if self._meant("metric") == "query" else None
         return Plan(head_dim, key, value, group=self.group, codebook=self.codebook, scale=self.scale, seed=self.seed,
-                    wave_pairs=pairs, metric=metric, tries=self._meant("tries"))  # fmt: skip
+                    wave_pairs=pairs, metric=metric, tries=self._meant("tries"),
+                    variance_term=self.variance_term)  # fmt: skip
 
     def rotation_of(self, side: str) -> str:
         """Rotation of "key" or "value"."""

@@ -123,8 +123,14 @@ static void prepare_rows(const attend_job *job, const attend_task *t, attend_wor
         }
         prepare_operand(job, t, w, coded_q, w->query_operands + r * job->query_operand_bytes);
         float scale = job->a->softmax_scale;
-        w->logits[r] =
-            (tq_logit){scale, centre ? scale * job->kernels->dot(q, centre, plan->head_dim) : 0.0f, job->a->softcap};
+        w->logits[r] = (tq_logit){.scale = scale,
+                                  .bias = centre ? scale * job->kernels->dot(q, centre, plan->head_dim) : 0.0f,
+                                  .softcap = job->a->softcap};
+        if (plan->variance) {
+            float square = job->kernels->dot(coded_q, coded_q, plan->head_dim);
+            w->logits[r].variances = w->variances;
+            w->logits[r].variance_factor = -(scale * scale) * square / (2.0f * (float)plan->head_dim);
+        }
         w->states[r] = (tq_softmax_state){-INFINITY, 0, 0};
     }
     memset(w->packed, 0, sizeof(float) * TQ_TILE * (size_t)(job->value_groups.n * t->rows));
@@ -262,6 +268,8 @@ static void attend_page(const attend_job *job, const attend_task *t, attend_work
     kernels->multiply(&keys, w->query_operands, t->rows, job->precise, 0, w->scores, tokens);
     kernels->load(TQ_F16, record + plan->key.scales_offset, key_scales, tokens);
     kernels->load(TQ_F16, record + plan->value.scales_offset, value_scales, tokens);
+    for (int32_t i = 0; plan->variance && i < tokens; i++)
+        w->variances[i] = plan->variance * key_scales[i] * key_scales[i];
     if (plan->wave_pairs) kernels->add_wave(&job->wave, page, w->wave_rows, t->rows, key_scales, w->scores, tokens);
     weigh_page(job, t, w, page, common);
     kernels->multiply(&values, w->weight_operands, t->rows, job->precise, 1, w->packed, TQ_TILE * job->value_groups.n);
@@ -321,7 +329,7 @@ static void attend_exact_tile(const attend_job *job, const attend_task *t, atten
     }
     for (int32_t r = 0; r < t->rows; r++) {
         float scores[TQ_TILE] = {0};
-        tq_logit logit = {job->a->softmax_scale, 0, job->a->softcap};
+        tq_logit logit = {.scale = job->a->softmax_scale, .softcap = job->a->softcap};
         range in = clip(seen_exact(job, t, part, row_position(job, t->b, t->first_row + r)), first, first + n);
         if (!mark_visible(in, first, TQ_TILE, 0, w->visible)) continue;
         if (in.lo == first && in.hi == first + TQ_TILE) memset(w->visible, 1, TQ_TILE);

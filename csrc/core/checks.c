@@ -75,6 +75,7 @@ tq_status tq_check_transform(const tq_plan *plan, const tq_transform *t, int is_
     else rotation.given = "given: the rows of the plan's sketch";
     if (!side->step_columns) steps.absent = "without steps, because the plan has neither steps nor a table";
     else if (!tq_is_plain(plan)) steps.given = "given: the plan's table";
+    else if (is_key && plan->variance) steps.absent = "without steps, because the plan has a variance term";
     if (is_key && plan->moments) moments.given = "given, because the plan has a wave or a metric";
     else moments.absent = "without moments, because the plan has neither a wave nor a metric";
     if (is_key && plan->wave_pairs) turns.given = "given, because the plan has a wave";
@@ -445,7 +446,7 @@ tq_status tq_check_dequantize(const tq_plan *plan, const tq_layer *l, int32_t ma
 
 /* ---- recode ---- */
 
-static const char a_target[] = "like the plan of the pages in all but bits and tries";
+static const char a_target[] = "like the plan of the pages in all but bits, tries and variance_term";
 
 static tq_status check_fewer_bits(const tq_side *from, const tq_side *to, int32_t groups, tq_error *error)
 {

@@ -2,6 +2,7 @@
  * their order. */
 #include "internal.h"
 #include "turboquant_schemes.h"
+#include "variance_table.h"
 #include <math.h>
 #include <string.h>
 
@@ -224,10 +225,29 @@ static tq_status read_common(const int64_t *words, tq_plan *p, tq_error *error)
     if (words[17] && (words[17] < 3 || words[17] > 7 || words[17] % 2 == 0))
         return tq_fail(error, TQ_E_VALUE, "tries", -1, (double)words[17], "0, 3, 5 or 7");
     p->tries = (int32_t)words[17];
-    if (words[18]) return tq_fail(error, TQ_E_VALUE, "variance", -1, (double)words[18], "0: there is no such term yet");
+    if (words[18] < 0 || words[18] > 1)
+        return tq_fail(error, TQ_E_VALUE, "variance_term", -1, (double)words[18], "0 or 1");
     p->wave_pairs = (int32_t)words[15];
     p->metric = (int32_t)words[16];
     p->moments = 2 * p->wave_pairs + (p->metric ? p->metric * p->head_dim + TQ_MAX_METRIC_RANK : 0);
+    return TQ_OK;
+}
+
+/** turboquant.h, "Variance term": checks that a plan may have one, and finds K. */
+static tq_status add_variance_term(tq_plan *p, tq_error *error)
+{
+    if (!p->is_plain || p->scale != TQ_SCALE_EDEN || p->codebook != TQ_CODEBOOK_NORMAL || !p->value.tile_bytes ||
+        !p->key.one_width)
+        return tq_fail(error, TQ_E_VALUE, "variance_term", -1, 1,
+                       "0 unless the plan is plain, its scale EDEN and its codebook normal, there are values, and all "
+                       "groups of keys have the same bits");
+    const int32_t bits = p->key.bits[0];
+    const float *shares = tq_variance_table[bits == TQ_WIDE_BITS ? 6 : bits - 1][p->tries ? (p->tries - 1) / 2 : 0];
+    int32_t low = 8, i = 0;
+    while (2 * low <= p->head_dim) low *= 2, i++;
+    float share = shares[i];
+    if (low < p->head_dim) share += (shares[i + 1] - share) * ((float)(p->head_dim - low) / (float)low);
+    p->variance = (float)p->head_dim * share;
     return TQ_OK;
 }
 
@@ -250,6 +270,7 @@ tq_status tq_plan_init(tq_plan *plan, const int64_t *words, size_t n_words, tq_e
         return tq_fail(error, TQ_E_VALUE, "head_dim", -1, p.head_dim, "at most 256 with the sphere codebook");
     if (p.tries && (!p.is_plain || p.scale != TQ_SCALE_EDEN))
         return tq_fail(error, TQ_E_VALUE, "tries", -1, p.tries, "0 unless the plan is plain and its scale EDEN");
+    if (words[18]) TQ_TRY(add_variance_term(&p, error));
     lay_out_record(&p);
     draw_signs(&p);
     *plan = p;

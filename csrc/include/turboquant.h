@@ -185,7 +185,8 @@ typedef enum {
  *   words[16] metric         of keys: 0 none, else 1 + its rank, 0..4
  *   words[17] tries          factors that encoding tries (docs/rounding.md): 0 none, 3, 5 or 7. 0 unless the plan is plain, with
  *                            the EDEN scale
- *   words[18] variance       0; kept for a term of the logit that depends on the variance of the quantisation error
+ *   words[18] variance_term  of keys: 1 subtracts it from the logits of packed tokens ("Variance term" below), 0 does not. 0 unless
+ *                            the plan is plain, with the EDEN scale, the normal codebook, values, and keys of one width
  *   words[19 ..]             of each group of keys, then of values: bits, plus 16 where a block begins, as at group 0.
  *                            At least one group of keys has bits. Values without bits: all their words are 0.
  * A plan is PLAIN if both sides have codebook levels, one block, no sketch and the same rotation. The fast kernels run
@@ -227,6 +228,7 @@ typedef struct {
     int32_t group_channels, tile_tokens;                                        /* of a tile: 32 and 32, or 16 and 64 */
     int32_t wave_pairs, metric, tries;                                          /* as the words */
     int32_t moments; /* numbers of a head in tq_transform.moments; a multiple of 4, 0 without a wave and a metric */
+    float variance;  /* K of the variance term; 0: the plan has none */
     uint64_t seed;
     int64_t record_bytes; /* of one page of one KV head; a multiple of 64 (of 256 at 128 tokens) */
     tq_side key, value;
@@ -277,6 +279,15 @@ TQ_API tq_status tq_transform_numbers(const tq_plan *plan, int is_value, const f
  * same on every instruction set. On CUDA a code may be that of a number that differs from the CPU's by a few ulp of k
  * and c_p or, if many tokens are appended at once, by some 2^-12 rms(y), because products there keep 11 bits of y. With
  * amplitudes of norm 1,000 a logit is off by at most 2e-3, for queries of softmax_scale * |q| = 1. */
+
+/* VARIANCE TERM, of plans with words[18]. A packed key's logit is right on average and its exponential is not: noise of
+ * variance v makes it exp(v / 2) times as large. So tq_attend takes v / 2 off, before a soft-cap:
+ *     logit = softcap(softmax_scale * <q, k_j> - r * K * s_j^2),     r = |softmax_scale * A^-1 q|^2 / (2 head_dim)
+ * for packed tokens j alone. A is the metric, the identity without one; s_j the binary16 scale of key j; K s_j^2 the mean of
+ * |y' - y|^2 for keys y = A (k - c_p) that are decoded to y' with that scale, K = tq_plan.variance (csrc/core/variance_table.h:
+ * channels times the table's number of these bits, tries and channels, which between powers of two lies on a line).
+ * Keys have no steps, since one number s would not tell the errors of groups with other steps. The term belongs to
+ * attention: pages, decoded keys and tq_dot are those of the plan without it. */
 
 /** y = R x (or R^T x if inverse) for rows of head_dim float32, dense; NULL matrix: the plan's Hadamard (or none). The
  *  keys' rotation where values have another, and no sketch below it.
@@ -388,6 +399,7 @@ typedef enum {
  *  those of "the cache". Not causal: every stored position from starts[b] on is seen.
  *  One softmax over all of it:
  *     logit = softcap(softmax_scale * <q, k_j>),  softcap(x) = cap * tanh(x / cap) if cap > 0 else x
+ *             (less the variance term of a plan that has one, for packed tokens)
  *     out = sum_j softmax_j v_j
  *  where a packed k_j is mu + R^T(s step level); q is rotated once per call, values are un-rotated once per query. */
 typedef struct {
@@ -465,7 +477,7 @@ TQ_API tq_status tq_dequantize(const tq_plan *plan, const tq_layer *layer, int32
  *  s' = s <y,y> / <y,y'>,
  *  with y the old levels and y' the new ones (docs/rounding.md, "Recoding"). Centre, rotation,
  *  wave and metric stay those of the vectors.
- *  Plans     Plain, with groups of 32 channels and EDEN scales, alike but for widths and tries. A group of `target` has 1..6
+ *  Plans     Plain, with groups of 32 channels and EDEN scales, alike but for widths, tries and variance_term. A group of `target` has 1..6
  *            bits, no more than that of `plan`, or 0 where that has 0. Steps count as 1, whatever calls pass:
  *            with other steps the scale is not the best.
  *  Errors:   TQ_E_VALUE for another target (`target`, its argument; index: the group), a size, an alignment, an overlap

@@ -85,7 +85,7 @@ FUNCTION(plan_info)
         if (!bits[i] || !offsets[i]) goto done;
     }
     result = Py_BuildValue(
-        "{s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:K,s:L,s:O,s:O,s:i,s:i,s:O,s:O,s:L,s:L,s:L,s:L,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i}",
+        "{s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:K,s:L,s:O,s:O,s:i,s:i,s:O,s:O,s:L,s:L,s:L,s:L,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:f}",
         "is_plain", plan->is_plain, "head_dim", plan->head_dim, "groups", plan->groups, "group_channels",
         plan->group_channels, "tile_tokens", plan->tile_tokens, "page_tokens", plan->page_tokens, "rotation",
         plan->rotation, "codebook", plan->codebook, "scale", plan->scale, "seed", (unsigned long long)plan->seed,
@@ -97,7 +97,7 @@ FUNCTION(plan_info)
         "key_coded_channels", plan->key.coded_channels, "value_coded_channels", plan->value.coded_channels,
         "key_scales", plan->key.scales, "value_scales", plan->value.scales, "key_matrix_rows", plan->key.matrix_rows,
         "value_matrix_rows", plan->value.matrix_rows, "key_step_columns", plan->key.step_columns, "value_step_columns",
-        plan->value.step_columns, "key_moments", plan->moments);
+        plan->value.step_columns, "key_moments", plan->moments, "variance", (double)plan->variance);
 done:
     for (int i = 0; i < 2; i++) {
         Py_XDECREF(bits[i]);

@@ -21,6 +21,7 @@ sys.path.insert(0, str(HERE.parent))
 
 import reference as ref  # noqa: E402
 import reference_modes as modes  # noqa: E402
+import reference_random as draws  # noqa: E402
 from reference import Plan, Transform  # noqa: E402
 
 SMALL = dict(page_tokens=32)
@@ -111,7 +112,7 @@ MODES: dict[str, tuple[modes.Plan, int]] = {
 def numbers(stream: int, *shape: int) -> ref.F32:
     """Float32 in [-4, 4), exact multiples of 2^-21, from Philox alone; channels differ in size."""
     count = int(np.prod(shape))
-    words = [w for block in range(-(-count // 4)) for w in ref.random(2024, stream, block)][:count]
+    words = [w for block in range(-(-count // 4)) for w in draws.random(2024, stream, block)][:count]
     x = ((np.array(words, np.int64) >> 8) / 2.0**21 - 4.0).astype(np.float32).reshape(shape)
     return np.ldexp(x, np.arange(shape[-1]) % 5 - 2)
 
@@ -131,7 +132,7 @@ def vectors(name: str) -> tuple[ref.F32, ref.F32 | None]:
 def transforms(name: str) -> tuple[Transform, Transform]:
     """Of keys and values, for one head."""
     p, _, centred = CASES[name]
-    matrix = ref.haar(19, p.head_dim)[None] if p.rotation == ref.DENSE else None
+    matrix = draws.haar(19, p.head_dim)[None] if p.rotation == ref.DENSE else None
     if not centred:
         return Transform(matrix), Transform(matrix)
     return tuple(
@@ -147,7 +148,7 @@ def mode_transforms(name: str) -> tuple[modes.Transform, modes.Transform]:
     for i, side in enumerate((p.key, p.value)):
         rows, table = [], None
         if side is not None and side.rotation == ref.DENSE:
-            rows.append(ref.haar(19, p.head_dim))
+            rows.append(draws.haar(19, p.head_dim))
         if side is not None and side.sketch == modes.GAUSSIAN:
             rows.append(modes.gaussian(23, side.sketch_rows, p.head_dim))
         if side is not None and side.levels == modes.TABLE:

@@ -19,6 +19,7 @@ from ..kvcache.rows import moved, store_rows
 from ..kvcache.shared import Common
 from ..kvcache.sliding import attention_behind_window, attention_under_mask, chunk_starts, visible_past
 from ..kvcache.storage import LayerStorage
+from ..kvcache.variance import wide_queries
 from ..models.attention import Call, MaskRequest, own_attention, refuse_transforms, without_gradient
 from ..models.names import CACHE
 from ..spec import CacheSpec
@@ -433,7 +434,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             lengths = self._shared.lengths(after, padding, stored.device)
             past = visible_past(stored, lengths, key, value, padding, self.chunk)
             out, lse = attention_behind_window(
-                query,
+                wide_queries(query, stored, how["softmax_scale"]),
                 past,
                 key,
                 value,
@@ -482,6 +483,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         assert pattern is not None  # transformers leaves only causal masks out
         window = how["sliding_window"] or stored.tokens + key.shape[2]
         past = visible_past(stored, lengths, key, value, padding, window)
+        query = wide_queries(query, stored, how["softmax_scale"])
         return attention_under_mask(query, past, key, value, pattern, how["softmax_scale"], how["softcap"])
 
     def _visible(

@@ -11,6 +11,7 @@ from .chunk import attention_in_chunk, merged
 from .decoded import attend_to_decoded, decodes
 from .sliding import attention_behind_window, visible_past
 from .tensors import LayerTensors
+from .variance import wide_queries
 
 __all__ = ["attend_in_parts", "reads_in_parts"]
 
@@ -48,6 +49,7 @@ def attend_in_parts(
     scale, softcap = how["softmax_scale"], how["softcap"]
     if sliding_window and before + new - min(padding) > sliding_window:  # which hides some of it from some queries
         past = visible_past(stored, lengths, key, value, padding, sliding_window)
+        query = wide_queries(query, stored, scale)
         return attention_behind_window(
             query, past, key, value, before, lengths, sliding_window, scale, softcap, return_lse
         )

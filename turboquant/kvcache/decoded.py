@@ -14,6 +14,7 @@ import torch
 from ..plan import GROUP, PAGE_TOKENS
 from .chunk import merged
 from .tensors import LayerTensors
+from .variance import more_channels, wide_keys, wide_queries, widened
 
 __all__ = ["attend_to_decoded", "decodes"]
 
@@ -38,7 +39,8 @@ _Pair = tuple[torch.Tensor, torch.Tensor]  # (out, lse)
 def decodes(stored: LayerTensors, query: torch.Tensor, packed: int, softcap: float) -> bool:
     """Whether many queries attend to decoded tokens. packed: the most of a sequence."""
     plan, kind = stored.plan, stored.device.type
-    is_fast = plan.is_plain and plan.group == GROUP and plan.head_dim % 16 == 0 and plan.head_dim <= MOST_CHANNELS
+    channels = plan.head_dim + more_channels(stored)
+    is_fast = plan.is_plain and plan.group == GROUP and plan.head_dim % 16 == 0 and channels <= MOST_CHANNELS
     if not is_fast or softcap or (kind != "cpu" and query.dtype == torch.float32):
         return False
     rows = query.shape[2] * (query.shape[1] // stored.kv_heads)
@@ -59,7 +61,8 @@ def _attend(stored: LayerTensors, query: torch.Tensor, sequences: slice, packed:
     """The same for sequences with equally many packed tokens."""
     assert stored.table is not None
     batch, heads, tokens, channels = query.shape
-    rows = query.reshape(batch, stored.kv_heads, -1, channels)
+    query = wide_queries(query, stored, scale)
+    rows = query.reshape(batch, stored.kv_heads, -1, query.shape[-1])
     token_bytes = 2 * query.element_size() * batch * stored.kv_heads * channels
     step = max(1, SCRATCH_BYTES // token_bytes // PAGE_TOKENS) * PAGE_TOKENS
     result: _Pair | None = None
@@ -70,10 +73,12 @@ def _attend(stored: LayerTensors, query: torch.Tensor, sequences: slice, packed:
         lengths = torch.full((batch,), count, dtype=torch.int32, device=stored.device)
         k, v = _dequantize(stored.plan.words, pages, table, lengths, count, sinks=stored.spec.sinks + first,
                            dtype=query.dtype, **stored.turned(sequences))  # fmt: skip
+        k, v = wide_keys(k, stored, pages, table, lengths), widened(v, query.shape[-1])
         for part in _attention(rows, k, v, scale):
             result = part if result is None else _joined(result, part)
     assert result is not None
     out, lse = result
+    out = out[..., :channels]
     return out.reshape(batch, heads, tokens, channels), lse.reshape(batch, heads, tokens)
 
 

@@ -26,10 +26,11 @@ def latent_spec(spec: CacheSpec) -> CacheSpec:
         or not plain.plan(64).is_plain
         or plain.rotation not in ("hadamard", "none")
         or plain.outliers != "none"
+        or plain.variance_term
     ):
         raise NotImplementedError(
             "latent attention takes specs of one number of bits for keys, with Hadamard rotations and the levels of a "
-            f"codebook, got {spec}"
+            f"codebook, and without a variance term, got {spec}"
         )
     return plain.with_(value_bits=plain.key_bits)
 

@@ -3,7 +3,8 @@ that the chunk may see are decoded for the time of the call, and PyTorch's own a
 
 Positions are those of the forward: they count the padding in front of a sequence, so that they are the same in all
 sequences of a batch. Tensors are [batch, heads, tokens, head_dim]; query head h reads KV head
-h // (query_heads / kv_heads).
+h // (query_heads / kv_heads). Queries and the keys of `visible_past` have the channels of a variance term (`variance`),
+if the plan has one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..plan import PAGE_TOKENS
+from .variance import more_channels, wide_keys, widened
 
 if TYPE_CHECKING:
     from .tensors import LayerTensors
@@ -66,6 +68,7 @@ def visible_past(
             dtype=stored.dtype,
             **stored.turned(),
         )
+        k = wide_keys(k, stored, pages, table, count)
         row = sinks + first + torch.arange(packed - first, device=device)
         positions = torch.where(row < length - window, row + pad, _NOWHERE)
         parts.append((k, v, positions))
@@ -73,8 +76,9 @@ def visible_past(
         row = torch.arange(stored.window, device=device)
         latest = length - 1 - (length - 1 - row) % stored.window  # position of each row of the ring
         parts.append((stored.window_k, stored.window_v, torch.where(latest >= sinks, latest + pad, _NOWHERE)))
+    channels = stored.head_dim + more_channels(stored)
     return (
-        torch.cat([k for k, _, _ in parts], 2),
+        torch.cat([widened(k, channels) for k, _, _ in parts], 2),
         torch.cat([v for _, v, _ in parts], 2),
         torch.cat([at for *_, at in parts], 1),
     )
@@ -99,16 +103,17 @@ def attention_behind_window(
     chunked: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The queries of a chunk over `past` and the chunk's own tokens: each sees those of the last `sliding_window`
-    positions up to its own. Returns out, like query but laid out as [batch, tokens, query_heads, head_dim], 0 for a
-    query of padding; and, with return_lse, lse float32 [batch, query_heads, tokens], -inf for it.
+    positions up to its own. Returns out, laid out as [batch, tokens, query_heads, head_dim], 0 for a query of
+    padding; and, with return_lse, lse float32 [batch, query_heads, tokens], -inf for it.
 
     before    positions in front of the chunk
     lengths   int32 [batch], of the sequences with the chunk
     softcap   logits become softcap * tanh(logit / softcap); 0: as they are
     chunked   each text is cut into parts of `sliding_window` tokens, from its first one on, and a query sees its part
     """
-    batch, heads, tokens, channels = query.shape
-    heads_per_kv, device = heads // key.shape[1], query.device
+    batch, heads, tokens, _ = query.shape
+    heads_per_kv, device, channels = heads // key.shape[1], query.device, value.shape[-1]
+    key = widened(key, query.shape[-1])
     pad = before + tokens - lengths.view(-1, 1)
     own = torch.arange(before, before + tokens, device=device).expand(batch, -1)
     own = torch.where(own >= pad, own, _NOWHERE)
@@ -145,8 +150,9 @@ def attention_under_mask(
     """The queries of a chunk over `past` and the chunk's own tokens, as mask, bool [batch or 1, 1, tokens, positions],
     says: its last positions are the chunk. Returns [batch, tokens, query_heads, head_dim]; 0 for a query that sees
     nothing."""
-    batch, heads, tokens, channels = query.shape
-    heads_per_kv, after = heads // key.shape[1], mask.shape[3]
+    batch, heads, tokens, _ = query.shape
+    heads_per_kv, after, channels = heads // key.shape[1], mask.shape[3], value.shape[-1]
+    key = widened(key, query.shape[-1])
     own = torch.arange(after - key.shape[2], after, device=query.device).expand(batch, -1)
     k, v, at = (torch.cat(pair, 2 if pair[0].dim() == 4 else 1) for pair in zip(past, (key, value, own), strict=True))
     k, v = k.repeat_interleave(heads_per_kv, 1), v.repeat_interleave(heads_per_kv, 1)
@@ -173,7 +179,9 @@ def _attention(
     """The definition. Keys have as many heads as queries; seen: bool [batch, 1, queries, keys]. lse is written."""
     with torch.autocast(query.device.type, enabled=False):  # which would round float32 operands
         if not softcap and lse is None:
-            return scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)
+            values = widened(value, query.shape[-1])
+            out = scaled_dot_product_attention(query, key, values, attn_mask=seen, scale=scale)
+            return out[..., : value.shape[-1]]
         logits = (query.float() @ key.float().transpose(2, 3)).mul_(scale)
         if softcap:
             logits = logits.div_(softcap).tanh_().mul_(softcap)

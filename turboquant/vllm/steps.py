@@ -155,9 +155,11 @@ def _add_past(
 
 def _decodes(attention: Attention, tokens: int, group: int) -> bool:
     """Whether so many queries attend to decoded tokens. The kernel that decodes is for plain plans
-    (csrc/cuda/dequantize_16bit.cu). A sliding window has few tokens, of which each query sees others."""
+    (csrc/cuda/dequantize_16bit.cu). A sliding window has few tokens, of which each query sees others. Keys of a plan
+    with a variance term would need more channels than `dense` takes."""
     plan = attention.plan
-    fast = plan.is_plain and plan.group == GROUP and plan.head_dim % 16 == 0 and not attention.sliding_window
+    fast = plan.is_plain and plan.group == GROUP and plan.head_dim % 16 == 0
+    fast = fast and not plan.variance_term and not attention.sliding_window
     return fast and tokens * group >= LEAST_ROWS[not plan.wave_pairs]
 
 

@@ -75,6 +75,9 @@ void fill_ragged(const tq_plan &plan, const tq_attend_params &p, AttendArgs *arg
 tq_status fill_args(const tq_plan &plan, const tq_attend_params &p, Launch *l, tq_error *error)
 {
     memset(l, 0, sizeof *l);
+    if (plan.variance)
+        return fail(error, TQ_E_UNSUPPORTED, "variance_term", -1, 1,
+                    "0 on CUDA, whose kernels have no variance term yet");
     AttendArgs &a = l->args;
     a.p = p;
     a.head_dim = plan.head_dim;
