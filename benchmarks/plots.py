@@ -10,6 +10,7 @@ docs/index_time.svg        their recall against the time of a query
 docs/index_dial.svg        recall against time for widths of a search's bound
 docs/whole_model.svg       tokens that fit and tokens a second of a whole model, presets beside bfloat16 and fp8
 docs/serving_GPU.svg       a decode step of vLLM against requests, with fp8's cache and with ours, where it was measured
+docs/second_turn.svg       a forward of a chat's next message against its tokens, beside transformers' cache
 docs/whole_model_steps.svg  tokens a second of the whole model, for every batch and context of its table
 docs/quality.svg           divergence of two real models against bits, our widths and other formats
 """
@@ -266,7 +267,9 @@ def serving(machine: str) -> None:
     for ax, context in zip(both, (8192, 32768)):
         ax.set(xlabel="requests", xscale="log", title=f"{context:,} tokens each", yscale="log")
         ax.grid(True, which="both", linewidth=0.3)
-        ax.set_xticks([1, 8, 16, 32, 64], ["1", "8", "16", "32", "64"])
+        ax.set_xticks([16, 32, 64], ["16", "32", "64"])
+        ax.set_yticks([7, 10, 15, 20, 30], ["7", "10", "15", "20", "30"])
+        ax.minorticks_off()
         for cache, (colour, label) in SERVED.items():
             of = {"cache": cache, "context": context}
             line = [(r["params"]["batch"], r["metrics"]["ms"]) for r in results
@@ -275,6 +278,28 @@ def serving(machine: str) -> None:
                 ax.plot(*zip(*line), marker="o", markersize=3, color=colour, label=label)
     both[0].set_ylabel("time of a decode step (ms)")
     save(figure, both[0], f"serving_{machine}.svg")
+
+
+def second_turn() -> None:
+    """Milliseconds of a forward of new tokens over stored ones: the fastest of the runs."""
+    results = [r for r in rows("h200", "generate_turns") if r["params"]["history"]]
+    histories = sorted({r["params"]["history"] for r in results})
+    figure, both = plt.subplots(1, len(histories), figsize=(7.4, 3.4), sharex=True, sharey=True)
+    for ax, history in zip(both, histories):
+        ax.set(xlabel="new tokens", xscale="log", yscale="log", title=f"over {history:,} stored tokens")
+        ax.grid(True, which="both", linewidth=0.3)
+        for cache, colour, label in (
+            ("full", "#999999", "bf16, DynamicCache"),
+            ("default", COLOURS["4"], "default, 4 bits"),
+        ):
+            line = [(r["params"]["new"], r["metrics"]["least_ms"]) for r in results
+                    if r["params"]["cache"] == cache and r["params"]["history"] == history]  # fmt: skip
+            ax.plot(*zip(*line), marker="o", markersize=3, color=colour, label=label)
+        ax.set_xticks([new for new, _ in line], [f"{new:,}" for new, _ in line])
+        ax.set_yticks([20, 50, 100, 200, 400], ["20", "50", "100", "200", "400"])
+        ax.minorticks_off()
+    both[0].set_ylabel("time of a forward (ms)")
+    save(figure, both[0], "second_turn.svg")
 
 
 def whole_model_steps() -> None:
@@ -303,6 +328,7 @@ def main() -> None:
     quality()
     whole_model()
     whole_model_steps()
+    second_turn()
     for machine in ("h100", "h200"):
         if (ROOT / "results" / machine / "vllm.json").exists():
             serving(machine)
