@@ -14,13 +14,15 @@ import pytest
 import reference as ref
 import reference_variance as variance
 import torch
+from cases import random_moments
 from ops_cases import DEVICES
 from specs import bare
 from transformers import LlamaConfig
 
-from turboquant import TurboQuantCache, ops
+from turboquant import Plan, TurboQuantCache, ops
 from turboquant.hf.attention import attention
 from turboquant.kvcache import attend, chunk, decoded, sliding
+from turboquant.kvcache import variance as term
 from turboquant.models.attention import Call, request_mask
 
 DTYPES = {torch.float32: 3e-5, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}
@@ -334,3 +336,33 @@ def test_a_chunk_that_fails_leaves_the_cache_as_it_was():
     rest = [x[:, :, 150:] for x in (q, k, v)]
     want, _ = layer.oracle(*rest)
     close(layer.forward(*rest), want, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group", [32, 16])
+def test_decoded_keys_have_the_variance_term_of_a_metric(group, dtype):
+    """Scores of decoded keys with the term's channels have the log-sum-exp of `attend`; without them it is far off."""
+    rng = np.random.default_rng(1)
+    p = ref.plan(64, 2, 2, wave_pairs=32, metric=4, group=group, variance_term=True)
+    plan, (turns, moments) = Plan.from_words(p.words), random_moments(rng, p, 2, 3.0)
+    transforms = ops.transforms(key_turns=torch.from_numpy(turns), key_moments=torch.from_numpy(moments))
+    k, v, q = random(2, 2, 300, 64), random(2, 2, 300, 64, seed=1), 3 * random(2, 4, 5, 64, seed=2)
+    pages, table = (
+        torch.zeros(6, 2, plan.record_bytes, dtype=torch.uint8),
+        torch.arange(6, dtype=torch.int32).view(2, 3),
+    )
+    lengths = torch.tensor([300, 211], dtype=torch.int32)
+    torch.ops.turboquant.append(plan.words, k, v, lengths, pages, table, **transforms)
+    how = dict(causal=False, softmax_scale=0.1, **transforms)
+    _, want = torch.ops.turboquant.attend(plan.words, q, pages, table, lengths, **how)
+    stored = SimpleNamespace(plan=plan, kv_heads=2, head_dim=64, transforms=transforms)
+    keys, _ = torch.ops.turboquant.dequantize(plan.words, pages, table, lengths, 300, **transforms)
+    keys = term.wide_keys(keys.to(dtype), stored, pages, table, lengths).repeat_interleave(2, 1).double()
+    queries = term.wide_queries(q.to(dtype), stored, 0.1).double()
+    hidden = (torch.arange(300) >= lengths[:, None])[:, None, None]
+
+    def off(channels):
+        logits = queries[..., :channels] @ keys[..., :channels].mT * 0.1
+        return float((logits.masked_fill(hidden, -torch.inf).logsumexp(-1) - want).abs().max())
+
+    assert off(72) < 2 * DTYPES[dtype] and off(64) > 1

@@ -45,7 +45,7 @@ def wide_keys(
     tokens, page = key.shape[2], stored.plan.page_tokens
     table = table[:, : -(-tokens // page)].clamp(min=0)  # pages that no query sees may be freed
     scales = pages[:, :, first : first + 2 * page][table].view(torch.float16).float()
-    scales = scales.unflatten(-1, (-1, 8, 4)).transpose(-1, -2).flatten(3)  # tq_token: columns to tokens
+    scales = scales.view(*scales.shape[:3], -1, 8, 4).transpose(-1, -2).flatten(3)  # tq_token: columns to tokens
     scales = scales.transpose(1, 2).flatten(2)[:, :, :tokens]  # [batch, kv_heads, tokens]
     number = scales.square() * (constant / _UNIT)
     at = torch.arange(tokens, device=key.device)
@@ -58,7 +58,8 @@ def wide_queries(query: torch.Tensor, stored: LayerTensors, scale: float) -> tor
     """Queries with their channels, if the plan has a term. scale: that of the softmax."""
     if not stored.plan.variance_term:
         return query
-    rows = _shrunk(query.float().unflatten(1, (stored.kv_heads, -1)), stored)
+    batch, heads, *rest = query.shape
+    rows = _shrunk(query.float().reshape(batch, stored.kv_heads, heads // stored.kv_heads, *rest), stored)
     number = rows.square().sum(-1).flatten(1, 2) * (-_UNIT * scale / (2 * stored.head_dim))
     high, low = _halves(number, query.dtype)
     return torch.cat([query, torch.stack([high, high, low, *[torch.zeros_like(high)] * (CHANNELS - 3)], -1)], -1)
@@ -83,9 +84,10 @@ def _shrunk(rows: torch.Tensor, stored: LayerTensors) -> torch.Tensor:
     rank, channels = stored.plan.metric, stored.head_dim
     if rank is None:
         return rows
-    heads = stored.kv_heads
-    last = stored.transforms["key_numbers"][:, -(channels * (1 + rank) + 4) :]
-    s, w, e = last.split([channels, channels * rank, 4], 1)
-    s, w, e = s.view(1, heads, 1, 1, -1), w.view(1, heads, 1, rank, channels), e[:, :rank].view(1, heads, 1, 1, -1)
+    numbers = stored.transforms["key_numbers"][:, -(channels * (1 + rank) + 4) :]
+    shape = (1, stored.kv_heads, 1, -1, channels)
+    s, w = numbers[:, :channels].reshape(shape), numbers[:, channels:-4].reshape(shape)
+    e = numbers[:, -4:][:, :rank].reshape(1, stored.kv_heads, 1, 1, rank)
     rows = rows / s
-    return (rows + (rows @ w.transpose(-1, -2) * (1 / (1 + e) - 1)) @ w) / s
+    shrunk: torch.Tensor = (rows + (rows @ w.transpose(-1, -2) * (1 / (1 + e) - 1)) @ w) / s
+    return shrunk
