@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 import turboquant
 from turboquant import TurboQuantCache
+from turboquant.hf import absorbed
 from turboquant.hf.latent import LatentLayer
 from turboquant.models import names
 
@@ -117,3 +118,87 @@ def test_what_is_refused(tmp_path: Any) -> None:
         cache.save(tmp_path / "c")
     with pytest.raises(ValueError, match="layer 0: latents and rotary parts must be"):
         cache.update(torch.zeros(1, 1, 3, 64), torch.zeros(1, 2, 3, 8), 0)
+
+
+def expansions(monkeypatch: pytest.MonkeyPatch, model: Any) -> list[int]:
+    """A list that gets the number of tokens of each later expansion by the model's own code."""
+    tokens: list[int] = []
+    kind = type(next(module for module in model.modules() if hasattr(module, "kv_b_proj")))
+    own = kind.expand_kv
+
+    def counted(module: Any, latents: torch.Tensor, rotary: torch.Tensor) -> Any:
+        tokens.append(latents.shape[2])
+        return own(module, latents, rotary)
+
+    monkeypatch.setattr(kind, "expand_kv", counted)
+    return tokens
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_few_queries_absorb_the_expansion(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made(name, HOLDS_ALL)
+    monkeypatch.setattr(absorbed, "_PIECE", 300)  # the queries of a forward are cut into pieces
+    with monkeypatch.context() as patched:
+        patched.setattr(absorbed, "is_cheaper", lambda *counts: False)
+        want = run(model, TurboQuantCache(model))
+    monkeypatch.setattr(absorbed, "is_cheaper", lambda new, tokens, *sizes: new < tokens)
+    tokens = expansions(monkeypatch, model)
+    got = run(model, TurboQuantCache(model))
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
+    assert {*tokens} == {20}  # the first piece, whose queries are all that there are
+
+
+def test_the_count_of_multiplications() -> None:
+    sizes = dict(rank=512, rotary=64, key=128, value=128)  # DeepSeek V3
+    for tokens in (1024, 131072):
+        most = max(new for new in range(1, 1024) if absorbed.is_cheaper(new, tokens, **sizes))
+        assert not absorbed.is_cheaper(most + 1, tokens, **sizes)
+        # new (tokens (2 * 512 - 256) + 512 * 256) = tokens * 512 * 256
+        assert most == tokens * 512 * 256 // (tokens * 768 + 512 * 256)
+    assert absorbed.is_cheaper(1, 8, **sizes) and not absorbed.is_cheaper(1024, 1024, **sizes)
+
+
+def test_what_is_no_plain_matrix_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter, a hook, or another expansion than the known one: the result stays that of the model's code."""
+
+    class Adapted(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + x.mean(-1, keepdim=True)
+
+    def adapt(attention: Any) -> None:
+        adapted = Adapted(*attention.kv_b_proj.weight.shape[::-1], bias=False)
+        adapted.weight = attention.kv_b_proj.weight
+        attention.kv_b_proj = adapted
+
+    def hook(attention: Any) -> None:
+        attention.kv_b_proj.register_forward_hook(lambda module, args, out: out + args[0].mean(-1, keepdim=True))
+
+    def replace(attention: Any) -> None:
+        kind = type(attention)
+
+        class Other(kind):  # type: ignore[misc,valid-type]
+            def expand_kv(self, latents: torch.Tensor, rotary: torch.Tensor) -> Any:
+                keys, values = super().expand_kv(latents, rotary)
+                return keys, values.flip(-1)
+
+        attention.__class__ = Other
+
+    for change in (adapt, hook, replace):
+        model = tiny("deepseek_v3")
+        plain = run(model, DynamicCache(config=model.config))
+        for layer in model.model.layers:
+            change(layer.self_attn)
+        want = run(model, DynamicCache(config=model.config))
+        assert (want - plain).abs().max() > 0.01
+        got = run(turboquant.patch(model, HOLDS_ALL), TurboQuantCache(model))
+        torch.testing.assert_close(got, want, rtol=0, atol=5e-5)
+
+
+def test_a_model_that_is_not_patched_says_so() -> None:
+    model = made()
+    assert "expand_kv" in vars(model.model.layers[0].self_attn)
+    cache = TurboQuantCache(model)
+    turboquant.unpatch(model)
+    assert "expand_kv" not in vars(model.model.layers[0].self_attn)
+    with pytest.raises(RuntimeError, match=r"Call turboquant.patch\(model\) first"):
+        run(model, cache)

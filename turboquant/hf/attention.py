@@ -21,6 +21,9 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from ..models.attention import Call, MaskRequest, own_attention, request_mask
+from . import absorbed
+from .absorbed import Latents
+from .carried import Carried
 from .notices import foreign_keys
 
 if TYPE_CHECKING:
@@ -33,28 +36,11 @@ __all__ = ["NAME", "FreshKeys", "attention"]
 NAME = "turboquant"
 
 
-_METADATA = {
-    *(getattr(torch.Tensor, name).__get__ for name in "shape dtype device ndim layout requires_grad is_cuda".split()),
-    *(
-        getattr(torch.Tensor, name)
-        for name in "size dim stride numel element_size is_floating_point get_device __len__".split()
-    ),
-    # What torch.compile asks of every tensor that comes out of a function that it does not trace.
-    *(
-        getattr(torch.Tensor, name).__get__
-        for name in "is_nested is_sparse is_quantized is_mkldnn is_leaf grad _base".split()
-    ),
-    *(getattr(torch.Tensor, name) for name in "is_neg is_conj _is_view storage_offset untyped_storage".split()),
-}
-
-
-class FreshKeys(torch.Tensor):
+class FreshKeys(Carried):
     """New keys of a packed layer in this forward, [batch, kv_heads, tokens, head_dim], not stored yet.
 
-    Only shape, dtype and device can be read. Every other operation raises RuntimeError: a model that computes with
-    these keys does not use the attention function of this package and would ignore the stored tokens. A model whose
-    later layers read these keys gives them to its attention again, in the same forward, and may move them to the
-    device of such a layer: they stay where they are, and its queries come to them.
+    A model whose later layers read these keys gives them to its attention again, in the same forward, and may move
+    them to the device of such a layer: they stay where they are, and its queries come to them.
     """
 
     layer: PackedLayer
@@ -75,16 +61,9 @@ class FreshKeys(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
         if func is torch.Tensor.to and args[0].seen is not None:
             return args[0]
-        name = getattr(func, "__name__", repr(func))
-        raise RuntimeError(
-            f"`{name}` was called on keys that are kept in a TurboQuantCache: this model does not attend through it. "
-            "Call turboquant.patch(model) first; if it is patched, its attention bypasses the AttentionInterface."
-        )
+        return super().__torch_function__(func, types, args, kwargs)
 
     @staticmethod
     def attention(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -121,7 +100,8 @@ def attention(
     """The attention function "turboquant".
 
     query   [batch, query_heads, tokens, head_dim];  key, value  [batch, kv_heads, positions, head_dim], or the new
-            tokens alone if key is `FreshKeys`: its layer then stores them and attends to all stored tokens
+            tokens alone if key is `FreshKeys`: its layer then stores them and attends to all stored tokens. If key is
+            `Latents`, those of all tokens, value is their rotary parts
     returns [batch, tokens, query_heads, head_dim], dense, in the dtype of query, and no weights
 
     A model compiled by torch.compile calls it, and `TurboQuantCache.update`, between its graphs.
@@ -129,7 +109,9 @@ def attention(
     call = Call(module, query, key, value, attention_mask, scaling, dropout, options)
     if type(key) is FreshKeys:
         return FreshKeys.attention(call)
-    if key.shape[2] > query.shape[2] and not hasattr(module, "expand_kv"):  # latents were decoded for it
+    if type(key) is Latents:
+        return absorbed.attention(call)
+    if key.shape[2] > query.shape[2]:
         foreign_keys(module)
     return own_attention(call)
 

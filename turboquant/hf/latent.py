@@ -1,8 +1,8 @@
 """A cache layer of latent attention (MLA: DeepSeek, Kimi, GLM 4 MoE Lite, Mistral 4, MiniCPM3, ..).
 
 These models give their cache a latent and a rotary part of each token, and expand what the cache returns to keys and
-values of all heads in every step. So `update` returns all tokens, decoded for the time of the step, and the model goes
-on as it would: packing saves memory, not time.
+values of all heads in every step. `update` returns all tokens, decoded for the time of the step. `absorbed.attention`
+expands them only where that is less work than to attend to them as they are.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ..kvcache.pages import outside_autograd
 from ..kvcache.shared import Common
 from ..models.attention import refuse_transforms, without_gradient
 from ..spec import CacheSpec
+from .absorbed import Latents
 from .layer import NO_GRADIENT, PackedLayer, autocast
 
 __all__ = ["LatentLayer"]
@@ -41,7 +42,8 @@ class LatentLayer(PackedLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores the latents [batch, 1, tokens, rank] and rotary parts [batch, 1, tokens, channels] of a forward, and
-        returns those of all tokens: the new ones as they are, unless prefill="packed", and the others decoded.
+        returns those of all tokens: the new ones as they are, unless prefill="packed", and the others decoded. Latents
+        come as `Latents`, which only this package's attention function accepts.
 
         Raises what `PackedLayer.update` raises. A failure leaves the cache as it was.
         """
@@ -57,10 +59,10 @@ class LatentLayer(PackedLayer):
             if error.args and isinstance(error.args[0], str) and not error.args[0].startswith("layer "):
                 error.args = (f"layer {self.index}: {error.args[0]}", *error.args[1:])
             raise
-        latents, rotaries = joined[..., : latent.shape[-1]], joined[..., latent.shape[-1] :]
         if torch.is_grad_enabled() and (latent.requires_grad or rotary.requires_grad):
-            latents, rotaries = (without_gradient(part, NO_GRADIENT, latent, rotary) for part in (latents, rotaries))
-        return latents, rotaries
+            joined = without_gradient(joined, NO_GRADIENT, latent, rotary)
+        rank = latent.shape[-1]
+        return Latents.of(joined, rank), joined[..., rank:]
 
     def _check(self, latent: torch.Tensor, rotary: torch.Tensor) -> None:
         right = latent.dim() == rotary.dim() == 4 and latent.shape[1] == rotary.shape[1] == 1

@@ -1,8 +1,8 @@
 """Patching decoders: Llama, Mistral, Qwen2, Qwen3 and all others that use transformers' AttentionInterface alike, also
 inside models that read images or sound.
 
-What changes in a model: the attention that its configuration names, methods of generation (`_METHODS`) and one
-forward pre-hook or two. Nothing is patched in a class or in transformers.
+What changes in a model: the attention that its configuration names, methods of generation (`_METHODS`), one forward
+pre-hook or two, and `expand_kv` of attention with latents. Nothing is patched in a class or in transformers.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ...measuring.used import moments_for
 from ...models.identity import Identity, describe, fingerprint
 from ...models.kinds import has_state, kinds_of, packed_indices
 from ...models.names import CACHE, NAMES, cache_argument, given_cache, renamed
-from ...models.routing import Previous, check_route, decoder_of, restore, route, text_config
+from ...models.routing import Previous, attention_modules, check_route, decoder_of, restore, route, text_config
 from ...models.wrappers import refuse_prefix
 from ...spec import CacheSpec
-from .. import notices
+from .. import absorbed, notices
 from ..attention import NAME
 from ..cache import TurboQuantCache
 from ..graph import ForwardWithGraphs
@@ -39,6 +39,7 @@ from . import continuation
 __all__ = ["check", "patch", "state_holder", "unpatch"]
 
 _METHOD = "_prepare_cache_for_generation"
+_EXPAND = "expand_kv"  # of attention modules with latents
 _INPUTS = ("input_ids", "inputs_embeds")
 
 
@@ -111,6 +112,9 @@ def _prepare(model: Any, spec: CacheSpec) -> None:
     for method, ours in _METHODS.items():
         if hasattr(model, method):
             setattr(model, method, partial(ours, model))  # pickle makes a method the class's again
+    for module in attention_modules(model):
+        if hasattr(module, _EXPAND):
+            setattr(module, _EXPAND, partial(absorbed.pass_on, module))
 
 
 def state_holder(model: Any) -> Any:
@@ -131,6 +135,8 @@ def unpatch(model: Any) -> None:
     del model._turboquant
     for method in _METHODS:
         model.__dict__.pop(method, None)
+    for module in attention_modules(model):
+        module.__dict__.pop(_EXPAND, None)
 
 
 def check(model: Any, spec: CacheSpec, profile: Profile | None) -> tuple[Calibration | None, Moments | None]:
