@@ -186,10 +186,11 @@ EXACT: dict[str, dict[str, Any]] = {
     "xmod": dict(is_decoder=True, default_language="en_XX"),
 }
 
-# A phrase of the refusal, and the types that are refused with it.
+# The refusal, as a pattern, and the types that are refused with it. docs/models.md has them, by `table.py`.
 NO_INTERFACE = "its attention does not go through transformers' AttentionInterface"
 NOT_CAUSAL = "not all of its attention is causal"
-SPARSE = "layers must be full, sliding, chunked or linear attention, not .*"
+KINDS = "layers must be full, sliding, chunked or linear attention, not "
+INDEXER = "sparse attention with an indexer is not supported"
 REFUSED: dict[str, str] = {
     NO_INTERFACE: """
         big_bird cpmant doge falcon git gpt_neo gpt_neox_japanese mega megatron-bert mvp open-llama openai-gpt
@@ -203,18 +204,18 @@ REFUSED: dict[str, str] = {
     "its configuration has no `num_hidden_layers`": "blt",
     "its `generate` is its own": "musicgen_melody",
     "its attention adds ALiBi biases": "bloom mpt",
-    "sparse attention with an indexer": "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4",
+    INDEXER: "axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4",
     r"its latents differ in size \(`kv_lora_rank`\)": "dots3_note dots3_note_text",
     "it demands a cache class of its own": "minimax",
     "its attention adds position biases": "inkling2_loop_text inkling2_text inkling_text",
-    SPARSE + "indexed_attention": "qwen4_exp qwen4_exp_text",
-    SPARSE + "minimax_m3_sparse": "minimax_m3_vl_text",
+    KINDS + "indexed_attention": "qwen4_exp qwen4_exp_text",
+    KINDS + "minimax_m3_sparse": "minimax_m3_vl_text",
     "no layer has keys and values": "falcon_mamba gemma4_assistant gemma4_unified_assistant mamba mamba2",
     "its keys and values have different sizes": "mimo_v2_flash",
     "its attention uses the keys of a layer twice": "diffllama",
     "its attention computes with the keys between cache and AttentionInterface": "jetmoe",
     "cross-attention layers are not supported": "mllama",
-    "layers that run several times in a forward": "dory",
+    r"layers that run several times in a forward \(`n_recurrent_loops`\) are not supported": "dory",
 }
 
 # Types that read images or sound beside text, and fields of their small text configurations. Here they read text alone;
@@ -232,7 +233,7 @@ MAKE_PATTERNS = {"gemma4_unified"}
 NOT_RUN = {"gemma3n", "llama4"}
 
 # Fields of refused types that cannot be built, or not fast, at their default ones.
-INDEXER = dict(
+QWEN_4 = dict(
     indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=256, indexer_budget=2048, indexer_compress_ratio=4
 )
 ASSISTANT = dict(
@@ -249,8 +250,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "mllama": dict(rope_scaling={"rope_type": "default"}),
     "nemotron": dict(num_key_value_heads=8),
     "qwen3_next": dict(num_hidden_layers=4),  # 24576 modules of experts in transformers 4.57
-    "qwen4_exp": INDEXER,
-    "qwen4_exp_text": INDEXER,
+    "qwen4_exp": QWEN_4,
+    "qwen4_exp_text": QWEN_4,
     "reformer": dict(is_decoder=True),
 }
 
@@ -292,7 +293,7 @@ BEFORE: dict[tuple[int, int], dict[str, str]] = {
             """.split(),
             "layers must be full, sliding, chunked or linear attention",
         ),
-        "llama4_text": SPARSE + "chunked_attention",
+        "llama4_text": KINDS + "chunked_attention",
     },
     (5, 24): dict.fromkeys(["codegen", "gptj"], NO_INTERFACE),
 }

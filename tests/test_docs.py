@@ -121,6 +121,21 @@ def test_models_that_are_patched() -> None:
     assert listed is not None and set(re.split(r"[,\s]+", listed[1].strip())) == {*EXACT, *WITH_TOWERS}
 
 
+def test_the_compatibility_page_is_that_of_the_script() -> None:
+    """Its introduction, its rows, and tests for each of them. What is in the cells was found with other versions."""
+    pytest.importorskip("transformers")
+    import compatibility
+
+    assert compatibility.FILE.read_text().startswith(compatibility.HEAD), "run `python tests/compatibility.py`"
+    for version, outcomes in compatibility.columns().items():
+        assert list(outcomes) == list(compatibility.FEATURES), version
+    text = "".join((ROOT / "tests" / name).read_text() for name in compatibility.TESTS)
+    names = re.findall(r"^def (test_\w+)", text, re.M)
+    for expression in compatibility.FEATURES.values():
+        for part in expression.split(" or "):
+            assert any(part in name for name in names), part
+
+
 def test_every_public_name_is_described() -> None:
     pytest.importorskip("transformers")
     import turboquant
