@@ -37,13 +37,18 @@ def levels_of(u, bits):
     return book["levels"][book["code_of_rank"][ranks]] * np.float32(book["step"])
 
 
-def encode(bits, steps, z):
-    """(levels in units of u, scales) of rotated rows z."""
+def encode(bits, lead, steps, z):
+    """(levels, scales) of rotated rows z. Levels are in units of u, or, where all groups that have bits have 8 and none
+    leads, of the largest |u| over 127 / 32."""
     step, coded = np.repeat(steps, 32)[: z.shape[1]], np.repeat(bits, 32)[: z.shape[1]] > 0
     t = (z / step).astype(np.float32)
     rms = np.sqrt((t[:, coded].astype(np.float64) ** 2).mean(axis=1))
     u = t * (1 / np.where(rms > 0, rms, 1)).astype(np.float32)[:, None]
-    levels = np.concatenate([levels_of(u[:, 32 * g : 32 * g + 32], b) for g, b in enumerate(bits)], axis=1)
+    v = u
+    if not any(lead) and {*bits.tolist()} <= {0, 8}:
+        largest = np.abs(np.where(coded, t, 0)).max(axis=1) * (1 / np.where(rms > 0, rms, 1)).astype(np.float32)
+        v = u * np.where(largest > 0, np.float32(127 / 32) / np.where(largest > 0, largest, 1), 1)[:, None]
+    levels = np.concatenate([levels_of(v[:, 32 * g : 32 * g + 32], b) for g, b in enumerate(bits)], axis=1)
     weight = np.where(coded, step.astype(np.float64), 0) ** 2
     product = (weight * u * levels).sum(1)
     return levels, np.where(rms > 0, rms * (weight * u * u).sum(1) / np.where(product > 0, product, 1), 0)
@@ -88,7 +93,7 @@ class SlowIndex:
         if t.lists is not None:
             self._add_to_lists(x.astype(np.float32), ids, given)
             return
-        levels, scales = encode(t.bits, t.steps, rotated(t, x.astype(np.float32)))
+        levels, scales = encode(t.bits, t.lead, t.steps, rotated(t, x.astype(np.float32)))
         decoded = levels * np.repeat(t.steps.astype(np.float64), 32)[: t.channels] * scales[:, None]
         mean = np.zeros(x.shape[1]) if t.mean is None else t.mean.astype(np.float64)
         for i, row, own, vector in zip(ids, x, decoded, given, strict=True):
@@ -101,7 +106,7 @@ class SlowIndex:
         lists = list_values(t, self.metric, x).argmax(axis=1)
         centres = t.lists.centres(lists)
         rest = x - centres
-        levels, scales = encode(t.bits, t.steps, rotated(t, rest))
+        levels, scales = encode(t.bits, t.lead, t.steps, rotated(t, rest))
         decoded = levels * np.repeat(t.steps.astype(np.float64), 32)[: t.channels] * scales[:, None]
         r, c = rest.astype(np.float64), centres.astype(np.float64)
         offsets = -(r * r).sum(1) / 2 if self.metric == "l2" else (r * c).sum(1)

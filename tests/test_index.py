@@ -104,7 +104,7 @@ def test_rows_by_definition(lead, last):
     planes = lead @ bytes_a_bit
     assert codes.shape == (70, bits @ bytes_a_bit - planes) and signs.shape == (2, planes, 64) and offsets is None
     assert not signs[1, :, 6:].any()
-    levels, expected = encode(bits, steps, z)
+    levels, expected = encode(bits, lead, steps, z)
     assert np.allclose(scales, expected, rtol=1e-6)
     leading = np.ascontiguousarray(signs.transpose(0, 2, 1).reshape(128, -1)[:70])
     step = np.repeat(steps, 32)[:dim]

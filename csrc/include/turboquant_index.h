@@ -7,7 +7,8 @@
  * metric x is divided by its length first.
  *   t = z / steps[g],  u = t / rms(t) over the channels that have bits,  code = rank of u among the levels of the
  *   normal codebook of that width (turboquant.h; at 6 bits 64 Lloyd-Max levels of N(0, 1), rounded to int8 times a step
- *   as the others are), at 8 bits u / TQ_WIDE_STEP + 128 rounded half to even and clamped to 1..255.
+ *   as the others are), at 8 bits u / TQ_WIDE_STEP + 128 rounded half to even and clamped to 1..255. Where all groups
+ *   that have bits have 8, none of which leads, u is first multiplied by 127 TQ_WIDE_STEP / max |u|: nothing is clamped.
  *   scale = rms(t) * sum (step u)^2 / sum (step c)(step u)  makes inner products unbiased (EDEN, arXiv 2108.08842).
  *   u and the scale are 0 where rms(t) is below 2^-126. The lowest 3 bits of a scale's significand are the row's noise
  *   class, below.

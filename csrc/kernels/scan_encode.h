@@ -246,6 +246,29 @@ static void encode_group(const tq_scan_layout *layout, int32_t bits, float *u, u
     }
 }
 
+/** What u is multiplied by before it gets codes. t [32 groups] is u before it is divided by its root mean square.
+ *  Where all groups that have bits have 8, none of which leads, the largest |u| becomes the largest level: steps are as
+ *  fine as they can be without clipping. A scan's estimate from leading bits would not follow, so otherwise it is 1. */
+static float size_of_codes(const tq_scan_layout *layout, const float *t, float inverse)
+{
+    const tq_index_layout *groups = layout->layout;
+    tq_floats most = {0};
+    float at[TQ_LANES], largest = 0;
+    for (int32_t g = 0; g < layout->groups; g++, t += 32) {
+        if (!groups->bits[g]) continue;
+        if (groups->bits[g] != TQ_WIDE_BITS || groups->lead[g]) return 1;
+        for (int32_t i = 0; i < 32; i += TQ_LANES) {
+            tq_floats x = tq_load_floats(t + i);
+            x = tq_select(x < 0.0f, -x, x);
+            most = tq_select(x > most, x, most);
+        }
+    }
+    tq_store_floats(at, most);
+    for (int32_t i = 0; i < TQ_LANES; i++) largest = at[i] > largest ? at[i] : largest;
+    largest *= inverse;
+    return largest > 0 ? 127 * TQ_WIDE_STEP / largest : 1;
+}
+
 static float scan_encode(const tq_scan_layout *layout, const float *z, uint8_t *codes)
 {
     const tq_index_layout *groups = layout->layout;
@@ -263,13 +286,17 @@ static float scan_encode(const tq_scan_layout *layout, const float *z, uint8_t *
     }
     double rms = sqrt(sum_lanes(&squares) / layout->coded);
     float inverse = rms >= FLT_MIN ? (float)(1 / rms) : 0; /* below it 1 / rms may be infinite */
+    float size = size_of_codes(layout, t, inverse);
     for (int32_t g = 0; g < layout->groups; g++, codes += 32) {
         if (!groups->bits[g]) {
             memset(codes, 0, 32);
             continue;
         }
-        for (int32_t i = 0; i < 32; i += TQ_LANES) tq_store_floats(u + i, tq_load_floats(t + 32 * g + i) * inverse);
-        memcpy(levels, u, sizeof u);
+        for (int32_t i = 0; i < 32; i += TQ_LANES) {
+            tq_floats x = tq_load_floats(t + 32 * g + i) * inverse;
+            tq_store_floats(u + i, x);
+            tq_store_floats(levels + i, x * size);
+        }
         encode_group(layout, groups->bits[g], levels, codes);
         double step = groups->steps[g];
         TQ_UNROLL
