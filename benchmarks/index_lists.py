@@ -200,6 +200,7 @@ def main() -> None:
         data = vectors(name)
         for bits in args.bits:
             measure(report, Path(name).stem, data, bits, n, args.rounds, not args.no_peers)
+            report.save(args.out)  # what there is, for the run is long
         del data
     print(report.save(args.out))
     if args.plot:
