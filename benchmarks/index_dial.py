@@ -1,12 +1,12 @@
-"""The dial of `turboquant.Index`: recall against time for widths of a search's bound, beside turbovec in one run.
+"""The dial of `turboquant.Index`: recall against time for widths of a search's bound, beside turbovec and FAISS.
 
     OMP_NUM_THREADS=1 RAYON_NUM_THREADS=1 python benchmarks/index_dial.py --data lsa --out benchmarks/results/local
 
 Data as in benchmarks/index_lists.py, and files of vectors whose first 1,000 rows are the queries; inner product, the 10
 best. `sigmas`: of search; null: the index's own. Times are of the process's CPU in milliseconds a query, medians of
-interleaved rounds with one thread: 256 queries a call (batch) or one (single). `over turbovec ..`: the time of the
-least width that finds what that index finds, over its time, batch and single; null where none does. File:
-index_dial.json.
+interleaved rounds with one thread: 256 queries a call (batch) or one (single). `over ..`: the time of the
+least width that finds what that index finds, over its time, batch and single; null where none does. `axes` is left out
+where `train` keeps the mean alone. File: index_dial.json.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from index import one_thread, turbovec_index
+from index import Built, faiss_index, one_thread, turbovec_index
 from index_lists import QUERIES, timed, vectors
 from index_recall import F32, TRAINING, K, build, recall, true_neighbours
 from timing import RESULTS, Report
@@ -35,14 +35,21 @@ def points(index: turboquant.Index) -> dict[float | None, Callable[[F32], Any]]:
 
 def peers(x: F32) -> dict[str, tuple[float, Callable[[F32], Any]]]:
     """(bytes, search) by name."""
+    makers: dict[str, tuple[str, Callable[[F32], Built]]] = {}
+    for bits, calibrated in ((2, False), (4, False), (4, True)):
+        kind = f"{bits} bits" + ", calibrated" * calibrated
+        makers[kind] = "turbovec", lambda rows, b=bits, c=calibrated: turbovec_index(rows, b, c)
+    for factory in ("RR,RaBitQfs2", "RR,RaBitQfs4"):  # by itself it does not rotate
+        makers[factory] = "FAISS", lambda rows, factory=factory: faiss_index(rows, factory)
     found = {}
-    try:
-        for bits, calibrated in ((2, False), (4, False), (4, True)):
-            (search, size), (_, less) = (turbovec_index(rows, bits, calibrated) for rows in (x, x[: len(x) // 8]))
-            grown = (size() - less()) / (len(x) - len(x) // 8)
-            found[f"turbovec {version('turbovec')}, {bits} bits" + ", calibrated" * calibrated] = grown, search
-    except ImportError as error:
-        print(f"turbovec: skipped, {error}")
+    for kind, (name, make) in makers.items():
+        try:
+            (search, size), (_, less) = make(x), make(x[: len(x) // 8])
+        except ImportError as error:
+            print(f"{name}: skipped, {error}")
+            continue
+        grown = (size() - less()) / (len(x) - len(x) // 8)
+        found[f"{name} {version({'FAISS': 'faiss-cpu'}.get(name, name))}, {kind}"] = grown, search
     return found
 
 
@@ -55,7 +62,12 @@ def over(own: list[dict[str, Any]], peer: dict[str, Any]) -> list[float] | None:
 def measure(report: Report, name: str, data: F32, bits: list[int], rounds: int) -> None:
     queries, x = np.ascontiguousarray(data[:QUERIES]), np.ascontiguousarray(data[QUERIES:])
     truth = true_neighbours(queries, x)
-    indexes = {f"turboquant, {b} bits, {kind}": build(x, b, axes) for b in bits for kind, axes in TRAINING.items()}
+    built = {(b, kind): build(x, b, axes) for b in bits for kind, axes in TRAINING.items()}
+    indexes = {
+        f"turboquant, {b} bits, {kind}": index
+        for (b, kind), index in built.items()
+        if kind != "axes" or (index.training or {}).get("chosen") == "axes"
+    }
     others = peers(x)
     searches: dict[Any, Callable[[F32], Any]] = {label: search for label, (_, search) in others.items()}
     size = {label: grown for label, (grown, _) in others.items()}
