@@ -128,8 +128,8 @@ static void prepare_rows(const attend_job *job, const attend_task *t, attend_wor
                                   .softcap = job->a->softcap};
         if (plan->variance) {
             float square = job->kernels->dot(coded_q, coded_q, plan->head_dim);
-            w->logits[r].variances = w->variances;
-            w->logits[r].variance_factor = -(scale * scale) * square / (2.0f * (float)plan->head_dim);
+            w->logits[r].variance = -(scale * scale) * square / (2.0f * (float)plan->head_dim) * plan->variance;
+            w->logits[r].scales = w->scales;
         }
         w->states[r] = (tq_softmax_state){-INFINITY, 0, 0};
     }
@@ -268,8 +268,6 @@ static void attend_page(const attend_job *job, const attend_task *t, attend_work
     kernels->multiply(&keys, w->query_operands, t->rows, job->precise, 0, w->scores, tokens);
     kernels->load(TQ_F16, record + plan->key.scales_offset, key_scales, tokens);
     kernels->load(TQ_F16, record + plan->value.scales_offset, value_scales, tokens);
-    for (int32_t i = 0; plan->variance && i < tokens; i++)
-        w->variances[i] = plan->variance * key_scales[i] * key_scales[i];
     if (plan->wave_pairs) kernels->add_wave(&job->wave, page, w->wave_rows, t->rows, key_scales, w->scores, tokens);
     weigh_page(job, t, w, page, common);
     kernels->multiply(&values, w->weight_operands, t->rows, job->precise, 1, w->packed, TQ_TILE * job->value_groups.n);

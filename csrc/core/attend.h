@@ -31,7 +31,7 @@ typedef struct {
 
 /* Workspace:  | worker 0 | worker 1 | ..  each:
  *              | query operands | weight operands | q | scores | packed | exact | tile_k | tile_v | rotated | coded |
- *              merged | | scales | variances | logits | states | visible | decoded | wave rows |
+ *              merged | | scales | logits | states | visible | decoded | wave rows |
  *           | partial rows [tasks * splits][chunk_rows] of | max, sum, packed_sum, unused | packed | exact |, if splits
  *           > 1 | the wave's table | nodes | turns [max_pages] | */
 typedef struct {
@@ -44,7 +44,6 @@ typedef struct {
     float *rotated, *coded;   /* [32 * groups] */
     float *merged;            /* [32 * value groups + head_dim] */
     float *scales;            /* [2][page_tokens], of a page's keys and values */
-    float *variances;         /* [page_tokens], of a plan with a variance term: K s^2 of a page's keys */
     tq_logit *logits;         /* [rows] */
     tq_softmax_state *states; /* [rows] */
     uint8_t *visible;         /* [page_tokens] */

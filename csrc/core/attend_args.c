@@ -52,7 +52,7 @@ static int64_t cut(const attend_job *job, uint8_t *base, attend_work *w)
     int64_t rows = job->chunk_rows, d = job->plan->head_dim, padded = TQ_TILE * (int64_t)job->plan->groups, at = 0;
     int64_t nv = TQ_TILE * (int64_t)job->value_groups.n, f = sizeof(float);
     int64_t tiles = job->key_groups.n > job->value_groups.n ? job->key_groups.n : job->value_groups.n;
-    int64_t starts[18] = {take(&at, rows * job->query_operand_bytes),
+    int64_t starts[17] = {take(&at, rows * job->query_operand_bytes),
                           take(&at, rows * job->weight_operand_bytes),
                           take(&at, rows * d * f),
                           take(&at, rows * job->plan->page_tokens * f),
@@ -64,7 +64,6 @@ static int64_t cut(const attend_job *job, uint8_t *base, attend_work *w)
                           take(&at, padded * f),
                           take(&at, (nv + d) * f),
                           take(&at, 2 * job->plan->page_tokens * f),
-                          take(&at, job->plan->variance ? job->plan->page_tokens * f : 0),
                           take(&at, rows * (int64_t)sizeof(tq_logit)),
                           take(&at, rows * (int64_t)sizeof(tq_softmax_state)),
                           take(&at, job->plan->page_tokens),
@@ -83,12 +82,11 @@ static int64_t cut(const attend_job *job, uint8_t *base, attend_work *w)
                        (float *)(base + starts[9]),
                        (float *)(base + starts[10]),
                        (float *)(base + starts[11]),
-                       (float *)(base + starts[12]),
-                       (tq_logit *)(base + starts[13]),
-                       (tq_softmax_state *)(base + starts[14]),
-                       base + starts[15],
-                       (float *)(base + starts[16]),
-                       (float *)(base + starts[17])};
+                       (tq_logit *)(base + starts[12]),
+                       (tq_softmax_state *)(base + starts[13]),
+                       base + starts[14],
+                       (float *)(base + starts[15]),
+                       (float *)(base + starts[16])};
     return at;
 }
 

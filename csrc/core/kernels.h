@@ -102,8 +102,8 @@ typedef struct {
 
 typedef struct {
     float scale, bias, softcap; /* logit = softcap(scale * (score * key_scale) + bias); softcap 0: none */
-    const float *variances;     /* [n], or NULL. K s^2 of each token; */
-    float variance_factor;      /* -r: their product is added before the soft-cap */
+    float variance;             /* -r K of turboquant.h, "VARIANCE TERM": */
+    const float *scales;        /* [n], of keys: variance * scale^2 is added before the soft-cap. NULL: no term */
 } tq_logit;
 
 /** The wave's part of the scores of a page: <q, c_p>. The columns of a page (tq_column in each token tile) are mirrored

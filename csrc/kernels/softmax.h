@@ -45,12 +45,16 @@ static inline float tq_logits(float *scores, const float *key_scales, const uint
                               const tq_logit *logit, float max)
 {
     tq_floats largest = tq_all(max), scale = tq_all(logit->scale), bias = tq_all(logit->bias);
-    tq_floats factor = tq_all(logit->variance_factor);
+    const float *scales = logit->scales;
+    tq_floats variance = tq_all(logit->variance);
     for (int32_t i = 0; i < n; i += TQ_LANES) {
         tq_floats x = tq_load_floats(scores + i);
         if (key_scales) x *= tq_load_floats(key_scales + i);
         x = tq_fused(x, scale, bias);
-        if (logit->variances) x = tq_fused(tq_load_floats(logit->variances + i), factor, x);
+        if (scales) {
+            tq_floats s = tq_load_floats(scales + i);
+            x = tq_fused(s * s, variance, x);
+        }
         if (logit->softcap > 0) x = logit->softcap * tq_tanh(x / logit->softcap);
         if (visible) { /* a hidden token may hold anything, NaN scales too: replace, do not multiply */
             tq_ints seen;
