@@ -211,7 +211,7 @@ REFUSED: dict[str, str] = {
     KINDS + "indexed_attention": "qwen4_exp qwen4_exp_text",
     KINDS + "minimax_m3_sparse": "minimax_m3_vl_text",
     "no layer has keys and values": "falcon_mamba gemma4_assistant gemma4_unified_assistant mamba mamba2",
-    "its keys and values have different sizes": "mimo_v2_flash",
+    "its keys and values have different sizes, 192 and 128 channels, and a page stores both in one": "mimo_v2_flash",
     "its attention uses the keys of a layer twice": "diffllama",
     "its attention computes with the keys between cache and AttentionInterface": "jetmoe",
     "cross-attention layers are not supported": "mllama",

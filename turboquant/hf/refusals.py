@@ -62,6 +62,15 @@ def _wider(model: Any, text: Any, most: int) -> int:
     return max((size for size in head_dims_of(model, text) if size > most), default=0)
 
 
+def _unequal(model: Any) -> str:
+    """The channels of a head's keys and values where they differ."""
+    for module in attention_modules(model):
+        key, value = getattr(module, "qk_head_dim", None), getattr(module, "v_head_dim", None)
+        if key != value:
+            return f"{key or getattr(module, 'head_dim', None)} and {value} channels"
+    return ""
+
+
 def _cuts_heads(model: Any, text: Any) -> int:
     """The ranks of a `tp_plan` that cuts KV heads into pieces; 0: it does not."""
     ranks = getattr(model, "tp_size", None) or 1
@@ -87,9 +96,8 @@ _MODELS: tuple[tuple[Callable[[Any, Any], Any], str], ...] = (
      "sparse attention with an indexer is not supported"),
     (lambda model, text: _is_latent(text) and not all(hasattr(m, "expand_kv") for m in attention_modules(model)),
      "its cache gets keys and values of latent attention (`kv_lora_rank`) that are expanded already"),
-    (lambda model, text: not _is_latent(text) and any(getattr(m, "v_head_dim", None) != getattr(m, "qk_head_dim", None)
-                                                      for m in attention_modules(model)),
-     "its keys and values have different sizes"),
+    (lambda model, text: not _is_latent(text) and _unequal(model),
+     "its keys and values have different sizes, {}, and a page stores both in one"),
     (lambda model, text: _wider(model, text, MAX_HEAD_DIM),
      f"its head_dim is {{}}, at most {MAX_HEAD_DIM} can be packed"),
 )  # fmt: skip
