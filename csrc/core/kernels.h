@@ -75,7 +75,8 @@ typedef enum {
     TQ_HALF_ROWS     /* rows 0..15 and 16..31 are of two token tiles: each half is multiplied by its own operand tile */
 } tq_halves;
 
-/** How codes of `from` bits become codes of `to` bits: by code the new one, and the magnitudes of both levels in steps. */
+/** How codes of `from` bits become codes of `to` bits: by code the new one, and the magnitudes of both levels in steps.
+ *  Entries repeat where there are fewer codes: unpacked nibbles of 3 bits have bit 3 of another code. */
 typedef struct {
     int32_t from, to; /* 1 <= to <= from <= TQ_MAX_BITS */
     uint8_t code[1 << TQ_MAX_BITS], before[1 << TQ_MAX_BITS], after[1 << TQ_MAX_BITS];
@@ -156,9 +157,9 @@ typedef struct {
      *  range. */
     void (*pack)(int32_t bits, const uint8_t *codes, uint32_t *words);
     void (*unpack)(int32_t bits, const uint32_t *words, uint8_t *codes);
-    /** n tiles, words [n][from][32] -> out [n][to][32]. sums [2][32], written: of each token (a row of keys, a column of
-     *  values) the sums of before * before and of before * after. live [32][32], of every tile: a cell with 0 becomes
-     *  code 0 and is in no sum; NULL: all are live. Bit-exact. */
+    /** n tiles, words [n][from][32] -> out [n][to][32]. sums [2][32], written: of each token, in column order, the sums
+     *  of before * before and of before * after. live [32][32], of every tile: a cell with 0 becomes code 0 and is in no
+     *  sum; NULL: all are live. Bit-exact. */
     void (*recode)(const tq_recoding *recoding, int is_key, const uint8_t *live, int32_t n, const uint32_t *words,
                    uint32_t *out, uint32_t *sums);
     /** Bytes of an operand of `columns` (a multiple of 32) numbers, a multiple of 64; each kernel has its own

@@ -8,11 +8,13 @@ static tq_recoding recoding_of(const tq_codebook *from, const tq_codebook *to)
 {
     tq_recoding r = {.from = from->bits, .to = to->bits};
     for (int32_t rank = 0; rank < from->n_levels; rank++) {
-        int32_t code = from->code_of_rank[rank];
-        r.code[code] = to->code_of_rank[rank >> (from->bits - to->bits)];
-        int32_t before = from->levels[code], after = to->levels[r.code[code]];
-        r.before[code] = (uint8_t)(before < 0 ? -before : before);
-        r.after[code] = (uint8_t)(after < 0 ? -after : after);
+        int32_t code = from->code_of_rank[rank], fewer = to->code_of_rank[rank >> (from->bits - to->bits)];
+        int32_t before = from->levels[code], after = to->levels[fewer];
+        for (int32_t i = code; i < 1 << TQ_MAX_BITS; i += from->n_levels) {
+            r.code[i] = (uint8_t)fewer;
+            r.before[i] = (uint8_t)(before < 0 ? -before : before);
+            r.after[i] = (uint8_t)(after < 0 ? -after : after);
+        }
     }
     return r;
 }
@@ -73,6 +75,32 @@ static int list_live(const uint16_t scales[TQ_TILE], int is_key, int32_t width, 
     return all;
 }
 
+/** Multiplies scales that are not 0 by before / between. */
+static void rescale(uint16_t scales[TQ_TILE], const float before[TQ_TILE], const float between[TQ_TILE])
+{
+    float s[TQ_TILE];
+    uint16_t made[TQ_TILE];
+    uint32_t is_unusual = 0;
+    /* Numbers that are normal as binary16, before and after, need no branch: the loops run on vectors. */
+    for (int32_t c = 0; c < TQ_TILE; c++) {
+        uint32_t half = scales[c];
+        is_unusual |= ((half - 0x400) | (0x7bff - half)) >> 31;
+        s[c] = tq_float_of((half << 13) + 0x38000000);
+    }
+    for (int32_t c = 0; c < TQ_TILE; c++) s[c] *= before[c] / between[c];
+    for (int32_t c = 0; c < TQ_TILE; c++) {
+        uint32_t u = tq_bits_of(s[c]);
+        is_unusual |= (u - 0x38800000) >> 28 | (s[c] > 65504.0f);
+        u -= 0x38000000;
+        made[c] = (uint16_t)((u + 0xfff + (u >> 13 & 1)) >> 13);
+    }
+    for (int32_t c = 0; c < TQ_TILE && is_unusual; c++) {
+        float x = tq_f32_from_f16(scales[c]) * (before[c] / between[c]);
+        made[c] = scales[c] & 0x7fff ? tq_f16_from_f32(x < 65504.0f ? x : 65504.0f) : scales[c];
+    }
+    memcpy(scales, made, sizeof made);
+}
+
 /** 32 tokens of one side of a record. */
 static void recode_tokens(const recode_job *job, int is_key, const uint8_t *codes, uint8_t *out,
                           const uint8_t *scales_at, uint8_t *scales_out)
@@ -87,17 +115,12 @@ static void recode_tokens(const recode_job *job, int is_key, const uint8_t *code
         int all = list_live(scales, is_key, r->width, live);
         job->kernels->recode(&r->recoding, is_key, all ? NULL : live, r->n, (const uint32_t *)(codes + r->from),
                              (uint32_t *)(out + r->to), sums);
-        for (int32_t t = 0; t < TQ_TILE; t++) {
-            int32_t column = is_key ? tq_column(t) : t;
-            before[column] += r->before * (float)sums[t];
-            between[column] += r->after * (float)sums[TQ_TILE + t];
+        for (int32_t c = 0; c < TQ_TILE; c++) { /* sums are below 2^31: signed ones convert faster */
+            before[c] += r->before * (float)(int32_t)sums[c];
+            between[c] += r->after * (float)(int32_t)sums[TQ_TILE + c];
         }
     }
-    for (int32_t c = 0; c < TQ_TILE; c++) {
-        if (!(scales[c] & 0x7fff)) continue;
-        float s = tq_f32_from_f16(scales[c]) * (before[c] / between[c]);
-        scales[c] = tq_f16_from_f32(s < 65504.0f ? s : 65504.0f);
-    }
+    rescale(scales, before, between);
     memcpy(scales_out, scales, sizeof scales);
 }
 

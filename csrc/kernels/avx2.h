@@ -24,6 +24,20 @@ TQ_INLINE vec vec_zip_low_u64(vec a, vec b) { return _mm256_unpacklo_epi64(a, b)
 TQ_INLINE vec vec_zip_high_u64(vec a, vec b) { return _mm256_unpackhi_epi64(a, b); }
 #define vec_repeat_u32(x, t) _mm256_shuffle_epi32(x, 0x55 * (t))
 
+TQ_INLINE vec vec_zip_low_u8(vec a, vec b) { return _mm256_unpacklo_epi8(a, b); }
+TQ_INLINE vec vec_zip_high_u8(vec a, vec b) { return _mm256_unpackhi_epi8(a, b); }
+TQ_INLINE vec vec_zip_low_u16(vec a, vec b) { return _mm256_unpacklo_epi16(a, b); }
+TQ_INLINE vec vec_zip_high_u16(vec a, vec b) { return _mm256_unpackhi_epi16(a, b); }
+
+TQ_INLINE vec vec_add_dots(vec sums, vec a, vec b)
+{
+#if defined(__AVXVNNI__)
+    return _mm256_dpbusd_avx_epi32(sums, a, b);
+#else
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1)));
+#endif
+}
+
 TQ_INLINE vec vec_low_nibbles(vec x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 TQ_INLINE vec vec_high_nibbles(vec x) { return vec_low_nibbles(_mm256_srli_epi16(x, 4)); }
 TQ_INLINE vec vec_look_up(vec table, vec nibbles) { return _mm256_shuffle_epi8(table, nibbles); }

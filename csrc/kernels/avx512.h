@@ -24,6 +24,20 @@ TQ_INLINE vec vec_zip_low_u64(vec a, vec b) { return _mm512_unpacklo_epi64(a, b)
 TQ_INLINE vec vec_zip_high_u64(vec a, vec b) { return _mm512_unpackhi_epi64(a, b); }
 #define vec_repeat_u32(x, t) _mm512_shuffle_epi32(x, 0x55 * (t))
 
+TQ_INLINE vec vec_zip_low_u8(vec a, vec b) { return _mm512_unpacklo_epi8(a, b); }
+TQ_INLINE vec vec_zip_high_u8(vec a, vec b) { return _mm512_unpackhi_epi8(a, b); }
+TQ_INLINE vec vec_zip_low_u16(vec a, vec b) { return _mm512_unpacklo_epi16(a, b); }
+TQ_INLINE vec vec_zip_high_u16(vec a, vec b) { return _mm512_unpackhi_epi16(a, b); }
+
+TQ_INLINE vec vec_add_dots(vec sums, vec a, vec b)
+{
+#if defined(__AVX512VNNI__)
+    return _mm512_dpbusd_epi32(sums, a, b);
+#else
+    return _mm512_add_epi32(sums, _mm512_madd_epi16(_mm512_maddubs_epi16(a, b), _mm512_set1_epi16(1)));
+#endif
+}
+
 #if defined(__AVX512VBMI__) /* vpermb uses six bits, and the table is repeated four times: no mask */
 TQ_INLINE vec vec_low_nibbles(vec x) { return x; }
 TQ_INLINE vec vec_look_up(vec table, vec nibbles) { return _mm512_permutexvar_epi8(nibbles, table); }

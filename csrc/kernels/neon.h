@@ -26,6 +26,21 @@ TQ_INLINE vec vec_zip_low_u64(vec a, vec b) { return (vec)vzip1q_u64((uint64x2_t
 TQ_INLINE vec vec_zip_high_u64(vec a, vec b) { return (vec)vzip2q_u64((uint64x2_t)a, (uint64x2_t)b); }
 #define vec_repeat_u32(x, t) ((vec)vdupq_laneq_u32((uint32x4_t)(x), t))
 
+TQ_INLINE vec vec_zip_low_u8(vec a, vec b) { return vzip1q_u8(a, b); }
+TQ_INLINE vec vec_zip_high_u8(vec a, vec b) { return vzip2q_u8(a, b); }
+TQ_INLINE vec vec_zip_low_u16(vec a, vec b) { return (vec)vzip1q_u16((uint16x8_t)a, (uint16x8_t)b); }
+TQ_INLINE vec vec_zip_high_u16(vec a, vec b) { return (vec)vzip2q_u16((uint16x8_t)a, (uint16x8_t)b); }
+
+TQ_INLINE vec vec_add_dots(vec sums, vec a, vec b)
+{
+#if defined(__ARM_FEATURE_DOTPROD)
+    return (vec)vdotq_u32((uint32x4_t)sums, a, b);
+#else
+    const uint16x8_t low = vmull_u8(vget_low_u8(a), vget_low_u8(b)), high = vmull_high_u8(a, b);
+    return (vec)vpadalq_u16((uint32x4_t)sums, vpaddq_u16(low, high)); /* two products: at most 2 * 127 * 127 */
+#endif
+}
+
 TQ_INLINE vec vec_low_nibbles(vec x) { return vandq_u8(x, vdupq_n_u8(15)); }
 TQ_INLINE vec vec_high_nibbles(vec x) { return vshrq_n_u8(x, 4); }
 TQ_INLINE vec vec_look_up(vec table, vec nibbles) { return vqtbl1q_u8(table, nibbles); }

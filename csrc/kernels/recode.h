@@ -1,186 +1,154 @@
 /* Tiles to fewer bits (tq_recode), written once for the vector units; scalar.c: recode_scalar is the definition.
- * A word has eight codes of one row; its even and odd nibbles are two vectors of bytes. From 3, 4 and 5 bits to 2, 3 and
- * 4: other widths, and tiles with padding or unused tokens, which are few, go to the scalar code. */
+ * From 3, 4 and 5 bits to 2, 3 and 4: other widths, and tiles with padding or unused tokens, which are few, go to the
+ * scalar code.
+ *
+ * A word has eight codes of one row, so its even and odd nibbles are two vectors of bytes: the order of levels.h. A unit
+ * defines, besides what that takes:
+ *   vec_zip_low_u8, vec_zip_high_u8, vec_zip_low_u16, vec_zip_high_u16 (a, b)   like those of 32 bits
+ *   vec_add_dots(sums, a, b)   adds to each word of sums the products of its four bytes; bytes are at most 127 */
 #ifndef TQ_KERNELS_RECODE_H
 #define TQ_KERNELS_RECODE_H
-#include "vector.h"
+#include "levels.h"
 
-typedef uint16_t tq_halves16 __attribute__((vector_size(4 * TQ_LANES)));
+enum { LANE_VECTORS = TQ_TILE / TQ_LANES };
 
-enum { LANE_VECTORS = TQ_TILE / TQ_LANES, LOW_BYTES = 0x00ff00ff };
+TQ_INLINE void vec_store(uint32_t *at, vec x) { memcpy(at, &x, sizeof x); }
 
-/** Tables by the low four bits of a code; at 5 bits by magnitude, and a negative code is the positive one ^ flip. */
-typedef struct {
-    uint8_t code[16], before[16], after[16];
-    uint32_t flip;
-} recode_tables;
-
-static inline recode_tables recode_tables_of(const tq_recoding *recoding)
-{
-    recode_tables t = {.flip = recoding->from < 5 ? 0 : recoding->to == 4 ? 8 : (1u << recoding->to) - 1};
-    for (int32_t i = 0; i < 16; i++) {
-        int32_t code = recoding->from == 3 ? i & 7 : i; /* bit 3 of a nibble is another code's */
-        t.code[i] = recoding->code[code], t.before[i] = recoding->before[code], t.after[i] = recoding->after[code];
-    }
-    return t;
-}
-
-TQ_INLINE tq_words recode_load(const uint32_t *at)
-{
-    tq_words x;
-    memcpy(&x, at, sizeof x);
-    return x;
-}
-
-TQ_INLINE void recode_store(uint32_t *at, tq_words x) { memcpy(at, &x, sizeof x); }
-
-/** Four bytes below 16 to nibbles 0..3, and back. */
+/** Four bytes below 16 to nibbles 0..3. */
 TQ_INLINE tq_words four_nibbles(tq_words x)
 {
-    x = (x | x >> 4) & LOW_BYTES;
+    x = (x | x >> 4) & 0x00ff00ff;
     return (x | x >> 8) & 0xffff;
 }
 
-TQ_INLINE tq_words four_bytes(tq_words x)
+/** Nibbles of the four rows of a lane; of 5 bits also the signs: bit r of nibble n is that of row r, column n. */
+TQ_INLINE void recode_read(int from, const uint32_t *words, vec rows[4], tq_words *signs)
 {
-    x = (x | x << 8) & LOW_BYTES;
-    return (x | x << 4) & 0x0f0f0f0f;
-}
-
-/** Nibbles of the four rows of a lane, and the signs of 5 bits in nibbles of their own. */
-TQ_INLINE void recode_read(int from, const uint32_t *words, tq_words rows[4], tq_words signs[4])
-{
-    TQ_UNROLL
-    for (int r = 0; r < 4; r++) {
-        signs[r] = (tq_words){0};
-        if (from > 3 || r < 3) rows[r] = recode_load(words + TQ_TILE * r);
-    }
-    if (from == 3) rows[3] = (rows[0] >> 3 & 0x11111111) | (rows[1] >> 2 & 0x22222222) | (rows[2] >> 1 & 0x44444444);
-    if (from < 5) return;
-    const tq_words plane = recode_load(words + TQ_TILE * 4);
     TQ_UNROLL
     for (int r = 0; r < 4; r++)
-        signs[r] = four_nibbles(plane >> r & 0x01010101) | four_nibbles(plane >> (r + 4) & 0x01010101) << 16;
+        if (from > 3 || r < 3) rows[r] = vec_load(words + TQ_TILE * r);
+    if (from == 3) rows[3] = fourth_row_3(rows);
+    if (from < 5) return;
+    const tq_words plane = (tq_words)vec_load(words + TQ_TILE * 4);
+    *signs = four_nibbles(plane & 0x0f0f0f0f) | four_nibbles(plane >> 4 & 0x0f0f0f0f) << 16;
 }
 
-TQ_INLINE void recode_write(int to, tq_words rows[4], uint32_t *out)
+TQ_INLINE void recode_write(int to, const tq_words rows[4], uint32_t *out)
 {
-    if (to == 2) {
-        const tq_words low = rows[0] | rows[1] << 2, high = rows[2] | rows[3] << 2;
-        recode_store(out, four_bytes(low & 0xffff) | four_bytes(high & 0xffff) << 4);
-        recode_store(out + TQ_TILE, four_bytes(low >> 16) | four_bytes(high >> 16) << 4);
+    if (to == 2) { /* byte n of a lane's two words: four rows of column n */
+        const tq_words low = rows[0] | rows[1] << 2, high = rows[2] | rows[3] << 2, nibble = (tq_words){0} + 0x0f0f0f0f;
+        const vec even = (vec)((low & nibble) | (high & nibble) << 4),
+                  odd = (vec)((low >> 4 & nibble) | (high & ~nibble));
+        const vec lanes_01 = vec_zip_low_u8(even, odd), lanes_23 = vec_zip_high_u8(even, odd);
+        const vec lanes_02 = vec_zip_low_u32(lanes_01, lanes_23), lanes_13 = vec_zip_high_u32(lanes_01, lanes_23);
+        vec_store(out, vec_zip_low_u32(lanes_02, lanes_13));
+        vec_store(out + TQ_TILE, vec_zip_high_u32(lanes_02, lanes_13));
         return;
     }
     TQ_UNROLL
     for (int r = 0; r < to; r++)
-        recode_store(out + TQ_TILE * r, to == 4 ? rows[r] : rows[r] | (rows[3] >> r & 0x11111111) << 3);
+        vec_store(out + TQ_TILE * r, (vec)(to == 4 ? rows[r] : rows[r] | (rows[3] >> r & 0x11111111) << 3));
 }
 
-/** Products of bytes 0 and 2, and of 1 and 3, of each word. */
-TQ_INLINE tq_halves16 products_of_even(tq_words a, tq_words b)
+/** Bytes by lane and row to bytes by column, in each 16-byte lane: byte i of word t of rows[r] becomes byte r of word i of
+ *  columns[t]. */
+TQ_INLINE void transpose_bytes(const vec rows[4], vec columns[4])
 {
-    return (tq_halves16)(a & LOW_BYTES) * (tq_halves16)(b & LOW_BYTES);
+    const vec t01_r01 = vec_zip_low_u8(rows[0], rows[1]), t23_r01 = vec_zip_high_u8(rows[0], rows[1]);
+    const vec t01_r23 = vec_zip_low_u8(rows[2], rows[3]), t23_r23 = vec_zip_high_u8(rows[2], rows[3]);
+    columns[0] = vec_zip_low_u16(t01_r01, t01_r23);
+    columns[1] = vec_zip_high_u16(t01_r01, t01_r23);
+    columns[2] = vec_zip_low_u16(t23_r01, t23_r23);
+    columns[3] = vec_zip_high_u16(t23_r01, t23_r23);
 }
 
-TQ_INLINE tq_halves16 products_of_odd(tq_words a, tq_words b)
+/** Keys: sums [4 rows] of lanes first .. to those of tokens, which are 4 g + r in column order. */
+TQ_INLINE void fold_keys(vec rows[4], int32_t first, uint32_t *sums)
 {
-    return (tq_halves16)(a >> 8 & LOW_BYTES) * (tq_halves16)(b >> 8 & LOW_BYTES);
+    vec_transpose(rows);
+    vec_store(sums + first, vec_add(vec_add(rows[0], rows[1]), vec_add(rows[2], rows[3])));
 }
 
-/** Sums of keys: of the eight columns of a word, four products of at most 127 * 127 in 16 bits. */
-TQ_INLINE void add_columns(tq_words *sum, const tq_words a[2], const tq_words b[2])
+/** Values: sums [t][even, odd columns], a column a word, to those of columns. */
+TQ_INLINE void fold_values(const vec columns[4][2], uint32_t *sums)
 {
-    const tq_words four = (tq_words)(products_of_even(a[0], b[0]) + products_of_odd(a[0], b[0]) +
-                                     products_of_even(a[1], b[1]) + products_of_odd(a[1], b[1]));
-    *sum += (four & 0xffff) + (four >> 16);
+    for (int32_t t = 0; t < 4; t++) {
+        const tq_ints4 low = tq_fold_ints((tq_ints)vec_zip_low_u32(columns[t][0], columns[t][1])),
+                       high = tq_fold_ints((tq_ints)vec_zip_high_u32(columns[t][0], columns[t][1]));
+        memcpy(sums + 4 * t, &low, sizeof low);
+        memcpy(sums + 16 + 4 * t, &high, sizeof high);
+    }
 }
 
-/** Sums of values: of the four rows of each column n, in the order 0 4 2 6 1 5 3 7. */
-TQ_INLINE void add_rows(tq_words sums[8], const tq_words a[4][2], const tq_words b[4][2])
+/** Prefetches share i, of so many words, of what comes AHEAD words later: rows are not read in order, which prefetchers of
+ *  CPUs do not follow. */
+TQ_INLINE void ask_for(const uint32_t *words, int32_t share, int32_t i, int to_write)
 {
+    enum { AHEAD = 1024, LINE = 16 };
     TQ_UNROLL
-    for (int odd = 0; odd < 2; odd++) {
-        tq_halves16 even_bytes = {0}, odd_bytes = {0};
-        TQ_UNROLL
-        for (int r = 0; r < 4; r++) {
-            even_bytes += products_of_even(a[r][odd], b[r][odd]);
-            odd_bytes += products_of_odd(a[r][odd], b[r][odd]);
-        }
-        sums[4 * odd] += (tq_words)even_bytes & 0xffff;
-        sums[4 * odd + 1] += (tq_words)even_bytes >> 16;
-        sums[4 * odd + 2] += (tq_words)odd_bytes & 0xffff;
-        sums[4 * odd + 3] += (tq_words)odd_bytes >> 16;
+    for (int32_t j = 0; j < share; j += LINE) {
+        if (to_write) __builtin_prefetch(words + AHEAD + share * i + j, 1);
+        else __builtin_prefetch(words + AHEAD + share * i + j, 0);
     }
 }
 
-/** Keys: sums [4 rows] of lanes first .. to those of tokens. */
-TQ_INLINE void fold_keys(const tq_words rows[4], int32_t first, uint32_t *sums)
-{
-    uint32_t lanes[TQ_LANES];
-    for (int32_t r = 0; r < 4; r++) {
-        memcpy(lanes, &rows[r], sizeof lanes);
-        for (int32_t i = 0; i < TQ_LANES; i += 4)
-            sums[8 * r + (first + i) / 4] = lanes[i] + lanes[i + 1] + lanes[i + 2] + lanes[i + 3];
-    }
-}
-
-/** Values: sums [8 columns of a lane, as add_rows has them] to those of columns. */
-TQ_INLINE void fold_values(const tq_words columns[8], uint32_t *sums)
-{
-    static const int32_t column[8] = {0, 4, 2, 6, 1, 5, 3, 7};
-    for (int32_t i = 0; i < 8; i++) {
-        const tq_ints4 lanes = tq_fold_ints((tq_ints)columns[i]);
-        for (int32_t t = 0; t < 4; t++) sums[16 * (column[i] / 4) + 4 * t + column[i] % 4] = (uint32_t)lanes[t];
-    }
-}
-
-TQ_INLINE void recode_in(int from, int to, int is_key, const recode_tables *t, int32_t n, const uint32_t *words,
+TQ_INLINE void recode_in(int from, int to, int is_key, const tq_recoding *recoding, int32_t n, const uint32_t *words,
                          uint32_t *out, uint32_t *sums)
 {
-    tq_words columns[2][8] = {{{0}}};
-    for (int32_t v = 0; v < LANE_VECTORS; v++) {
-        tq_words key_sums[2][4] = {{{0}}};
+    const vec code = vec_broadcast_u32x4(recoding->code), before = vec_broadcast_u32x4(recoding->before),
+              after = vec_broadcast_u32x4(recoding->after);
+    /* At 5 bits tables are by magnitude, and a negative code is the positive one with these bits changed. */
+    const uint32_t flip = to == 4 ? 8 : (1u << to) - 1;
+    vec columns[2][4][2] = {{{{0}}}};
+    for (int32_t lane = 0; lane < TQ_TILE; lane += TQ_LANES) {
+        vec tokens[2][4] = {{{0}}};
         for (int32_t k = 0; k < n; k++) {
-            const int32_t lane = TQ_LANES * v;
-            tq_words rows[4], signs[4], before[4][2], after[4][2];
-            recode_read(from, words + TQ_TILE * from * k + lane, rows, signs);
+            vec rows[4], turned[4];
+            tq_words signs, made[4];
+            ask_for(words, TQ_LANES * from, lane / TQ_LANES * n + k, 0);
+            ask_for(out, TQ_LANES * to, lane / TQ_LANES * n + k, 1);
+            recode_read(from, words + TQ_TILE * from * k + lane, rows, &signs);
             TQ_UNROLL
             for (int r = 0; r < 4; r++) {
-                const tq_words nibbles[2] = {rows[r] & 0x0f0f0f0f, rows[r] >> 4 & 0x0f0f0f0f};
+                const vec even = vec_low_nibbles(rows[r]), odd = vec_high_nibbles(rows[r]);
+                made[r] = (tq_words)vec_look_up(code, even) | (tq_words)vec_look_up(code, odd) << 4;
+                if (from == 5) made[r] ^= (signs >> r & 0x11111111) * flip;
+                if (!is_key) continue;
+                const vec even_before = vec_look_up(before, even), odd_before = vec_look_up(before, odd);
+                tokens[0][r] = vec_add_dots(tokens[0][r], even_before, even_before);
+                tokens[0][r] = vec_add_dots(tokens[0][r], odd_before, odd_before);
+                tokens[1][r] = vec_add_dots(tokens[1][r], even_before, vec_look_up(after, even));
+                tokens[1][r] = vec_add_dots(tokens[1][r], odd_before, vec_look_up(after, odd));
+            }
+            recode_write(to, made, out + TQ_TILE * to * k + lane);
+            if (is_key) continue;
+            transpose_bytes(rows, turned);
+            TQ_UNROLL
+            for (int t = 0; t < 4; t++) {
+                const vec nibbles[2] = {vec_low_nibbles(turned[t]), vec_high_nibbles(turned[t])};
                 TQ_UNROLL
                 for (int i = 0; i < 2; i++) {
-                    before[r][i] = tq_look_up(t->before, nibbles[i]);
-                    after[r][i] = tq_look_up(t->after, nibbles[i]);
-                }
-                rows[r] = tq_look_up(t->code, nibbles[0]) | tq_look_up(t->code, nibbles[1]) << 4;
-                if (from == 5) rows[r] ^= signs[r] * t->flip;
-                if (is_key) {
-                    add_columns(&key_sums[0][r], before[r], before[r]);
-                    add_columns(&key_sums[1][r], before[r], after[r]);
+                    const vec levels = vec_look_up(before, nibbles[i]);
+                    columns[0][t][i] = vec_add_dots(columns[0][t][i], levels, levels);
+                    columns[1][t][i] = vec_add_dots(columns[1][t][i], levels, vec_look_up(after, nibbles[i]));
                 }
             }
-            if (!is_key) {
-                add_rows(columns[0], before, before);
-                add_rows(columns[1], before, after);
-            }
-            recode_write(to, rows, out + TQ_TILE * to * k + lane);
         }
-        for (int i = 0; i < 2 && is_key; i++) fold_keys(key_sums[i], TQ_LANES * v, sums + TQ_TILE * i);
+        for (int i = 0; i < 2 && is_key; i++) fold_keys(tokens[i], lane, sums + TQ_TILE * i);
     }
     for (int i = 0; i < 2 && !is_key; i++) fold_values(columns[i], sums + TQ_TILE * i);
 }
 
 #define RECODE_WIDTHS(FROM, TO)                                                                                        \
     if (recoding->from == FROM && recoding->to == TO) {                                                                \
-        if (is_key) recode_in(FROM, TO, 1, &t, n, words, out, sums);                                                   \
-        else recode_in(FROM, TO, 0, &t, n, words, out, sums);                                                          \
+        if (is_key) recode_in(FROM, TO, 1, recoding, n, words, out, sums);                                             \
+        else recode_in(FROM, TO, 0, recoding, n, words, out, sums);                                                    \
         return;                                                                                                        \
     }
 
 static void recode_vector(const tq_recoding *recoding, int is_key, const uint8_t *live, int32_t n,
                           const uint32_t *words, uint32_t *out, uint32_t *sums)
 {
-    const recode_tables t = recode_tables_of(recoding);
     if (!live) {
         RECODE_WIDTHS(5, 4)
         RECODE_WIDTHS(5, 3)

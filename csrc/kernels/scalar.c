@@ -226,11 +226,11 @@ static void recode_scalar(const tq_recoding *recoding, int is_key, const uint8_t
     for (int32_t k = 0; k < n; k++) {
         unpack_scalar(recoding->from, words + TQ_TILE * recoding->from * k, codes);
         for (int32_t i = 0; i < TQ_TILE_CODES; i++) {
-            int32_t token = is_key ? i / TQ_TILE : i % TQ_TILE, code = codes[i], is_live = !live || live[i];
+            int32_t column = is_key ? tq_column(i / TQ_TILE) : i % TQ_TILE, code = codes[i], is_live = !live || live[i];
             codes[i] = is_live ? recoding->code[code] : 0;
             if (!is_live) continue;
-            sums[token] += (uint32_t)(recoding->before[code] * recoding->before[code]);
-            sums[TQ_TILE + token] += (uint32_t)(recoding->before[code] * recoding->after[code]);
+            sums[column] += (uint32_t)(recoding->before[code] * recoding->before[code]);
+            sums[TQ_TILE + column] += (uint32_t)(recoding->before[code] * recoding->after[code]);
         }
         pack_scalar(recoding->to, codes, out + TQ_TILE * recoding->to * k);
     }
