@@ -205,8 +205,20 @@ def _watched(base: Any, layers: Sequence[int]) -> Iterator[dict[int, torch.Tenso
         yield seen
 
 
-def _states(model: Any, base: Any, job: _Job, step: Sequence[int]) -> Iterator[tuple[_Piece, dict[int, torch.Tensor]]]:
-    """The kept residues of each window of some proteins, by layer, float32 [residues, width] on the CPU."""
+class _Part(NamedTuple):
+    """The kept residues of a window, by layer, on the CPU."""
+
+    sums: dict[int, torch.Tensor]  # float64 [width]
+    rows: dict[int, torch.Tensor]  # float32 [residues, width]; empty if only means are wanted
+
+
+def _sum(rows: torch.Tensor) -> torch.Tensor:
+    """Over residues, on the device if it has float64: to copy a row of each residue takes longer."""
+    return (rows if rows.device.type in ("cpu", "cuda") else rows.cpu()).sum(0, dtype=torch.float64)
+
+
+def _states(model: Any, base: Any, job: _Job, step: Sequence[int]) -> Iterator[tuple[_Piece, _Part]]:
+    """What is kept of each window of some proteins."""
     pieces = [_Piece(i, one) for i in step for one in job.windows_of(i)]
     pieces.sort(key=lambda piece: piece.window.start - piece.window.stop)  # stable
     longest = pieces[0].window.stop - pieces[0].window.start + 2
@@ -218,10 +230,12 @@ def _states(model: Any, base: Any, job: _Job, step: Sequence[int]) -> Iterator[t
             mask = None if bool(real.all()) else real.long()
             last = base(inputs_embeds=seen[0], attention_mask=mask, turboquant_context=Plain()).last_hidden_state
         seen[len(base.encoder.layer)] = last
+        kept = [slice(1 + w.first - w.start, 1 + w.last - w.start) for _, w in batch]
+        sums = {layer: torch.stack([_sum(seen[layer][b, rows]) for b, rows in enumerate(kept)]).cpu()
+                for layer in job.layers}  # fmt: skip
         for b, piece in enumerate(batch):
-            w = piece.window
-            kept = slice(1 + w.first - w.start, 1 + w.last - w.start)
-            yield piece, {layer: seen[layer][b, kept].float().cpu() for layer in job.layers}
+            rows = {} if job.residues == "none" else {i: seen[i][b, kept[b]].float().cpu() for i in job.layers}
+            yield piece, _Part({layer: each[b] for layer, each in sums.items()}, rows)
 
 
 # ---- what is kept ----
@@ -231,18 +245,21 @@ def _write(
     held: Embeddings,
     job: _Job,
     step: Sequence[int],
-    states: Iterator[tuple[_Piece, dict[int, torch.Tensor]]],
+    states: Iterator[tuple[_Piece, _Part]],
     quantizer: Quantizer | None,
 ) -> None:
     """Writes the embeddings of the proteins of a step."""
-    found: dict[int, list[tuple[int, dict[int, torch.Tensor]]]] = {i: [] for i in step}
-    for piece, parts in states:
-        found[piece.protein].append((piece.window.first, parts))
-    for i, parts_of in found.items():
-        parts_of.sort(key=lambda part: part[0])
+    found: dict[int, list[tuple[int, _Part]]] = {i: [] for i in step}
+    for piece, part in states:
+        found[piece.protein].append((piece.window.first, part))
+    for i, parts in found.items():
+        parts.sort(key=lambda part: part[0])
         for layer in job.layers:
-            x = torch.cat([part[layer] for _, part in parts_of])
-            held._arrays[f"mean.{layer}"][i] = x.mean(dim=0, dtype=torch.float64).numpy()
+            total = torch.stack([part.sums[layer] for _, part in parts]).sum(0)
+            held._arrays[f"mean.{layer}"][i] = (total / len(job.tokens[i])).numpy()
+            if job.residues == "none":
+                continue
+            x = torch.cat([part.rows[layer] for _, part in parts])
             if job.residues == "float16":
                 held._rows(i, "residues", layer)[:] = _float16(x, job.names[i])
             if quantizer is not None:
