@@ -62,7 +62,8 @@ def random_pages(rng: np.random.Generator, p: ref.Plan, unused: bool = True) -> 
             codes = np.zeros((len(tokens), p.group * p.groups), np.uint8)
             for channels, book in p.books(side):
                 codes[:, channels] = rng.integers(0, 2**book.bits, codes[:, channels].shape)
-            scales = rng.choice(np.array([1e-6, 0.01, 1.5, 65000], np.float16), len(tokens))
+            scales = np.exp(rng.normal(size=len(tokens))).astype(np.float16)
+            scales[:2] = 1e-6, 65000
             scales[rng.random(len(tokens)) < (0.02 if page else 0)] = 0
             codes[scales == 0] = 0
             ref.pack(p, side, pages[page, head], tokens, codes, scales)

@@ -311,8 +311,8 @@ static void add_wide_heads(std::vector<Case> *cases)
             add("pages of " + std::to_string(pt) + tag, [=](Case &c) { c.page_tokens = pt, c.head_dim = d; });
         for (int tokens : {2, 5, 40})
             add(std::to_string(tokens) + " queries" + tag, [=](Case &c) {
-                c.tokens = tokens, c.head_dim = d, c.lengths = {500, 190, 20}, c.fresh = true, c.sinks = 3;
-                c.window = 40, c.causal = tokens != 5, c.pairs = tokens == 2 ? 0 : 64, c.query_size = 1;
+                c.tokens = tokens, c.head_dim = d, c.lengths = {500, 190, 20}, c.causal = c.fresh = tokens != 5;
+                c.sinks = 3, c.window = 40, c.pairs = tokens == 2 ? 0 : 64, c.query_size = 1;
             });
         add("long" + tag, [=](Case &c) { c.head_dim = d, c.heads = 1, c.group = 8, c.lengths = {20000}; });
         add("all values the largest" + tag, [=](Case &c) {
