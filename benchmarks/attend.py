@@ -6,6 +6,7 @@
     python benchmarks/attend.py --section moments [--only 1,8,4] [--bits 4 3 2] [--out benchmarks/results/h200]
     python benchmarks/attend.py --section widths [--only 1,8,4] [--out benchmarks/results/h200]
     python benchmarks/attend.py --section ragged [--only lognormal] [--bits 4 3 2] [--out benchmarks/results/h200]
+    python benchmarks/attend.py --section variance [--only lognormal] [--bits 4 3 2] [--out benchmarks/results/h200]
 
 Shapes are (batch, KV heads, group, tokens, head_dim). Two of them are also timed with several query tokens a sequence,
 as in speculative decoding, each of which sees all tokens. Codes are those of random normal keys and values. A shape
@@ -32,6 +33,10 @@ Section ragged times one decode step of batches whose sequences differ in length
 of some whose sequences are equally long; with and without a wave and a metric, as section moments, and of keys and
 values of different widths. `of_read_ceiling` is the bytes of all pages over the time and the read bandwidth.
 `over_mean` of two widths is the time over the mean of the times of either width. The file is attend_ragged.json.
+
+Section variance times the batches of section ragged with a variance term, with and without a wave and a metric:
+`over_without` is the time over that of the same plan without the term, which is measured before and after it. The file
+is attend_variance.json.
 """
 
 from __future__ import annotations
@@ -42,6 +47,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +57,7 @@ from timing import RESULTS, Report, microseconds
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turboquant import ops
+from turboquant.kvcache.variance import wide_keys, wide_queries
 from turboquant.plan import Plan
 
 ROTATE_BYTES = 2_000_000_000  # thirty times the L2 of an H200: what one call leaves there helps the next by 3 % at most
@@ -387,12 +394,16 @@ def check_mix(mix: Mix, plan: Plan) -> float:
     packed, q = hold(cut, plan), queries(cut, plan)
     out = ops.attend(q, packed, schedule=ops.schedule(q, packed)).double()
     words, transforms = plan.words, packed.transforms
-    k, v = torch.ops.turboquant.dequantize(words, packed.pages, packed.block_table, packed.lengths, 700, **transforms)
+    held = packed.pages, packed.block_table, packed.lengths
+    k, v = torch.ops.turboquant.dequantize(words, *held, 700, **transforms)
+    stored: Any = SimpleNamespace(plan=plan, kv_heads=cut.kv_heads, head_dim=plan.head_dim, transforms=transforms)
+    scale = plan.head_dim**-0.5
+    k, q = wide_keys(k.double(), stored, *held), wide_queries(q.double(), stored, scale)
     worst = 0.0
     for b, n in enumerate(cut.lengths):
         seen = torch.ones(cut.query_tokens, n, dtype=torch.bool, device="cuda").tril(n - cut.query_tokens)
         exact = F.scaled_dot_product_attention(
-            q[b].double(), k[b, :, :n].double(), v[b, :, :n].double(), attn_mask=seen, enable_gqa=True
+            q[b], k[b, :, :n], v[b, :, :n].double(), attn_mask=seen, enable_gqa=True, scale=scale
         )
         exact = torch.where(seen.any(1)[:, None], exact, 0)
         worst = max(worst, float((out[b] - exact).abs().max() / exact.abs().max()))
@@ -441,13 +452,32 @@ def ragged(args: argparse.Namespace) -> None:
     print(report.save(args.out))
 
 
+def variance(args: argparse.Namespace) -> None:
+    report = Report("attend_variance", "cuda")
+    for (name, mix), bits, (pairs, rank) in product(mixes().items(), args.bits, MOMENTS):
+        if not name.startswith(args.only) or "," in bits:
+            continue
+        plans = [Plan(128, int(bits), int(bits), wave_pairs=pairs, metric=rank, variance_term=term)
+                 for term in (False, True, False)]  # fmt: skip
+        before, metrics, after = (timed_mix(mix, plan) for plan in plans)
+        metrics["us_without"] = (before["us"] + after["us"]) / 2
+        metrics["over_without"] = round(metrics["us"] / metrics["us_without"], 3)
+        metrics["kernel_without"] = before["kernel"]
+        sizes = {"batch": len(mix.lengths), "kv_heads": mix.kv_heads, "group": mix.group, "head_dim": 128,
+                 "tokens": sum(mix.lengths), "query_tokens": mix.query_tokens}  # fmt: skip
+        report.add("variance", {"lengths": name} | sizes | {"bits": bits, "wave_pairs": pairs, "metric": rank}, metrics)
+        print(f"{name:28} {bits} {pairs:2} {metrics['us']:8.2f} us {metrics['over_without']:.3f} x",
+              metrics["kernel"], metrics["kernel_without"], flush=True)  # fmt: skip
+    print(report.save(args.out))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--bits", nargs="+", default=["4", "3", "2", "5,4,3,0"], help="widths; commas: one per 32-channel group"
     )
     parser.add_argument(
-        "--section", choices=("attend", "heads", "window", "moments", "widths", "ragged"), default="attend"
+        "--section", choices=("attend", "heads", "window", "moments", "widths", "ragged", "variance"), default="attend"
     )
     parser.add_argument("--only", default="", help="shapes that start so, such as 1,8,4")
     parser.add_argument("--out", default=RESULTS / "local")
@@ -460,6 +490,8 @@ def main() -> None:
         return pairs_of_widths(args)
     if args.section == "ragged":
         return ragged(args)
+    if args.section == "variance":
+        return variance(args)
     report = Report("attend" if args.section == "attend" else "attend_heads", "cuda")
     ceiling = ceilings("cuda")
     report.add("ceilings", {}, ceiling)

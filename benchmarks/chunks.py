@@ -1,7 +1,7 @@
 """Attention of many query tokens to a packed history, all of which they see, on a GPU: as the second turn of a chat or
 a later chunk of a prompt has it. Correctness first, timed in a CUDA graph.
 
-    python benchmarks/chunks.py [--only 1,8,4] [--bits 4 3 2] [--out benchmarks/results/h200]
+    python benchmarks/chunks.py [--only 1,8,4] [--bits 4 3 2] [--variance-term] [--out benchmarks/results/h200]
 
 `decoded_us` decodes at most 128 MiB of keys and values at a time and lets PyTorch attend to them, as caches do it;
 `packed_us` is `attend`, from the packed bytes. The baseline is the fastest on the same tokens in bf16 of PyTorch's
@@ -28,6 +28,7 @@ from timing import RESULTS, Report, microseconds
 
 from turboquant import ops
 from turboquant.kvcache import decoded
+from turboquant.kvcache.variance import wide_keys, wide_queries
 from turboquant.plan import Plan
 
 SHAPES = [
@@ -44,7 +45,8 @@ def stored_as(packed: ops.PackedKV) -> Any:
     """What `decoded` reads of a layer of a cache."""
     pool = SimpleNamespace(lock=nullcontext())
     held = dict(plan=packed.plan, pages=packed.pages, block_table=packed.block_table, transforms=packed.transforms)
-    where = dict(device=packed.pages.device, kv_heads=packed.pages.shape[1], table=SimpleNamespace(pool=pool))
+    where = dict(device=packed.pages.device, kv_heads=packed.pages.shape[1], table=SimpleNamespace(pool=pool),
+                 head_dim=packed.plan.head_dim, turned=lambda sequences: packed.transforms)  # fmt: skip
     return SimpleNamespace(**held, **where, spec=SimpleNamespace(sinks=0))
 
 
@@ -53,9 +55,11 @@ def errors(shape: Shape, plan: Plan, query_tokens: int) -> dict[str, float]:
     cut = (1, min(shape[1], 2), shape[2], min(shape[3], 4096) - 5, shape[4])
     q, k, v = tensors(cut, 99, query_tokens=min(query_tokens, 256))
     packed = ops.pack(k, v, plan, transforms=moments(plan, cut[1]))
-    out, _ = decoded.attend_to_decoded(stored_as(packed), q, [cut[3]], shape[4] ** -0.5)
+    stored, scale = stored_as(packed), shape[4] ** -0.5
+    out, _ = decoded.attend_to_decoded(stored, q, [cut[3]], scale)
     k, v = (x.double() for x in ops.dequantize(packed))
-    exact = F.scaled_dot_product_attention(q.double(), k, v, enable_gqa=True)
+    k = wide_keys(k, stored, packed.pages, packed.block_table, packed.lengths)
+    exact = F.scaled_dot_product_attention(wide_queries(q.double(), stored, scale), k, v, scale=scale, enable_gqa=True)
     error = (out.double() - exact).norm(dim=-1) / exact.norm(dim=-1)
     return {"error_median": float(error.median()), "error_worst": float(error.max())}
 
@@ -64,6 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bits", nargs="+", type=int, default=[4, 3, 2])
     parser.add_argument("--only", default="", help="shapes that start so, such as 1,8,4")
+    parser.add_argument("--variance-term", action="store_true", help="of all plans")
     parser.add_argument("--queries", nargs="+", type=int, default=QUERY_TOKENS)
     parser.add_argument("--out", default=RESULTS / "local")
     args = parser.parse_args()
@@ -76,7 +81,7 @@ def main() -> None:
         for bits in args.bits:
             for pairs, rank in ((0, None), (d // 2, 4)):
                 torch.cuda.empty_cache()
-                plan = Plan(d, bits, bits, wave_pairs=pairs, metric=rank)
+                plan = Plan(d, bits, bits, wave_pairs=pairs, metric=rank, variance_term=args.variance_term)
                 _, k, v = tensors(shape, 0)
                 packed = ops.pack(k, v, plan, transforms=moments(plan, kv_heads))
                 del k, v
@@ -98,7 +103,8 @@ def main() -> None:
                     metrics |= bases[n]
                     best = min(bases[n].values())
                     metrics["speedup"] = round(best / min(metrics["decoded_us"], metrics["packed_us"]), 3)
-                    where = {"query_tokens": n, "bits": bits, "wave_pairs": pairs, "metric": rank}
+                    where = {"query_tokens": n, "bits": bits, "wave_pairs": pairs, "metric": rank,
+                             "variance_term": args.variance_term}  # fmt: skip
                     report.add("chunks", named(shape) | where, metrics)
                     print(shape, n, bits, pairs, metrics, flush=True)
     print(report.save(args.out))

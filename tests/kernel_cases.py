@@ -32,7 +32,7 @@ class Case:
 
 P = turboquant.Plan
 MIXED, MIXED_256 = P(128, 4, 3), P(256, 4, 3)
-WAVE = {"wave_pairs": 64, "metric": 4}
+WAVE, TERM = {"wave_pairs": 64, "metric": 4}, {"variance_term": True}
 DENSE = P(128, Side(3, rotation="dense"), Side(3, rotation="dense"))
 
 CASES = [
@@ -90,4 +90,11 @@ CASES = [
     Case(P(128, 4, 3, **WAVE), 64, 4096, 4, "attend_split_any_d128_4x128", even=False),
     Case(P(128, 4, 3, **WAVE), 8, 16384, 4, "attend_fused_sides_d128_4x128_wave_ragged", even=False),
     Case(P(128, 3, 3, **WAVE), 1, 32768, 4, "attend_many_rows_3bit_d128_32x128", query_tokens=512),
+    Case(P(128, 4, 4, **TERM), 1, 8192, 4, "attend_fused_4bit_d128_4x64_wave"),
+    Case(P(128, 4, 3, **TERM), 1, 8192, 4, "attend_fused_sides_d128_4x64_wave"),
+    Case(P(128, 3, 3, **TERM), 64, 4096, 4, "attend_fused_3bit_d128_4x128_wave_ragged", even=False),
+    Case(P(128, 3, 3, **TERM), 16, 32768, 4, "attend_split_3bit_d128_4x128", even=False),
+    Case(P(128, 3, 3, **TERM), 1, 32768, 4, "attend_fused_many_rows_3bit_d128_32x128", query_tokens=16),
+    Case(P(64, 3, 3, **TERM), 4, 4096, 8, "attend_fused_any_d128_8x64_wave"),
+    Case(P(128, 4, 4, **WAVE, **TERM), 16, 32768, 4, "attend_fused_4bit_d128_4x128_wave"),
 ]

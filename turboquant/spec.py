@@ -185,8 +185,7 @@ class CacheSpec:
                     `value_rotation`.
     variance_term   True: attention takes half the variance that quantisation adds to a packed token's logit off it, so
                     that its exponential is right on average beside those of exact tokens. No more bytes. Not with
-                    `budget`, `rotation="calibrated"`, keys of several widths, or where `tries` must be 0. CUDA has no
-                    kernels for it yet.
+                    `budget`, `rotation="calibrated"`, keys of several widths, or where `tries` must be 0.
     uniform         True: all layers have `key_bits` and `value_bits`. False: where both are the same number, 2..5, and
                     the spec has a window and moments, that number is an average. A side of a layer whose errors cost
                     more (`Moments.costs`) gets one bit more; as many other sides get one bit less. Layers of one kind

@@ -29,6 +29,7 @@ struct Case {
     int even = 1;                 /* what is said of the lengths */
     int pairs = 0, metric = 0;    /* of the wave; 1 + the metric's rank */
     float wave_size = 5;          /* norm of its amplitudes */
+    bool variance = false;        /* the variance term */
     bool neighbours = false;      /* pairs are channels 2 i and 2 i + 1, not i and i + head_dim / 2 */
     int released = 0;             /* earlier positions are stored nowhere */
     int spare_pages = 0;          /* extra columns of the block table, as if the cache could grow */
@@ -331,6 +332,95 @@ static void add_wide_heads(std::vector<Case> *cases)
                 c.pairs = 64, c.metric = 5, c.query_size = 1, c.offsets.assign(7, 12345);
             });
         each_absent("heads" + tag, [=](Case &c) { c.head_dim = d, c.key_bits = "3"; }, add);
+    }
+}
+
+/** Cases of plans with a variance term, which is for keys of one width: every strategy, with and without a wave and a metric. */
+static void add_variance(std::vector<Case> *cases)
+{
+    for (bool moments : {false, true}) {
+        auto add = [&](std::string name, auto change) {
+            Case c;
+            if (moments) c.pairs = 64, c.metric = 5, c.query_size = 1, c.wave_size = 20;
+            change(c);
+            if (c.key_bits.size() > 1) c.value_bits = c.key_bits, c.key_bits.resize(1);
+            if (c.pairs > (c.head_dim / 2 + 7) / 8 * 8) c.pairs = (c.head_dim / 2 + 7) / 8 * 8;
+            c.variance = true,
+            c.name = std::string("variance term, ") + (moments ? "moments: " : "no moments: ") + name;
+            cases->push_back(c);
+        };
+        for (const char *bits : {"2", "3", "4", "43", "8"})
+            for (int d : {128, 64, 80, 256})
+                for (int group : {1, 4, 7, 12, 33}) {
+                    std::string tag =
+                        "bits " + std::string(bits) + ", dim " + std::to_string(d) + ", group " + std::to_string(group);
+                    auto sizes = [=](Case &c) {
+                        c.key_bits = bits, c.head_dim = d, c.group = group, c.lengths = {300, 1000, 0, 129};
+                    };
+                    add(tag, [=](Case &c) {
+                        sizes(c);
+                        c.spare_pages = group == 7 ? 150 : 0;
+                        c.boost = [](int i, int) { return 0.5 + i / 500.0; }; /* scales that differ */
+                    });
+                    add(tag + ", everything", [=](Case &c) {
+                        sizes(c);
+                        c.even = 0, c.sinks = 4, c.window = 40, c.centres = c.steps = true, c.starts = {17, 300, 0, 5};
+                        c.softcap = group == 7 ? 5 : 0, c.sliding = 600, c.dtype = group == 12 ? TQ_F16 : TQ_BF16;
+                        c.scale_sign = group == 1 ? -1 : 1, c.spare_pages = group == 4 ? 150 : 0;
+                    });
+                }
+        add_shares(add);
+        for (const char *bits : {"1", "5", "6"})
+            for (int group : {4, 12, 33})
+                add("bits " + std::string(bits) + ", group " + std::to_string(group),
+                    [=](Case &c) { c.key_bits = bits, c.group = group, c.lengths = {300, 1000}; });
+        for (const char *bits : {"2", "3", "4", "54"})
+            for (int group : {4, 16})
+                add("softcap, bits " + std::string(bits) + ", group " + std::to_string(group), [=](Case &c) {
+                    c.key_bits = bits, c.group = group, c.softcap = 2, c.sinks = 4, c.window = 16,
+                    c.lengths = {700, 40};
+                });
+        for (int tokens : {2, 5, 33, 200})
+            for (const char *bits : {"2", "3", "4", "53"})
+                add(std::to_string(tokens) + " queries, bits " + bits, [=](Case &c) {
+                    c.tokens = tokens, c.key_bits = bits, c.lengths = {500, 290}, c.heads = 2, c.even = tokens != 5;
+                    c.fresh = true, c.sinks = 3, c.window = 40;
+                });
+        for (int heads : {1, 7}) /* clusters of 16, and parts that are merged */
+            for (const char *bits : {"2", "4"})
+                add("long, heads " + std::to_string(heads) + ", bits " + bits, [=](Case &c) {
+                    c.heads = heads, c.lengths = {11000}, c.key_bits = bits, c.sinks = 4, c.window = 40;
+                });
+        for (int pt : {32, 64, 96})
+            add("pages of " + std::to_string(pt), [=](Case &c) { c.page_tokens = pt, c.lengths = {500, 31, 97}; });
+        for (int rotation : {TQ_ROTATION_DENSE, TQ_ROTATION_NONE})
+            add("rotation " + std::to_string(rotation), [=](Case &c) {
+                c.rotation = rotation, c.centres = true, c.dtype = TQ_F32, c.window = 16, c.lengths = {900, 33};
+            });
+        for (int group : {4, 7})
+            add("fine, group " + std::to_string(group), [=](Case &c) {
+                c.fine = true, c.key_bits = "3", c.value_bits = "85321", c.group = group, c.lengths = {1100, 0, 129};
+                c.sinks = 4, c.window = 128;
+            });
+        for (int d : {320, 512})
+            add("dim " + std::to_string(d), [=](Case &c) { c.head_dim = d, c.key_bits = "3", c.lengths = {600, 33}; });
+        for (const char *bits : {"2", "4"})
+            for (int group : {4, 12, 33})
+                each_absent(
+                    "bits " + std::string(bits) + ", group " + std::to_string(group),
+                    [=](Case &c) { c.key_bits = bits, c.group = group; }, add);
+        for (bool chunks : {false, true})
+            for (int group : {4, 12})
+                add("ragged" + std::string(chunks ? ", chunks" : "") + ", group " + std::to_string(group),
+                    [=](Case &c) {
+                        c.group = group, c.strided = true, c.lengths = {700, 0, 129, 300, 2, 64, 4}, c.by_index = true;
+                        c.counts =
+                            chunks ? std::vector<int>{1, 5, 40, 0, 2, 64, 3} : std::vector<int>{1, 0, 1, 1, 1, 1, 0};
+                        c.tokens = chunks ? 64 : 1, c.sinks = 4, c.slots = chunks ? 60 : 0, c.window = chunks ? 50 : 0;
+                        c.key_bits = "2", c.offsets.assign(7, 12345);
+                    });
+        add("queries of zeros", [](Case &c) { c.query_size = 0, c.lengths = {500}; });
+        if (!moments) add("logits of +-1e4", [](Case &c) { c.query_size = 3000, c.key_bits = "8", c.lengths = {500}; });
     }
 }
 
@@ -701,6 +791,7 @@ static std::vector<Case> all_cases()
             [&](Case &c) { c.key_bits = bits, c.group = 12, c.even = 0, c.lengths = {1500, 700, 3}; });
     add_shares(add);
     add_moments(&cases);
+    add_variance(&cases);
     add_ragged(&cases);
     add_wide_heads(&cases);
     return cases;

@@ -52,7 +52,7 @@ static tq_plan make_plan(const Case &c)
     int channels = c.fine ? TQ_FINE_GROUP : TQ_TILE, groups = (c.head_dim + channels - 1) / channels;
     std::vector<int64_t> words = {TQ_FORMAT_VERSION, c.head_dim, c.page_tokens, channels, c.codebook, 0, 7};
     for (int side = 0; side < 2; side++) words.insert(words.end(), {c.rotation, 0, 0, 0});
-    words.insert(words.end(), {c.pairs, c.metric, 0, 0});
+    words.insert(words.end(), {c.pairs, c.metric, 0, c.variance});
     for (const std::string &bits : {c.key_bits, c.value_bits.empty() ? c.key_bits : c.value_bits})
         for (int g = 0; g < groups; g++) words.push_back(bits_of(bits, g) + (g ? 0 : TQ_PLAN_NEW_BLOCK));
     tq_plan plan;
@@ -255,7 +255,7 @@ static bool run_case(const Case &c)
     for (int side = 0; side < 2; side++) {
         if (c.centres)
             for (int i = 0; i < H * d; i++) centre[side].push_back(normal(random));
-        if (c.steps)
+        if (c.steps && !(c.variance && side == 0)) /* the term excludes those of keys */
             for (int i = 0; i < H * groups; i++) steps[side].push_back(uniform(random));
         if (c.rotation != TQ_ROTATION_DENSE) continue;
         matrix[side].resize((size_t)d * d);
@@ -264,7 +264,7 @@ static bool run_case(const Case &c)
     }
 
     /* exact numbers [side][b][h][position][d], and packed versions as decoded */
-    std::vector<Doubles> exact[2], packed[2];
+    std::vector<Doubles> exact[2], packed[2], key_scales; /* key_scales: of packed tokens, [b][h][position] */
     std::vector<uint8_t> pages((size_t)n_pages * H * plan.record_bytes, 0xff);
     for (int b = 0; b < B; b++) {
         int n = c.lengths[b], n_packed = std::max(0, n - packed_from - packed_to),
@@ -277,6 +277,7 @@ static bool run_case(const Case &c)
                 exact[side].push_back(Doubles((size_t)std::max(0, n - from) * d));
                 packed[side].push_back(Doubles((size_t)std::max(0, n - from) * d, NAN));
                 for (double &x : exact[side].back()) x = rounded(normal(random), c.dtype);
+                if (side == 0) key_scales.push_back(Doubles((size_t)std::max(0, n - from), NAN));
                 for (int j = std::max(0, from - packed_from); j < n_packed; j++) {
                     int position = packed_from + j, token = j % pt, tile = token / 32, i = token % 32;
                     if (position < start) continue; /* never stored */
@@ -287,6 +288,7 @@ static bool run_case(const Case &c)
                     bool same = c.same_values && side;
                     __half scale = __float2half(same ? 1.0f : (float)(uniform(random) * boost));
                     memcpy(record + layout.scales_offset + 2 * (tile * 32 + column_of(i)), &scale, 2);
+                    if (side == 0) key_scales.back()[position - from] = __half2float(scale);
                     double *x = &packed[side].back()[(size_t)(position - from) * d];
                     for (int ch = 0; ch < plan.group_channels * groups; ch++) {
                         int g = ch / plan.group_channels, bits = layout.bits[g];
@@ -296,7 +298,7 @@ static bool run_case(const Case &c)
                         put_token_code(plan, record, side, token, g, ch % plan.group_channels, code);
                         if (ch < d)
                             x[ch] = (double)level_of(bits, code) * __half2float(scale) *
-                                    (c.steps ? steps[side][h * groups + g] : 1);
+                                    (steps[side].empty() ? 1 : steps[side][h * groups + g]);
                     }
                     unrotate(plan, matrix[side], x);
                     if (side == 0) moments.apply(h, position + (c.offsets.empty() ? 0 : c.offsets[b]), x);
@@ -476,7 +478,10 @@ static bool run_case(const Case &c)
                 if (c.sliding) lo = std::max(lo, position - c.sliding + 1);
                 if (!c.ends.empty()) hi = std::min(hi, c.ends[b]);
                 std::vector<std::pair<double, const double *>> terms;
-                double top = -INFINITY;
+                double top = -INFINITY, r = 0; /* of the variance term, as turboquant.h names it */
+                Doubles shrunk(qd.begin() + row * d, qd.begin() + (row + 1) * d);
+                moments.undo_metric(h / G, shrunk.data());
+                for (double x : shrunk) r += x * x * p.softmax_scale * p.softmax_scale / (2 * d);
                 for (int j = std::max(lo, 0); j < hi; j++) {
                     bool is_exact =
                         c.by_index ? (j < c.sinks && has_sinks(b)) || j >= tail_from(b) : j < c.sinks || j >= newest;
@@ -488,6 +493,7 @@ static bool run_case(const Case &c)
                     double x = 0;
                     for (int ch = 0; ch < d; ch++) x += qd[row * d + ch] * k[ch];
                     x *= p.softmax_scale;
+                    if (!is_exact) x -= r * plan.variance * key_scales[kv][j - from] * key_scales[kv][j - from];
                     if (c.softcap > 0) x = c.softcap * tanh(x / c.softcap);
                     terms.push_back({x, v});
                     largest_logit = std::max(largest_logit, fabs(x));

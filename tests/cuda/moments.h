@@ -60,22 +60,28 @@ struct Moments {
         for (int h = 0; stride && h < s.heads; h++) add_head(random);
     }
 
+    /** A^-1 x, with the metric A of a head. */
+    void undo_metric(int h, double *x) const
+    {
+        if (!sizes.metric) return;
+        const int d = sizes.dim;
+        const float *scale = &numbers[(size_t)h * stride] + 2 * sizes.pairs, *directions = scale + d,
+                    *stretch = scale + (size_t)sizes.metric * d;
+        double along[TQ_MAX_METRIC_RANK] = {};
+        for (int i = 0; i < d; i++) x[i] /= scale[i];
+        for (int r = 0; r + 1 < sizes.metric; r++)
+            for (int i = 0; i < d; i++) along[r] += directions[r * d + i] * x[i];
+        for (int r = 0; r + 1 < sizes.metric; r++)
+            for (int i = 0; i < d; i++) x[i] += (1 / (1.0 + stretch[r]) - 1) * along[r] * directions[r * d + i];
+        for (int i = 0; i < d; i++) x[i] /= scale[i];
+    }
+
     /** What a key less its constant centre is, from its residual as decoded: A^-1 x + wave. */
     void apply(int h, int position, double *x) const
     {
         if (!stride) return;
-        const int d = sizes.dim;
-        const float *wave = &numbers[(size_t)h * stride], *scale = wave + 2 * sizes.pairs, *directions = scale + d,
-                    *stretch = scale + (size_t)sizes.metric * d;
-        if (sizes.metric) {
-            double along[TQ_MAX_METRIC_RANK] = {};
-            for (int i = 0; i < d; i++) x[i] /= scale[i];
-            for (int r = 0; r + 1 < sizes.metric; r++)
-                for (int i = 0; i < d; i++) along[r] += directions[r * d + i] * x[i];
-            for (int r = 0; r + 1 < sizes.metric; r++)
-                for (int i = 0; i < d; i++) x[i] += (1 / (1.0 + stretch[r]) - 1) * along[r] * directions[r * d + i];
-            for (int i = 0; i < d; i++) x[i] /= scale[i];
-        }
+        const float *wave = &numbers[(size_t)h * stride];
+        undo_metric(h, x);
         for (int i = 0; i < sizes.pairs; i++) {
             const uint32_t phase = (uint32_t)turns[3 * i + 2] * (uint32_t)position;
             const double angle = phase * (2 * M_PI / 4294967296.0), a = wave[2 * i], b = wave[2 * i + 1];

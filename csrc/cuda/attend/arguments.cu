@@ -75,9 +75,6 @@ void fill_ragged(const tq_plan &plan, const tq_attend_params &p, AttendArgs *arg
 tq_status fill_args(const tq_plan &plan, const tq_attend_params &p, Launch *l, tq_error *error)
 {
     memset(l, 0, sizeof *l);
-    if (plan.variance)
-        return fail(error, TQ_E_UNSUPPORTED, "variance_term", -1, 1,
-                    "0 on CUDA, whose kernels have no variance term yet");
     AttendArgs &a = l->args;
     a.p = p;
     a.head_dim = plan.head_dim;
@@ -114,6 +111,7 @@ tq_status fill_args(const tq_plan &plan, const tq_attend_params &p, Launch *l, t
     a.wave.pairs = plan.wave_pairs;
     a.wave.metric = plan.metric;
     a.wave.steps = (plan.wave_pairs + 2 * WAVE_STEP - 1) / (2 * WAVE_STEP) * 2;
+    a.wave.variance = plan.variance * p.softmax_scale * p.softmax_scale * LOG2_E / (2.0f * (float)plan.head_dim);
     return TQ_OK;
 }
 

@@ -81,7 +81,7 @@ struct RowArgs {
     int32_t offset_hi, offset_lo; /* added to the integer products for the codes' offset */
     int32_t packed_lo, packed_hi; /* packed indices seen */
     float wave;                   /* factor from sums over put_wave's results to scores */
-    int32_t unused;
+    float variance; /* of the variance term, which makes a score s (x - variance s): s the key scale, x the product */
 };
 
 /** A row's part, base 2: sums of exp2(logit - max); rounded_sum = sum of value scale times weight, as rounded for the
@@ -92,13 +92,15 @@ struct RowTotals {
 
 constexpr int WAVE_STEP = 16; /* pairs of one tensor-core product */
 
-/** The wave and the metric of keys; all 0 without. */
+/** The wave and the metric of keys, and the variance term; all 0 without. */
 struct WaveArgs {
     int32_t pairs, metric; /* of the plan */
     int32_t steps;         /* pairs / WAVE_STEP, rounded up to an even number */
     int32_t at_table, at_polynomials, at_increments, at_rows, at_warps,
         warp_bytes; /* shared memory of kernels on pages, bytes: WaveSpace; at_rows: put_wave's results, if there */
     float2 *rows;   /* workspace: the same, [segments][tile_rows][16 steps] */
+    float
+        variance; /* of the variance term: its factor for a query of norm 1 and a key scale of 1, in base-2 logits; 0 without */
 };
 
 /** attend_fused; all 0 for other kernels. */

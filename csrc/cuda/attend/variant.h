@@ -30,7 +30,8 @@ struct Variant {
     static constexpr int RUN = RUN_;
     static constexpr bool RAGGED = false; /* attend_fused: a schedule says what a block has */
     static constexpr bool BULK = BULK_, FINE = FINE_;
-    static constexpr bool WAVE = WAVE_; /* whether it also takes plans with a wave or a metric (rows/wave.cuh) */
+    static constexpr bool WAVE = WAVE_;    /* whether it also takes plans with a wave or a metric (rows/wave.cuh) */
+    static constexpr bool VARIANCE = WAVE; /* the same of the variance term, which costs a multiply-add a score */
     static constexpr bool ONE_WIDTH = BITS != BY_GROUP;           /* all groups of a side have one width */
     static constexpr bool TWO_PRODUCTS = !FINE && ROW_QUADS == 1; /* of 4 and 5 bits */
     static constexpr bool MULTIPLY = ONE_WIDTH && ROW_QUADS == 1; /* instead of right shifts */
@@ -87,7 +88,7 @@ template <int BITS_, int ROWS_, bool WAVE_ = true> struct ManyRows {
     static constexpr int HALVES = ROWS == 16 ? 2 : 1;
     static constexpr int TEAM_WARPS = TEAM_OF_MANY_ROWS, RUN = 1;
     static constexpr bool EXACT_LAST = false, FEWER_EXACT = false, RAGGED = false;
-    static constexpr bool BULK = true, ONE_WIDTH = BITS != BY_GROUP, WAVE = WAVE_;
+    static constexpr bool BULK = true, ONE_WIDTH = BITS != BY_GROUP, WAVE = WAVE_, VARIANCE = true;
     /* Of keys of 4 and 5 bits, as of Variant. With 32 rows two are slower than one (measured.md). */
     static constexpr bool TWO_PRODUCTS = ROWS == 16;
     static constexpr Reading KEY_READING = ONE_WIDTH ? Reading::ROW_FACTOR : Reading::SCALED;

@@ -77,7 +77,9 @@ const Rules &rules_of(const DeviceFacts &) { return H200; }
 
 KernelChoice find_kernel(Strategy strategy, bool hopper, const tq_plan &plan, int row_quads, int tiles)
 {
-    const bool wave = is_fused(strategy) && tq_has_moments(&plan), tile_16 = tq_tile_is_16(&plan);
+    /* FUSED_MANY_ROWS has the variance term everywhere, behind a branch. */
+    const bool term = strategy == Strategy::FUSED && plan.variance > 0,
+               wave = is_fused(strategy) && (tq_has_moments(&plan) || term), tile_16 = tq_tile_is_16(&plan);
     const int groups = (plan.head_dim + TQ_TILE - 1) / TQ_TILE;
     for (int row = 0; row < KERNEL_ROWS; row++) {
         const KernelRow &r = KERNELS[row];

@@ -405,7 +405,7 @@ __device__ __forceinline__ void prepare_rows(const AttendArgs &a, const RowSet &
             undo_metric<4>(a, metric, row, lane);
         }
         rotate_lanes<4, USUAL_DIM<V>>(a, row, space.spare_row(i), flip, false, lane);
-        round_query<4>(a, s, seq, i, row, scale, bias, wave, to, lane);
+        round_query<4, V::VARIANCE>(a, s, seq, i, row, scale, bias, wave, to, lane);
     }
 }
 

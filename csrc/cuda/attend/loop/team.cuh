@@ -23,8 +23,8 @@ namespace tq
 {
 
 /** How a row's products become exponents. x: scale; y: added for the offset of the key codes; half[0].w: reference, as
- *  in loop/warp.cuh. At 1 and 2 bits, whose bytes have four sizes, y and z are for the lane's tokens 2 half and 2 half +
- *  1. */
+ *  in loop/warp.cuh; half[1].w: the variance term's factor, in units of exponents. At 1 and 2 bits, whose bytes have four
+ *  sizes, y and z are for the lane's tokens 2 half and 2 half + 1. */
 struct RowScales {
     float4 half[2];
 };
@@ -117,12 +117,15 @@ __device__ __forceinline__ void multiply_keys(const AttendArgs &a, const uint8_t
     for (int i = 0; i < V::HALVES; i++) take_results(c[i]);
 }
 
+/** Whether bytes of the lane's token r are codes * 2^(bits r). */
+template <class V> constexpr bool SMALLER_BYTES = V::ONE_WIDTH && V::BITS <= 2;
+
 /** The scores of the lane's token r for its row c are s[c][r] * k[r]. */
 template <class V>
 __device__ __forceinline__ void score_page(const AttendArgs &a, StageView keys, const TeamSpace &space, int warp,
                                            int lane, float (&s)[V::COLUMNS][4], float (&k)[4])
 {
-    constexpr bool SMALLER = V::ONE_WIDTH && V::BITS <= 2; /* bytes of token r are codes * 2^(bits r) */
+    constexpr bool SMALLER = SMALLER_BYTES<V>;
     uint64_t queries = describe_b<2 * V::ROWS>(space.queries);
     LaneScales<1> scales;
     scales.load(keys, warp, lane);
@@ -146,6 +149,22 @@ __device__ __forceinline__ void score_page(const AttendArgs &a, StageView keys, 
     }
 #pragma unroll
     for (int r = 0; r < 4; r++) k[r] = SMALLER ? scales[r] * (1.0f / (1 << V::BITS * r)) : scales[r];
+}
+
+/** Takes the variance term off the scores. */
+template <class V>
+__device__ __forceinline__ void subtract_variance(const TeamSpace &space, int lane, float (&s)[V::COLUMNS][4],
+                                                  const float (&k)[4])
+{
+    float factor[4]; /* k[r] is the key scale divided by 2^(bits r), where bytes are smaller */
+#pragma unroll
+    for (int r = 0; r < 4; r++) factor[r] = SMALLER_BYTES<V> ? k[r] * (1 << 2 * V::BITS * r) : k[r];
+#pragma unroll
+    for (int c = 0; c < V::COLUMNS; c++) {
+        const float variance = space.rows<V>()[row_of(c, lane)].half[1].w;
+#pragma unroll
+        for (int r = 0; r < 4; r++) s[c][r] = fmaf(-variance, factor[r], s[c][r]);
+    }
 }
 
 /** The wave's terms of a page's scores: each warp of the team computes those of a fourth of the rows. rows: as
@@ -353,8 +372,9 @@ __device__ __forceinline__ void start_rows_of_team(const AttendArgs &a, const Ro
         float scale = scale_left(a, row);
         float offset = scale * byte * (float)(row.offset_hi * QUERY_BASE + row.offset_lo);
         constexpr float TIMES = 1 << V::BITS;
-        space.rows<V>()[thread] = {{{scale, offset, TIMES * offset, NO_REFERENCE},
-                                    {scale, TIMES * TIMES * offset, TIMES * TIMES * TIMES * offset, 0}}};
+        space.rows<V>()[thread] = {
+            {{scale, offset, TIMES * offset, NO_REFERENCE},
+             {scale, TIMES * TIMES * offset, TIMES * TIMES * TIMES * offset, scale * row.variance}}};
     }
 #pragma unroll
     for (int c = 0; c < V::COLUMNS; c++) sums.weights[c] = 0;
@@ -373,7 +393,7 @@ __device__ __forceinline__ void attend_units_of_team(const AttendArgs &a, R &rin
     int thread = 32 * warp + lane, g = lane / 4;
     start_rows_of_team<V>(a, rows, space, thread, sums);
     Range whole = whole_units(a, ahead.common());
-    bool capped = a.p.softcap > 0;
+    bool capped = a.p.softcap > 0, has_variance = a.wave.variance > 0;
     constexpr int32_t FIRST = 2; /* buffer 0 of the first page, whose rows have no references yet */
     int32_t buffer = FIRST;
     int place =
@@ -396,7 +416,8 @@ __device__ __forceinline__ void attend_units_of_team(const AttendArgs &a, R &rin
         /* of lane 0, so that lanes agree whatever a page holds */
         const bool absent = __shfl_sync(ALL_LANES, value_scales.absent(), 0);
         bool part = page < whole.lo || page >= whole.hi || absent;
-        if (part || capped || has_wave<V>(a)) { /* one jump over all */
+        if (part || capped || has_variance || has_wave<V>(a)) { /* one jump over all */
+            if (has_variance) subtract_variance<V>(space, lane, s, k);
             if (has_wave<V>(a)) add_wave_of_page<V>(a, space.team, warp, lane, s, k);
             if (part)
                 hide_tokens_of_page<V>(rows, page * a.page_tokens + TQ_TILE * warp,

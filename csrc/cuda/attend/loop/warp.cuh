@@ -21,6 +21,7 @@ template <class V> struct Sums {
 
 template <class V> struct LaneRows {
     float scale[V::ROW_QUADS], offset[V::ROW_QUADS]; /* offset: of ROW_FACTOR codes */
+    float variance[V::ROW_QUADS];                    /* of the variance term, if VARIANCE */
     int start[V::ROW_QUADS][2]; /* initial sums of key products, by plane, of keys that have an offset */
     uint2 query[V::GROUPS];     /* if QUERY_IN_REGISTERS */
 };
@@ -51,8 +52,8 @@ template <class V, class F> __device__ __forceinline__ void with_side_width(cons
     else f(Width<V::BITS>());
 }
 
-/** s[quad][4 tile + r] = score of token g + 8 r of the tile: integer product times key scale; tiles first .. first + N
- *  - 1. BITS: of keys, or BY_GROUP.
+/** s[quad][4 tile + r] = score of token g + 8 r of the tile: integer product, less the variance term, times key scale;
+ *  tiles first .. first + N - 1. BITS: of keys, or BY_GROUP.
  *  GROUPS_AT_ONCE: unrolling of the loop over groups, for uniform plans. */
 template <class V, int BITS, int N, int GROUPS_AT_ONCE>
 __device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys, const uint2 *query,
@@ -134,6 +135,7 @@ __device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys,
                 const int *row = &c[tile][r >> 1][n][2 * (r & 1)];
                 float x = join_planes<V, BITS, QUERY_BASE>(row[0], row[1]);
                 if constexpr (V::template HAS_ROW_FACTOR<BITS>) x = fmaf(x, 1.0f / (1 << BITS * r), rows.offset[n]);
+                if constexpr (V::VARIANCE) x = fmaf(-rows.variance[n], scales[4 * tile + r], x);
                 s[n][4 * (first + tile) + r] = x * scales[4 * tile + r];
             }
     }
@@ -355,6 +357,7 @@ __device__ __forceinline__ void start_rows(const AttendArgs &a, const WarpRows &
     for (int n = 0; n < V::ROW_QUADS; n++) {
         RowArgs row = given.args[4 * n + (lane & 3)];
         rows.scale[n] = scale_left(a, row);
+        if constexpr (V::VARIANCE) rows.variance[n] = row.variance;
         rows.start[n][0] = row.offset_hi;
         rows.start[n][1] = row.offset_lo;
         rows.offset[n] = 0.5f * (float)(row.offset_hi * QUERY_BASE + row.offset_lo); /* a byte is half a level */

@@ -442,8 +442,20 @@ template <int GROUPS> struct QueryScale {
     }
 };
 
-/** Rounds a rotated row to two planes. wave: from put_wave. One warp. */
-template <int GROUPS>
+/** The squared norm of a row. One warp. */
+template <int GROUPS> __device__ __forceinline__ float square_of(const LaneRow<GROUPS> &row)
+{
+    float sum = 0;
+#pragma unroll
+    for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) {
+        const float4 &x = row.quad[k];
+        sum += x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
+    }
+    return warp_sum(sum);
+}
+
+/** Rounds a rotated row to two planes. wave: from put_wave. VARIANCE: as in Variant. One warp. */
+template <int GROUPS, bool VARIANCE = true>
 __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s, const Sequence &seq, int i,
                                             const LaneRow<GROUPS> &rotated, const QueryScale<GROUPS> &scale, float bias,
                                             float wave, const PreparedRows &to, int lane)
@@ -484,6 +496,8 @@ __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s
     }
     offset_hi = warp_sum(offset_hi);
     offset_lo = warp_sum(offset_lo);
+    float variance = 0; /* a rotation does not change norms */
+    if (VARIANCE && a.wave.variance > 0) variance = a.wave.variance * square_of<GROUPS>(rotated);
     if (lane) return;
     float row_scale = fmaxf(step * fabsf(a.p.softmax_scale) * LOG2_E, 1e-35f);
     to.args[row] = {row_scale,
@@ -492,7 +506,8 @@ __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s
                     offset_lo,
                     packed.lo,
                     packed.hi,
-                    wave * a.p.softmax_scale * LOG2_E * reciprocal(row_scale)};
+                    wave * a.p.softmax_scale * LOG2_E * reciprocal(row_scale),
+                    variance * reciprocal(row_scale)};
 }
 
 /** A padding row of the tile: zeros, and it sees no tokens. WAVE: as in Variant. One warp. */
