@@ -8,7 +8,8 @@ with: the ratio of the means, and the difference of the means with its standard 
 blocks of 128 tokens. One token of the vocabulary can make up much of a mean, wherever it stands: rows name the one with
 the largest share of the divergence that is measured after it, and "_without" is without its places.
 
-Specs: a preset as it is; "NAME, searched": one width in all layers; "NAME, plain": nor a search of scales. Texts are
+Specs: a preset as it is; "NAME, no term": without its variance term; "NAME, searched": also one width in all layers;
+"NAME, plain": nor a search of scales. Texts are
 those of quality.py, and so are their windows, in float32. With --every N every Nth token counts, and blocks are of
 128 / N tokens: for models with many tokens in their vocabulary. File: paired_<model>.json.
 """
@@ -41,7 +42,12 @@ F32 = NDArray[np.float32]
 
 def spec_of(name: str) -> CacheSpec:
     preset, _, kind = name.partition(", ")
-    kinds: dict[str, dict[str, Any]] = {"": {}, "searched": {"uniform": True}, "plain": {"uniform": True, "tries": 0}}
+    kinds: dict[str, dict[str, Any]] = {
+        "": {},
+        "no term": {"variance_term": False},
+        "searched": {"uniform": True, "variance_term": False},
+        "plain": {"uniform": True, "tries": 0, "variance_term": False},
+    }
     if kind not in kinds:
         raise SystemExit(
             f"`--specs` must have names such as 'default', 'default, searched' or 'default, plain', got {name!r}"

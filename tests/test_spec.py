@@ -85,7 +85,7 @@ WRONG_TYPES = {
     "sinks": dict(sinks=1.0),
     "overrides": dict(overrides=3),
     "overrides of a layer": dict(overrides={0: 3}),
-    "variance_term": dict(variance_term="auto"),
+    "variance_term": dict(variance_term=1),
 }
 
 
@@ -334,7 +334,7 @@ def test_fields_that_are_not_named_are_those_of_the_preset_default():
     spec = CacheSpec(3, window=0, overrides={0: {"key_bits": 5}})
     assert (spec.centre, spec.metric, spec.sinks, spec.window) == ("auto", "auto", 4, 0)
     assert spec.for_layer(0, 2) == CacheSpec(
-        5, 4, "hadamard", centre="wave", metric="query", window=0, tries=3
+        5, 4, "hadamard", centre="wave", metric="query", window=0, tries=3, variance_term=False
     )  # fmt: skip
 
 
@@ -359,7 +359,12 @@ def test_variance_term():
     assert [spec.for_layer(i, 3).plan(64).words[18] for i in range(3)] == [1, 1, 0]
     shared = CacheSpec(3, 3, variance_term=True)
     assert shared.with_widths(shared, 4, 2).plan(64).words[18] == 1
-    assert not any(preset(name).variance_term for name in presets())
+    found = {name for name, spec in presets().items() if spec.settled().variance_term}
+    assert found == {"compact", "tiny"}
+    for without in (dict(sinks=0), dict(window=0), dict(scale="norm"), dict(codebook="sphere"), dict(key_bits=4)):
+        assert not preset("tiny").with_(**without).settled().variance_term
+    compact = preset("compact")
+    assert compact.with_widths(compact, 5, 3).variance_term  # as the average has it
 
 
 def copies(spec):

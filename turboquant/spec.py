@@ -57,6 +57,7 @@ _AUTO: dict[str, Any] = {
     "centre": "wave",
     "metric": "query",
     "tries": 3,
+    "variance_term": True,
 }
 _OF_AXES = {"calibrated": {"centre": "calibrated", "metric": "none"}, "svd": {"centre": "none", "metric": "none"}}
 BUDGET_BITS = 5  # the most that a budget gives a group of axes; groups of 16 may also get 8
@@ -64,6 +65,7 @@ LEAST_AVERAGE = 2  # the smallest budget, except with `method="axes"`
 LEAST_SIDE_BITS = 1  # the least and the most that a budget gives a side of a layer
 MOST_SIDE_BITS = MAX_BITS
 _TRIES = (0, 3, 5, 7)
+VARIANCE_TERM_BITS = 3  # the most of keys whose attention has a variance term by itself
 SHARED_BITS = (2, 3, 4, 5)  # averages that layers share by what their errors cost
 _WHOLE_CACHE = (
     "prefill",
@@ -132,9 +134,9 @@ class CacheSpec:
 
     A field that is not named has the value of the preset "default". To switch a feature off, name it:
     ``centre="none", sinks=0, window=0``. "auto" is the method's own choice, which depends on other fields; `settled`
-    puts a value in its place: 4 bits, "hadamard", "wave", "query" and 3 tries, but with axes of a calibration another
-    centre and no metric. Two specs are equal if all their fields are, so "auto" is not equal to the value that it
-    stands for.
+    puts a value in its place: 4 bits, "hadamard", "wave", "query", 3 tries and no variance term, but with axes of a
+    calibration another centre and no metric. Two specs are equal if all their fields are, so "auto" is not equal to the
+    value that it stands for.
 
     key_bits, value_bits   bits of a code: 1..6 or 8 for all channels; a number of quarters such as 2.5: that fraction
                            of the groups has one bit more (see `outliers`); a tuple with one entry in 0..6 or 8 per
@@ -185,7 +187,8 @@ class CacheSpec:
                     `value_rotation`.
     variance_term   True: attention takes half the variance that quantisation adds to a packed token's logit off it, so
                     that its exponential is right on average beside those of exact tokens. No more bytes. Not with
-                    `budget`, `rotation="calibrated"`, keys of several widths, or where `tries` must be 0.
+                    `budget`, `rotation="calibrated"`, keys of several widths, or where `tries` must be 0. "auto": True
+                    with sinks, a window and keys of 3 bits or less, else False.
     uniform         True: all layers have `key_bits` and `value_bits`. False: where both are the same number, 2..5, and
                     the spec has a window and moments, that number is an average. A side of a layer whose errors cost
                     more (`Moments.costs`) gets one bit more; as many other sides get one bit less. Layers of one kind
@@ -227,7 +230,7 @@ class CacheSpec:
     group: int = GROUP
     tries: int | Literal["auto"] = AUTO
     uniform: bool = False
-    variance_term: bool = False
+    variance_term: bool | Literal["auto"] = AUTO
 
     def __new__(cls, *_: Any, **fields: Any) -> CacheSpec:
         """Names of fields are checked here, because the message of a dataclass does not list them."""
@@ -274,9 +277,10 @@ class CacheSpec:
             if isinstance(self.tries, bool) or self.tries not in _TRIES:
                 raise ValueError(f"`tries` must be 0, 3, 5, 7 or 'auto', got {self.tries!r}")
             put(self, "tries", int(self.tries))
-        for name in ("uniform", "variance_term"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"`{name}` must be True or False, got {quoted(getattr(self, name))}")
+        if not isinstance(self.uniform, bool):
+            raise TypeError(f"`uniform` must be True or False, got {quoted(self.uniform)}")
+        if self.variance_term != AUTO and not isinstance(self.variance_term, bool):
+            raise TypeError(f"`variance_term` must be True, False or 'auto', got {quoted(self.variance_term)}")
         put(self, "group", _integer(self.group, "group", 0, 2**12))
         if self.group not in (GROUP, FINE_GROUP):
             raise ValueError(f"`group` must be {GROUP} or {FINE_GROUP} channels, got {self.group!r}")
@@ -331,7 +335,7 @@ class CacheSpec:
         if self.tries != AUTO and self.tries and (self.blocked or self.scale != "eden"):
             what = "blocks, tables, sketches, outliers, `value_rotation` and a `scale` that is not 'eden'"
             refuse("tries", f"0 or 'auto' with {what}")
-        if self.variance_term and not self._may_have_variance_term:
+        if self.variance_term is True and not self._may_have_variance_term:
             what = "a budget, several widths of keys, calibrated axes, blocks, and another codebook or scale"
             refuse("variance_term", f"False with {what}")
         if self.blocked and any(isinstance(b, tuple) and 0 in b for b in (self.key_bits, self.value_bits)):
@@ -369,7 +373,7 @@ class CacheSpec:
             wants = f"in {LEAST_AVERAGE}..{MOST_SIDE_BITS} bits"
             raise ValueError(f"`budget` must be {wants}, got {self.budget}")
         own = {**_AUTO, **({"rotation": "calibrated", **_OF_AXES["calibrated"]} if axes else {})}
-        del own["tries"]
+        del own["tries"], own["variance_term"]
         for name, value in own.items():
             got = getattr(self, name)
             if got != AUTO and (name.endswith("_bits") or got != value):
@@ -412,7 +416,9 @@ class CacheSpec:
     def with_widths(self, average: CacheSpec, key_bits: int, value_bits: int) -> CacheSpec:
         """The spec of a layer with its share of `average`, whose `shared_bits` are not None."""
         tries = {"tries": AUTO} if average.tries == AUTO else {}
-        return self.with_(key_bits=key_bits, value_bits=value_bits, uniform=True, **tries).settled()
+        term = average._meant("variance_term")
+        widths = {"key_bits": key_bits, "value_bits": value_bits, "uniform": True, "variance_term": term}
+        return self.with_(**widths, **tries).settled()
 
     def _meant(self, name: str) -> Any:
         """The value of a field, or what "auto" stands for there."""
@@ -423,6 +429,11 @@ class CacheSpec:
             return "calibrated"
         if name == "tries" and (self.blocked or self.scale != "eden" or self._most_bits() <= 2):
             return 0
+        if name == "variance_term" and not (self._may_have_variance_term and self.sinks and self.window):
+            return False
+        if name == "variance_term":
+            bits = self._meant("key_bits")
+            return max(bits if isinstance(bits, tuple) else (bits,)) <= VARIANCE_TERM_BITS
         of = _OF_AXES.get(self._meant("rotation"), _AUTO) if name in ("centre", "metric") else _AUTO
         return of[name]
 
@@ -542,7 +553,7 @@ class CacheSpec:
         metric = rank if self._meant("metric") == "query" else None
         return Plan(head_dim, key, value, group=self.group, codebook=self.codebook, scale=self.scale, seed=self.seed,
                     wave_pairs=pairs, metric=metric, tries=self._meant("tries"),
-                    variance_term=self.variance_term)  # fmt: skip
+                    variance_term=self._meant("variance_term"))  # fmt: skip
 
     def rotation_of(self, side: str) -> str:
         """Rotation of "key" or "value"."""

@@ -5,10 +5,12 @@ values; sinks and window hold exact ones. Padding is stored like other tokens, b
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..plan import Plan
-from ..spec import CacheSpec
+from ..spec import AUTO, CacheSpec
 from .shared import Common
 from .storage import LayerStorage
 
@@ -20,7 +22,10 @@ _dequantize = torch.ops.turboquant.dequantize.default
 def latent_spec(spec: CacheSpec) -> CacheSpec:
     """The spec of a layer with latents: the bits of keys, sinks and window, without a wave and a metric.
     NotImplementedError for a spec whose keys are not plain."""
-    plain = spec.budget is None and spec.settled().with_(centre="none", metric="none")
+    off: dict[str, Any] = {"centre": "none", "metric": "none"}
+    if spec.variance_term == AUTO:
+        off["variance_term"] = False
+    plain = spec.budget is None and spec.settled().with_(**off)
     if (
         not plain
         or not plain.plan(64).is_plain
