@@ -72,7 +72,7 @@ def divergences(model: Any, windows: torch.Tensor, specs: dict[str, CacheSpec], 
             for i, part in enumerate(hidden):
                 reference = head(part)
                 for name in specs:
-                    found[name].append(token_divergence(reference, head(parts[name][i]))[0].numpy())
+                    found[name].append(token_divergence(reference, head(parts[name][i]))[0].cpu().numpy())
     return {name: np.concatenate(each).reshape(len(windows), -1) for name, each in found.items()}
 
 
@@ -110,15 +110,16 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=6)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--every", type=int, default=1, help="which tokens count")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--tokens", type=Path, help="a folder for the divergences of all tokens, as .npz")
     parser.add_argument("--out", default=RESULTS / "local")
     args = parser.parse_args()
-    model, tokenizer = load_real(args.real, "cpu")
+    model, tokenizer = load_real(args.real, args.device)
     specs = {name: spec_of(name) for name in args.specs}
-    report = Report(f"paired_{args.real}", "cpu")
+    report = Report(f"paired_{args.real}", args.device)
     for text in args.texts:
         windows = real_windows(text_of(text), tokenizer, args.windows, args.length)
-        each = divergences(model, windows, specs, args.every)
+        each = divergences(model, windows.to(args.device), specs, args.every)
         if args.tokens is not None:
             np.savez(args.tokens / f"{args.real}_{Path(text).name}.npz", ids=windows.numpy(), **each)
         worst, rows = compared(each, windows[:, :: args.every].numpy(), BLOCK // args.every)

@@ -222,7 +222,8 @@ def quality() -> None:
             == ("wikitext2", 2048, "4 sinks")
             and row["params"]["windows"] > 4  # the others are of other texts, prompts and moments
         }
-        ours = [found[name] for name in OURS]
+        packed = {row["params"]["spec"]: row["metrics"] for row in rows("h200", f"real_{model}_packed")}
+        ours = [packed[name] for name in OURS]
         ax.plot([m["effective_bits"] for m in ours], [m["kl_divergence"] for m in ours], "o-", label="TurboQuant")
         for name, marker in FORMATS.items():
             one = found[name]

@@ -15,6 +15,7 @@ from turboquant.named_specs import OTHERS, OURS
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "presets.md"
+GPU = "NVIDIA H200"
 HEAD_DIM, LAYERS = 128, 32  # of the bits and ratios on the page
 LLAMA = dict(head_dim=128, kv_heads=8, n_layers=32)  # Llama 3 8B's shape
 CONTEXTS = (512, 2048, 8192, 32768)  # tokens of the table of bytes
@@ -51,18 +52,18 @@ both models are de-quantised 4-bit weights. `python benchmarks/quality.py --real
 
 The figures of this table, and of all later ones but the next, are of `CacheSpec(tries=0, uniform=True)`: without the
 search of scales, and with one width in all layers. The presets have both, and diverge less:
-[below](#with-shared-widths-and-the-search-of-scales).
+[below](#with-shared-widths-the-search-of-scales-and-the-variance-term).
 """
 SHARED = """
-## With shared widths and the search of scales
+## With shared widths, the search of scales and the variance term
 
-The presets as they are today. Float32 on a CPU, `python benchmarks/quality.py --real smollm2 --own-exact --windows 8`:
-the windows from above, or with `--only` those that are named, and then of Gemma every fourth token. With all packed but
-4 tokens widths are uniform, and 2 bits have no search. The last column is the figure above, of all windows. Windows
-differ by a factor of up to 1.7, so compare it with care where a row has few. On Gemma the mean
-of `default` has not fallen: half of it is what follows one token that is rare in plain text. On source code, French and
-Chinese it has fallen by a third
-([quality.md](quality.md#two-specs-on-the-same-tokens)).
+The presets as they are today, on an H200, on the windows from above, by `python benchmarks/paired.py --device cuda --specs compact
+"compact, no term" "compact, plain"` and the same of the others: *without the term* is without the variance term, which `compact` and `tiny` have,
+*before* is one width everywhere without a search of scales and without the term, at as many bytes. On Gemma the mean of `default`
+has not fallen: half of it is what follows one token that is rare in plain text ([quality.md](quality.md#specs-on-the-same-tokens)).
+
+With all packed but 4 tokens widths are uniform, there is no term, and 2 bits have no search (`python benchmarks/quality.py --real smollm2
+--device cuda --windows 8 --generate 0 --specs default-5 default default-3 default-2`).
 """
 BYTES = """
 ## What they take
@@ -223,22 +224,26 @@ def losses() -> list[str]:
 
 
 def shared() -> list[str]:
-    """Lines on presets with shared widths and the search of scales, from results of `quality.py` with `--only`."""
-    head = ["cache", "exact tokens", "windows", "KL, mean", "99 %", "perplexity", "one width, no search"]
-    lines = []
+    """Lines on presets with shared widths, the search of scales and the variance term, from results of paired.py, and
+    on one width with the search, from quality.py."""
+    head = ["", "KL, mean", "99 %", "without the term", "before", "all packed but 4", "99 %"]
+    lines = [SHARED]
     for model, name in MODELS.items():
-        measured = [row for row in rows("real") if row["file"].endswith(f"real_{model}_shared.json")]
-        lines += [f"{name}:\n", f"| {' | '.join(head)} |", f"| --- | --- | --- |{' ---: |' * 4}"] if measured else []
-        for row in measured:
-            params, metrics = row["params"], row["metrics"]
-            before = real(model, params["spec"], params["exact"])
-            before = None if before is None or before["file"] == row["file"] else before
-            cells = [f"`{params['spec']}`", params["exact"], ", ".join(map(str, params["only"] or ["all"])),
-                     f"{metrics['kl_divergence']:#.3g}", f"{metrics['kl_divergence_p99']:#.2g}",
-                     _loss(row).partition(", ")[2], _loss(before).partition(", ")[0]]  # fmt: skip
+        found = {
+            row["params"]["spec"]: row["metrics"]
+            for row in rows("paired")
+            if (row["params"]["model"], row["params"]["text"], row["machine"].get("gpu")) == (model, "wikitext2", GPU)
+        }
+        packed = [row["metrics"] for row in rows("real") if row["file"].endswith(f"real_{model}_packed.json")]
+        lines += [f"{name}:\n", f"| {' | '.join(head)} |", f"| --- |{' ---: |' * 6}"]
+        for preset, uniform in zip(("near-lossless", "default", "compact", "tiny"), packed, strict=True):
+            each = [found.get(f"{preset}{kind}") for kind in ("", ", no term", ", plain")]
+            kl = [f"{one['kl_divergence']:#.3g}" if one else "" for one in each]
+            cells = [f"`{preset}`", kl[0], f"{found[preset]['kl_divergence_p99']:#.2g}", *kl[1:],
+                     f"{uniform['kl_divergence']:#.3g}", f"{uniform['kl_divergence_p99']:#.2g}"]  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
-    return [SHARED, *lines] if any(lines) else []
+    return lines
 
 
 def _texts(model: str) -> str:
