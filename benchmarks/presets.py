@@ -57,13 +57,15 @@ search of scales, and with one width in all layers. The presets have both, and d
 SHARED = """
 ## With shared widths, the search of scales and the variance term
 
-The presets as they are today, on an H200, on the windows from above, by `python benchmarks/paired.py --device cuda --specs compact
-"compact, no term" "compact, plain"` and the same of the others: *without the term* is without the variance term, which `compact` and `tiny` have,
-*before* is one width everywhere without a search of scales and without the term, at as many bytes. On Gemma the mean of `default`
-has not fallen: half of it is what follows one token that is rare in plain text ([quality.md](quality.md#specs-on-the-same-tokens)).
+The presets as they are today, on an H200, on the windows from above, by `python benchmarks/paired.py --device cuda
+--specs compact "compact, no term" "compact, plain"` and the same of the others: *without the term* is without the
+variance term, which `compact` and `tiny` have, *before* is one width everywhere without a search of scales and without
+the term, at as many bytes. On Gemma the mean of `default` has not fallen: half of it is what follows one token that is
+rare in plain text ([quality.md](quality.md#specs-on-the-same-tokens)).
 
-With all packed but 4 tokens widths are uniform, there is no term, and 2 bits have no search (`python benchmarks/quality.py --real smollm2
---device cuda --windows 8 --generate 0 --specs default-5 default default-3 default-2`).
+With all packed but 4 tokens widths are uniform, there is no term, and 2 bits have no search (`python
+benchmarks/quality.py --real smollm2 --device cuda --windows 8 --generate 0 --specs default-5 default default-3
+default-2`).
 """
 BYTES = """
 ## What they take

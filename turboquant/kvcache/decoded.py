@@ -74,7 +74,7 @@ def _attend(stored: LayerTensors, query: torch.Tensor, sequences: slice, packed:
         k, v = _dequantize(stored.plan.words, pages, table, lengths, count, sinks=stored.spec.sinks + first,
                            dtype=query.dtype, **stored.turned(sequences))  # fmt: skip
         k, v = wide_keys(k, stored, pages, table, lengths), widened(v, query.shape[-1])
-        for part in _attention(rows, k, v, scale):
+        for part in _attention(rows, k, v, scale, plain=query.shape[-1] == channels):
             result = part if result is None else _joined(result, part)
     assert result is not None
     out, lse = result
@@ -86,11 +86,13 @@ def _joined(a: _Pair, b: _Pair) -> _Pair:
     return merged(a, b), torch.logaddexp(a[1], b[1])
 
 
-def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> Iterator[_Pair]:
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, plain: bool
+) -> Iterator[_Pair]:
     """(out, lse) of blocks of keys, by PyTorch's fastest kernels. All have as many heads, and every query sees every
-    key."""
+    key. plain: without the channels of a variance term, with which this has not run by cuDNN's attention."""
     rows, tokens = query.shape[2], key.shape[2]
-    blocks = tokens // BLOCK if _has_cudnn(query) else 0
+    blocks = tokens // BLOCK if plain and _has_cudnn(query) else 0
     if blocks:
         multiple = 4 * _ROWS if rows > 4 * _ROWS else 2 * _ROWS
         padded = torch.nn.functional.pad(query, (0, 0, 0, -rows % multiple))
