@@ -40,7 +40,7 @@ EMBEDDED: dict[str, dict[str, Any]] = {
     **{
         name: {}
         for name in """
-        granite_speech granite_speech_plus nemotron_h_omni omniasr ovis2 qwen2_audio video_llava
+        granite_speech granite_speech_plus nemotron_h_omni omniasr ovis2 qwen2_5_omni_thinker qwen2_audio video_llava
         """.split()
     },
     "fun_asr_nano": dict(adaptor_config=dict(hidden_size=64, intermediate_size=16, num_attention_heads=2)),
@@ -56,7 +56,7 @@ EMBEDDED: dict[str, dict[str, Any]] = {
 # `patch` takes them. They are not run here: their configurations or inputs are unlike the others', or take too long.
 PATCHED = """
     apertus1p5 ernie4_5_vl_moe gemma4 gemma4_unified idefics kosmos-2 kosmos-2.5 kyutai_speech_to_text llama4 mistral4
-    molmo2 nemo_speechlm phi4_multimodal qwen2_5_omni_thinker vibevoice_asr voxtral_realtime
+    molmo2 nemo_speechlm phi4_multimodal vibevoice_asr voxtral_realtime
     """.split()
 
 # The refusal, as a pattern, and the types that are refused with it. docs/models.md has them, by `table.py`.
