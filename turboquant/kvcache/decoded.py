@@ -28,6 +28,7 @@ MOST_CHANNELS = 256  # that csrc/cuda/dequantize_16bit.cu takes, and flash atten
 SCRATCH_BYTES = 128 << 20  # keys and values that are decoded at once
 LEAST_TOKENS = {"cuda": 2048}  # for fewer packed tokens, launching the kernels takes longer than `attend`
 LEAST_ROWS = 512, 1024  # query rows a KV head, with a wave and without (H100, 32k tokens: benchmarks/chunks.py)
+TERM = 4  # so many times as many with a variance term, whose channels PyTorch's attention has to read as well (H200)
 # cuDNN takes 40 ms to plan a shape that it meets for the first time. So it gets blocks of as many keys, and queries in
 # multiples; flash attention, which plans nothing, takes the rest.
 BLOCK = 8192
@@ -44,7 +45,8 @@ def decodes(stored: LayerTensors, query: torch.Tensor, packed: int, softcap: flo
     if not is_fast or softcap or (kind != "cpu" and query.dtype == torch.float32):
         return False
     rows = query.shape[2] * (query.shape[1] // stored.kv_heads)
-    return rows >= LEAST_ROWS[not plan.wave_pairs] and packed >= LEAST_TOKENS.get(kind, 1 << 31)
+    least = LEAST_ROWS[not plan.wave_pairs] * (TERM if plan.variance_term else 1)
+    return rows >= least and packed >= LEAST_TOKENS.get(kind, 1 << 31)
 
 
 def attend_to_decoded(stored: LayerTensors, query: torch.Tensor, packed: list[int], scale: float) -> _Pair:
