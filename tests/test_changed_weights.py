@@ -62,7 +62,10 @@ CHANGES = {
                                                       .model.layers[0].self_attn.k_proj),
     "a few numbers, in place": written,
     "the data of a bias": biased,
-    "the last layer's queries": lambda model, other: model.model.layers[-1].self_attn.q_proj.weight.data.mul_(1.5),
+    # Half of them: a metric does not see that all are longer.
+    "the last layer's queries": lambda model, other: (
+        model.model.layers[-1].self_attn.q_proj.weight.data[::2].mul_(1.5)
+    ),
 }  # fmt: skip
 
 
