@@ -114,8 +114,8 @@ def test_with_the_default_preset() -> None:
     text, logits = alone(model, cache)
     got, found = batch(model, cache)
     assert torch.equal(got, text)
-    # In a batch a matrix product may round otherwise, and a key near the edge of two codes then gets the other one: that
-    # of one sequence at most. A wrong position would show in each that is padded.
+    # In a batch a matrix product may round otherwise, and a key near the edge of two codes then gets the other one: in
+    # one sequence at most. A wrong position would show in each that is padded.
     off = (found - logits).abs().flatten(1).amax(1)
     assert int((off > 2e-5).sum()) <= 1 and float(off.max()) < 0.02, off
 
