@@ -492,7 +492,8 @@ def benchmarks(monkeypatch):
 
 
 def not_above(committed: str, found: dict[str, float]) -> None:
-    """KL divergences by spec, at most 5 % above those of a file in tests/golden.
+    """KL divergences by spec, at most 5 % above those of a file in tests/golden, which are the largest of two CPUs.
+    Over so few tokens another rounding changes them by up to 6 %.
 
     `python benchmarks/quality.py --guard` writes the files anew, after a change that makes quality better.
     """

@@ -25,11 +25,16 @@ def outputs(notebook: Any) -> list[tuple[str, str]]:
     return [(one.output_type + " " + " ".join(sorted(one.get("data", ()))), one.get("text", "")) for one in found]
 
 
+def lines_with_digits(output: tuple[str, str]) -> str:
+    """The others are texts that a model has written, which may go on otherwise on another CPU."""
+    return "\n".join(line for line in output[1].splitlines() if re.search(r"\d", line))
+
+
 def check(notebook: Any, name: str) -> None:
     wanted = outputs(notebooks.read(name))
     found = outputs(notebook)
     assert [kind for kind, _ in found] == [kind for kind, _ in wanted]
-    for (_, text), (_, committed) in zip(found, wanted):
+    for text, committed in zip(*(map(lines_with_digits, each) for each in (found, wanted))):
         assert MEASURED.sub("#", text) == MEASURED.sub("#", committed)
         numbers, old = ([float(n.replace(",", "")) for n in MEASURED.findall(t)] for t in (text, committed))
         assert numbers == pytest.approx(old, rel=CLOSE), text
