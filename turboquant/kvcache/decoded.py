@@ -65,7 +65,7 @@ def _attend(stored: LayerTensors, query: torch.Tensor, sequences: slice, packed:
     batch, heads, tokens, channels = query.shape
     query = wide_queries(query, stored, scale)
     rows = query.reshape(batch, stored.kv_heads, -1, query.shape[-1])
-    token_bytes = 2 * query.element_size() * batch * stored.kv_heads * channels
+    token_bytes = 2 * query.element_size() * batch * stored.kv_heads * query.shape[-1]
     step = max(1, SCRATCH_BYTES // token_bytes // PAGE_TOKENS) * PAGE_TOKENS
     result: _Pair | None = None
     for first in range(0, packed, step):
