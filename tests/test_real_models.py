@@ -72,7 +72,7 @@ def smollm2():
 @pytest.mark.slow
 def test_a_calibration_on_one_half_of_a_book_serves_the_other(smollm2, monkeypatch):
     """At as many bits, a calibration does not diverge more on held-out text than no calibration, to 5 % on the other
-    half and on Python source; with a window, it diverges much less on the book: 0.6 to 0.8 times as much on two CPUs.
+    half and on Python source; with a window, it diverges much less on the book.
     Two methods are tried and texts are short, to save time. Specs with a calibration have no variance term.
     """
     model, tokenizer = smollm2
@@ -101,7 +101,7 @@ def test_a_calibration_on_one_half_of_a_book_serves_the_other(smollm2, monkeypat
     for name, other in others.items():
         kl = {spec: one.kl_divergence for spec, one in
               evaluate_all(model, other, specs, profile=profile_of(found), generate=0).items()}  # fmt: skip
-        most = 0.9 if name == "book" else 1.05
+        most = 0.7 if name == "book" else 1.05
         assert kl["calibrated, 0"] < 1.05 * kl["0"] and kl["calibrated, 128"] < most * kl["128"], (name, kl)
 
 
