@@ -3,6 +3,7 @@
     python benchmarks/generate.py [--case BATCH,TOKENS ...] [--compile] [--out benchmarks/results/h200]
     python benchmarks/generate.py --section turns [--history TOKENS ...] [--new TOKENS ...] [--model FOLDER]
                                   [--device cpu]
+    python benchmarks/generate.py --section widths [--case BATCH,TOKENS ...]
 
 Section decode, on a GPU, is decoding speed and memory. The prompt is not computed: caches are filled with random keys
 and values, and the attention of the prompt is left out, since only the speed of decoding is asked.
@@ -14,6 +15,10 @@ and values, and the attention of the prompt is left out, since only the speed of
     quanto 4       transformers' QuantizedCache, where optimum-quanto is installed; up to 32,768 tokens in all
     default, ..    packed by a preset: default (4 bits), compact (3), tiny (2), one forward a token
     default graph  packed, patch(model, "default", cuda_graphs=True)
+
+Section widths is the same for "default uniform graph", whose layers have one width, and "default widths graph", whose
+layers have those that `default` gives SmolLM2, which has 30: the first two stand there twice. The mean is 4 bits in
+both. The file is generate_widths.json.
 
 Section turns is a chat: a first prompt of so many random tokens, then so many new ones on top of it, one sequence, the
 caches by turns. `full` is DynamicCache in the model's dtype; "default" is the preset; "default, one call" is the same
@@ -54,6 +59,8 @@ CONFIG = LlamaConfig(
 )
 STEPS, WARM = 12, 5
 PRESETS = ("default", "compact", "tiny")  # 4, 3 and 2 bits
+# Bits of keys and values by layer, as `default` gives them to SmolLM2, and two layers more.
+WIDTHS = "34 54 34 54 54 54 54 54 54 54 54 54 54 53 33 33 44 44 33 54 55 33 54 43 43 54 54 43 43 33 44 43".split()
 CASES = ["1,4096", "1,32768", "1,131072", "8,4096", "8,32768", "8,131072", "32,4096", "16,32768", "32,32768"]
 
 
@@ -133,8 +140,12 @@ def cache_of(model: Any, name: str, tokens: int) -> Any:
         return QuantizedCache("quanto", CONFIG, nbits=int(name.split()[1]))
     if name.startswith("bf16"):
         return StaticCache(config=CONFIG, max_cache_len=tokens + 64)
-    preset, *graph = name.split()
-    turboquant.patch(model, preset, cuda_graphs=bool(graph))
+    preset, *how = name.split()
+    spec = turboquant.preset(preset)
+    if {"uniform", "widths"} & set(how):
+        layers = {i: {"key_bits": int(key), "value_bits": int(value)} for i, (key, value) in enumerate(WIDTHS)}
+        spec = spec.with_(uniform=True, overrides=layers if "widths" in how else {})
+    turboquant.patch(model, spec, cuda_graphs="graph" in how)
     return turboquant.TurboQuantCache(model)
 
 
@@ -206,7 +217,7 @@ def add_turn(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--section", choices=("decode", "turns"), default="decode")
+    parser.add_argument("--section", choices=("decode", "turns", "widths"), default="decode")
     parser.add_argument("--case", nargs="+", default=CASES)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--history", nargs="+", type=int, default=[4096, 32768, 100000])
@@ -222,12 +233,14 @@ def main() -> None:
     args = parser.parse_args()
     if args.section == "turns":
         return turns_main(args)
-    report = Report("generate", "cuda")
+    report = Report("generate" if args.section == "decode" else "generate_widths", "cuda")
     torch.backends.cuda.enable_cudnn_sdp(False)  # slower than flash here: it plans anew for every length
     model = the_model()
     names = ["bf16", "bf16 graph", *(["bf16 compiled"] if args.compile else [])]
     names += ["quanto 4"] if find_spec("optimum") and find_spec("optimum.quanto") else []
     names += [f"{preset}{graph}" for preset in PRESETS for graph in ("", " graph")]
+    if args.section == "widths":
+        names = ["default uniform graph", "default widths graph"]
     for case in args.case:
         batch, tokens = map(int, case.split(","))
         for name in names:
@@ -240,7 +253,7 @@ def main() -> None:
             except torch.cuda.OutOfMemoryError:
                 metrics = {"tokens_per_s": None, "out_of_memory": True}
             del cache
-            report.add("decode", {"batch": batch, "tokens": tokens, "cache": name}, metrics)
+            report.add(args.section, {"batch": batch, "tokens": tokens, "cache": name}, metrics)
             print(case, name, metrics, flush=True)
     print(report.save(args.out))
 

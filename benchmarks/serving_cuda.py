@@ -19,8 +19,9 @@ contexts and up to 64 requests; seconds to the first token of one prompt alone (
     ...-eager          without CUDA graphs
     ...-v2             by model runner V2 instead of V1
 
-`throughput`: the same model; 32 requests of 8,192 tokens that get 1,024 more each, in a cache of 4.8 GB, which is what
-8 of them take in fp8. Prints and keeps output tokens a second, prompts included.
+`throughput`: the same model; requests that come at once, each with so many tokens and so many more to get (`--load`: 4
+to 32 of 8,192 and 1,024, and 2 to 8 of 32,640 and 256), in a cache of 4.8 GB, which is what 8 of the former take in
+fp8. Prints and keeps output tokens a second, prompts included.
 
 `check`: the model of `turboquant demo` through the engine. Log-probabilities beside those of vLLM's own cache, token by
 token through the decode path and in chunks, eager and with graphs; a prefix hit beside a miss; preempted requests and
@@ -60,6 +61,7 @@ LLAMA_8B = {
 PRESETS = {"ours5": "near-lossless", "ours4": "default", "ours3": "compact", "ours2": "tiny"}
 VLLM_TYPES = {"fp8": "fp8", "tq4": "turboquant_4bit_nc", "tqk8v4": "turboquant_k8v4"}
 CONTEXTS, BATCHES, STEPS = (8192, 32768), [1, 8, 16, 32, 64], 32
+LOADS = ["4,8192,1024", "8,8192,1024", "16,8192,1024", "32,8192,1024", "2,32640,256", "4,32640,256", "8,32640,256"]
 
 
 # ---- time: the parent ----
@@ -278,23 +280,26 @@ def print_result(bench: str, metrics: dict[str, Any], **params: Any) -> None:
     print("RESULT " + json.dumps({"bench": bench, "params": params, "metrics": metrics}), flush=True)
 
 
-def measure_throughput(name: str, turn: list[str]) -> None:
+def measure_throughput(name: str, loads: list[str], turn: list[str]) -> None:
     llm, _ = engine_of(name, turn, kv_cache_memory_bytes=8 * (8192 + 1024) * 65536, kv_transfer_config=None)
     from vllm import SamplingParams
 
-    how = SamplingParams(max_tokens=1024, temperature=0, ignore_eos=True, detokenize=False)
-
-    def run(requests: int) -> float:
-        prompts = [{"prompt_token_ids": [(i * 7 + 11 * r) % 120000 + 5 for i in range(8192)]} for r in range(requests)]
+    def run(requests: int, length: int, new: int) -> float:
+        how = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True, detokenize=False)
+        numbers = [[(i * 7 + 11 * r) % 120000 + 5 for i in range(length)] for r in range(requests)]
+        prompts = [{"prompt_token_ids": ids} for ids in numbers]
         began = time.perf_counter()
         llm.generate(prompts, how, use_tqdm=False)
         return time.perf_counter() - began
 
-    run(1)
-    seconds, cache = run(32), llm.llm_engine.vllm_config.cache_config
+    run(1, 8192, 256)
+    cache = llm.llm_engine.vllm_config.cache_config
     tokens = cache.num_gpu_blocks * cache.block_size
-    print_result("throughput", {"tokens_s": round(32 * 1024 / seconds, 1), "s": round(seconds, 2), "tokens": tokens},
-                 cache=name)  # fmt: skip
+    for load in loads:
+        requests, length, new = map(int, load.split(","))
+        seconds = run(requests, length, new)
+        metrics = {"tokens_s": round(requests * new / seconds, 1), "s": round(seconds, 2), "tokens": tokens}
+        print_result("throughput", metrics, cache=name, requests=requests, prompt=length, new=new)
 
 
 def measure_one(name: str, batches: list[int], turn: list[str]) -> None:
@@ -589,6 +594,8 @@ def main() -> None:
     for command in (one, other):
         command.add_argument("name")
         command.add_argument("--turn", nargs=2, required=True, metavar=("FILE", "BYTES"), help="when it may begin")
+    for command in (asked, other):
+        command.add_argument("--load", nargs="+", default=LOADS, metavar="REQUESTS,PROMPT,NEW")
     for command in (timed, one):
         command.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="requests of a decode step")
     checked = commands.add_parser("check")
@@ -604,9 +611,9 @@ def main() -> None:
     if args.command == "time":
         measure_all(args.names, ["one", "--batches", *map(str, args.batches)], args.out, args.limit)
     elif args.command == "throughput":
-        measure_all(args.names, ["one-throughput"], args.out, args.limit)
+        measure_all(args.names, ["one-throughput", "--load", *args.load], args.out, args.limit)
     elif args.command == "one-throughput":
-        measure_throughput(args.name, args.turn)
+        measure_throughput(args.name, args.load, args.turn)
     elif args.command == "one":
         measure_one(args.name, args.batches, args.turn)
     elif args.command == "engine":
