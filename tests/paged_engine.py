@@ -6,13 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 
 from turboquant import Plan
 from turboquant.vllm.batch import Batch, ExactRows
-from turboquant.vllm.ragged import Attention, Exact, append, attend
+from turboquant.vllm.ragged import Attention, Exact, append, attend, share_with_learned_sinks
 from turboquant.vllm.rows import PAGE, Sinks, Tails
 
 HEADS, KV_HEADS, HEAD_DIM, RING = 4, 2, 16, 32
@@ -82,7 +83,7 @@ class Pool:
 
 class Engine:
     def __init__(
-        self, bits: int, sinks: int, window: int, blocks: int = 7, rows: int = 18, device: str = "cpu", **options: float
+        self, bits: int, sinks: int, window: int, blocks: int = 7, rows: int = 18, device: str = "cpu", **options: Any
     ) -> None:  # fmt: skip
         plan = Plan(HEAD_DIM, bits, bits)
 
@@ -137,7 +138,10 @@ class Engine:
                       torch.from_numpy(table), sinks, tails, reads, self.rows.window,
                       int(np.diff(starts).max()))  # fmt: skip
         append(self.attention, k, v, batch, self.pages)
-        attend(self.attention, q, batch, self.pages, out)
+        lse = torch.empty(q.shape[:2])
+        attend(self.attention, q, batch, self.pages, out, lse=lse)
+        if self.attention.learned_sinks is not None:
+            share_with_learned_sinks(self.attention, out, lse)
         return batch
 
     def read_exactly(self, tokens: int) -> bool:
@@ -172,7 +176,11 @@ class Engine:
         hidden = all_of > own
         if options.sliding_window:
             hidden |= all_of <= own - options.sliding_window
-        weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
+        logits = logits.masked_fill(hidden, -torch.inf)
+        if options.learned_sinks is not None:
+            sinks = options.learned_sinks.cpu().view(-1, 1, 1).expand(-1, length - past, 1)
+            logits = torch.cat([logits, sinks], -1)
+        weights = logits.softmax(-1)[..., :length]
         return torch.einsum("hqk,khd->qhd", weights, v)
 
 

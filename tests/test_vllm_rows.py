@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from paged_engine import RING, Engine, live
 
 from turboquant.vllm.batch import ExactRows
@@ -39,6 +40,12 @@ def test_rows_that_are_lost_cost_quality_alone(rng, monkeypatch):
 @pytest.mark.parametrize("options", [{"sliding_window": 50}, {"softcap": 2.0}, {"sliding_window": 9, "softcap": 5.0}])
 def test_sliding_windows_and_soft_caps(options, rng):
     live(Engine(4, 4, 28, **options), rng, 20)
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 50}])
+def test_learned_sinks(options, rng):
+    """A logit of each head takes its share of the softmax."""
+    live(Engine(4, 4, 28, learned_sinks=torch.tensor([-2.0, 0.0, 3.0, 5.0]), **options), rng, 20)
 
 
 def test_pages_that_a_sliding_window_left_have_no_rows():

@@ -14,7 +14,7 @@ import turboquant
 from turboquant import CacheSpec
 from turboquant.cli import findings, main
 from turboquant.models.checkpoint import checkpoint_digest, profile_file
-from turboquant.vllm.refusals import check_engine, check_exact, check_layer
+from turboquant.vllm.refusals import check_engine, check_exact, check_kind, check_layer
 from turboquant.vllm.settings import FIND, Settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:the model is measured on random token ids")
@@ -69,14 +69,14 @@ def config(model=None, cache=None, parallel=None, **others):
     [
         ({"model": {"use_mla": True}}, "no MLA models"),
         ({"model": {"is_hybrid": True}}, "no hybrids with linear attention"),
-        ({"model": {"attention_chunk_size": 64}}, "no chunked attention"),
+        ({"model": {"hf_text_config": SimpleNamespace(attention_chunk_size=64)}}, "no chunked attention"),
         ({"model": {"is_encoder_decoder": True}}, "no cross attention"),
         ({"model": {"is_mm_prefix_lm": True}}, r"no images whose tokens see each other \(use_mm_prefix\)"),
         (
             {"model": {"uses_mrope": True, "multimodal_config": SimpleNamespace(language_model_only=False)}},
             "no images with M-RoPE.*pass --language-model-only",
         ),
-        ({"cache": {"cache_dtype": "fp8"}}, "--kv-cache-dtype must be auto, got fp8"),
+        ({"cache": {"cache_dtype": "fp8"}}, "--kv-cache-dtype must be auto or bfloat16, got fp8"),
         ({"cache": {"block_size": 64}}, "--block-size must be a multiple of 128, got 64"),
         ({"parallel": {"decode_context_parallel_size": 2}}, "pass --decode-context-parallel-size 1"),
         ({"parallel": {"pipeline_parallel_size": 2}}, "pass --pipeline-parallel-size 1"),
@@ -85,7 +85,7 @@ def config(model=None, cache=None, parallel=None, **others):
         ({"kv_transfer_config": object()}, "remove --kv-transfer-config"),
         (
             {"speculative_config": SimpleNamespace(method="eagle")},
-            "by a draft model is not tested.* got the method 'eagle'",
+            "by the method 'eagle' is not tested",
         ),
     ],
 )
@@ -113,6 +113,45 @@ def test_the_backend_needs_settings():
             Engine.of(config(additional_config=given))
 
 
+def engine(rank=0, ranks=1, profile=None, layers=3, **cache):
+    pytest.importorskip("torch")
+    from turboquant.vllm.layers import Engine
+
+    parallel = {"rank": rank, "tensor_parallel_size": ranks}
+    text = models.tiny(num_hidden_layers=layers).config
+    model = {"hf_text_config": text, "model": "no folder", "revision": None}
+    return Engine.of(config(model, cache, parallel, additional_config={"turboquant": {"profile": profile}},
+                            scheduler_config=SimpleNamespace(max_num_seqs=2),
+                            load_config=SimpleNamespace(load_format="dummy")))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "ranks, heads, owns",
+    [
+        (1, 2, [[0, 1]]),
+        (2, 4, [[0, 1], [2, 3]]),
+        (4, 4, [[0], [1], [2], [3]]),
+        (4, 2, [[0], [0], [1], [1]]),  # more ranks than heads: vLLM gives neighbours the same one
+        (2, 1, [[0], [0]]),
+    ],
+)
+def test_a_rank_has_the_transforms_of_its_heads(ranks, heads, owns):
+    given = {"key_moments": models.torch.arange(heads), "key_turns": models.torch.arange(7), "for all": [1]}
+    for rank, own in enumerate(owns):
+        found = engine(rank, ranks)._own(given, max(1, heads // ranks))
+        assert found["key_moments"].tolist() == own
+        assert len(found["key_turns"]) == 7 and found["for all"] == [1]
+
+
+def test_rows_are_taken_from_the_memory_of_the_cache():
+    made = engine(kv_cache_memory_bytes=1000)
+    made._take(0)
+    made._take(400)
+    assert made.config.cache_config.kv_cache_memory_bytes == 600
+    with pytest.raises(ValueError, match="memory of the cache must be larger than its rows of exact tokens, 6 rows"):
+        made._take(600)
+
+
 def test_exact_windows_are_of_cpus():
     check_exact(28, "cpu")
     check_exact(0, "cuda")
@@ -126,16 +165,24 @@ def test_exact_windows_are_of_cpus():
         ({"attn_type": "encoder_decoder"}, "no encoder_decoder attention"),
         ({"alibi": [0.5]}, "no ALiBi attention"),
         ({"shares": "model.layers.3.attn"}, r"no layers that read the cache of another one \(model.layers.3.attn\)"),
-        ({"sinks": object()}, "no attention with learned sinks"),
-        ({"value_dim": 128}, "equally many channels, got 64 and 128"),
-        ({"head_dim": 512, "value_dim": 512}, "heads of 8 to 256 channels, a multiple of 8, got 512"),
+        ({"dtype": "fp8"}, "--kv-cache-dtype must be auto or bfloat16, got fp8"),
+        ({"others": {"chunk_lookback": 1}}, "no attention with chunk_lookback=1 in vLLM"),
+        ({"head_dim": 512}, "heads of 8 to 256 channels, a multiple of 8, got 512"),
     ],
 )
 def test_layers_that_are_refused(change, says):
-    plain = {"head_dim": 64, "value_dim": 64, "attn_type": "decoder", "alibi": None, "shares": None, "sinks": None}
+    plain = dict(head_dim=64, attn_type="decoder", alibi=None, shares=None, dtype="auto", others={"chunk_lookback": -1})
     check_layer(**plain)
     with pytest.raises(ValueError, match=says):
         check_layer(**plain | change)
+
+
+def test_classes_of_layers_that_are_refused():
+    check_kind("Attention", 64, 64)
+    with pytest.raises(ValueError, match="no layers of the class RSWAAttention in vLLM"):
+        check_kind("RSWAAttention", 64, 64)
+    with pytest.raises(ValueError, match="equally many channels, got 64 and 128"):
+        check_kind("Attention", 64, 128)
 
 
 @pytest.fixture
@@ -159,6 +206,14 @@ def test_a_digest_is_of_the_weights(folder, tmp_path):
     model.model.layers[0].self_attn.k_proj.weight.data.mul_(1.01)
     model.save_pretrained(tmp_path / "trained")
     assert checkpoint_digest(tmp_path / "trained") != digest
+
+
+def test_a_profile_of_another_model(folder, tmp_path):
+    file = str(tmp_path / "profile")
+    assert main(["measure", str(folder), "-o", file]) == 0
+    engine(profile=file).find()
+    with pytest.raises(ValueError, match=r"2.*; `turboquant measure no folder` makes one of this model"):
+        engine(profile=file, layers=2).find()
 
 
 def test_folders_without_a_digest(folder, tmp_path):

@@ -98,6 +98,16 @@ def test_sliding_windows_and_soft_caps(options, device, rng):
     live(GpuEngine(4, 4, device=device, **options), rng, 20)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 50}])
+def test_learned_sinks(options, device, rng):
+    """Of chunks, of what lies in front of them, and of steps with few tokens."""
+    sinks = torch.tensor([-2.0, 0.0, 3.0, 5.0], device=device)
+    engine = GpuEngine(4, 4, device=device, few=1, learned_sinks=sinks, **options)
+    live(engine, rng, 20)
+    assert engine.parts >= {("few", True), ("chunks", True), ("past", True)}
+
+
 def test_rows_that_are_lost_cost_quality_alone(rng, monkeypatch):
     engine = GpuEngine(8, 4)
     step = engine.step

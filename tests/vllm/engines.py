@@ -24,6 +24,8 @@ import vllm.model_executor.models.registry as model_registry  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
+from turboquant.vllm.rows import PAGE  # noqa: E402
+
 GREEDY = dict(temperature=0.0, ignore_eos=True, detokenize=False)
 
 # vLLM looks at each kind of model in a process of its own, which imports torch again.
@@ -46,7 +48,8 @@ class Engine:
             given["additional_config"] = {"turboquant": settings}
         self.llm = LLM(**given | options)
         self.config = self.llm.llm_engine.vllm_config
-        self.layers = self.config.compilation_config.static_forward_context
+        context = self.config.compilation_config.static_forward_context
+        self.layers = {name: layer for name, layer in context.items() if hasattr(layer, "impl")}  # experts have none
         impls = {type(layer.impl).__name__ for layer in self.layers.values()}
         assert impls == ({"CPUAttentionBackendImpl"} if settings is None else {"PackedImpl"})
         self.blocks = self.config.cache_config.num_gpu_blocks
@@ -91,15 +94,17 @@ class Engine:
         request takes it, and without a prefix cache, which keeps blocks, whenever one is freed."""
         pool = self.scheduler.kv_cache_manager.block_pool
         take, free = pool.get_new_blocks, pool.free_blocks
+        pages = self.config.cache_config.block_size // PAGE
         for builder in self.builders:
             for rows, _ in self._rows(builder):
                 rows.k.fill_(torch.nan), rows.v.fill_(torch.nan)
 
         def end(blocks):
+            blocks = list(blocks)
             for builder in self.builders:
                 for rows, table in self._rows(builder):
-                    for block in blocks:
-                        if (held := table.of.get(block.block_id)) is not None:
+                    for page in (block.block_id * pages + i for block in blocks for i in range(pages)):
+                        if (held := table.of.get(page)) is not None:
                             rows.k[held.row], rows.v[held.row] = torch.nan, torch.nan
 
         def taken(count):
@@ -123,9 +128,10 @@ class Engine:
                 if rows is not None:
                     yield rows, table
 
-    def generate(self, prompts, **sampling):
+    def generate(self, prompts, lora_request=None, **sampling):
         how = SamplingParams(**GREEDY | sampling)
-        return self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], how, use_tqdm=False)
+        return self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], how, use_tqdm=False,
+                                 lora_request=lora_request)  # fmt: skip
 
     def texts(self, prompts, tokens):
         """Tokens that follow each prompt. A NaN anywhere fails."""
@@ -133,13 +139,23 @@ class Engine:
         assert np.isfinite([one.cumulative_logprob for one in found]).all()
         return [list(one.token_ids) for one in found]
 
-    def log_probs(self, prompts):
+    def log_probs(self, prompts, lora_request=None):
         """Of all tokens of all prompts but the first ones."""
-        found = self.generate(prompts, max_tokens=1, prompt_logprobs=0)
+        found = self.generate(prompts, lora_request, max_tokens=1, prompt_logprobs=0)
         log_probs = np.array([given[token].logprob for one, ids in zip(found, prompts, strict=True)
                               for given, token in zip(one.prompt_logprobs[1:], ids[1:], strict=True)])  # fmt: skip
         assert np.isfinite(log_probs).all()
         return log_probs
+
+
+def log_probs_of(model, prompts):
+    """`Engine.log_probs` of a model of transformers."""
+    found = []
+    with torch.no_grad():
+        for ids in prompts:
+            log_probs = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+            found += log_probs[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].tolist()
+    return np.array(found)
 
 
 DEMO = Path(__file__).parents[2] / "demo" / "turboquant_demo"

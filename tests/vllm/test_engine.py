@@ -4,15 +4,22 @@ real-models`) shows the quality."""
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
+import torch
+import transformers
 from conftest import REAL_MODELS
 
-from engines import Engine  # isort: skip  # skips without vLLM
+from engines import Engine, log_probs_of  # isort: skip  # skips without vLLM
 import models
+from safetensors.torch import save_file
+from vllm.lora.request import LoRARequest
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from turboquant.cli import main
+from turboquant.vllm.layers import engine_of
 
 pytest_plugins = ["engines"]  # its fixtures
 SMOLLM2 = REAL_MODELS / "smollm2"
@@ -163,6 +170,60 @@ def test_sliding_and_alternating_windows(kind, tmp_path, rng):
         assert all(not builder.rows.lost for builder in engine.builders)
     assert abs(whole - stock).mean() < 0.05
     assert abs(parts - whole).mean() < 1e-3
+
+
+def test_learned_sinks_and_large_blocks(tmp_path, rng):
+    """gpt-oss: layers with and without windows, whose softmax has a logit beside the tokens; blocks of 2 pages."""
+    shape = models._SHAPE | dict(num_local_experts=2, num_experts_per_tok=2, sliding_window=200, num_hidden_layers=2,
+                                 layer_types=["sliding_attention", "full_attention"])  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**shape)).eval()
+    prompts = [rng.integers(2, 96, n).tolist() for n in (500, 127, 300)]
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data.fill_(-100.0)
+    without = log_probs_of(model, prompts)
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data = torch.tensor([2.0, 4.0, 6.0, 8.0])
+    want = log_probs_of(model, prompts)
+    model.save_pretrained(tmp_path)
+    assert main(["measure", str(tmp_path)]) == 0
+    with Engine(EIGHT, tmp_path, dtype="float32", max_num_batched_tokens=130, enable_prefix_caching=True,
+                block_size=256) as engine:  # fmt: skip
+        engine.poison()
+        found = engine.log_probs(prompts)
+        assert engine.config.cache_config.block_size == 256
+    assert abs(found - want).mean() < 0.1 * abs(without - want).mean()
+
+
+def test_adapters_run_with_the_base_models_profile(demo, tmp_path, windows):
+    model = transformers.AutoModelForCausalLM.from_pretrained(demo, dtype=torch.float32).eval()
+    torch.manual_seed(0)
+    tensors, changes = {}, []
+    for i, layer in enumerate(model.model.layers):
+        for name in ("q_proj", "k_proj", "v_proj"):
+            linear = getattr(layer.self_attn, name)
+            a, b = 0.05 * torch.randn(8, linear.in_features), 0.05 * torch.randn(linear.out_features, 8)
+            at = f"base_model.model.model.layers.{i}.self_attn.{name}"
+            tensors |= {f"{at}.lora_A.weight": a, f"{at}.lora_B.weight": b}
+            changes.append((linear.weight, b @ a))
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    fields = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj", "v_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    with Engine(EIGHT, demo, dtype="float32", enable_lora=True, max_lora_rank=8) as engine:
+        made = [one.outputs[0] for one in engine.generate(windows, LoRARequest("mine", 1, str(tmp_path)), max_tokens=20,
+                                                          logprobs=0)]  # fmt: skip
+        assert "adapters run with the profile of the base model" in engine_of(engine.config).said
+    found = np.array([seen[token].logprob for one in made for token, seen in zip(one.token_ids, one.logprobs)])
+
+    def log_probs():
+        texts = [[*ids, *one.token_ids] for ids, one in zip(windows, made)]
+        return np.concatenate([log_probs_of(model, [ids])[-20:] for ids in texts])
+
+    base = log_probs()
+    for weight, change in changes:
+        weight.data += change
+    want = log_probs()
+    assert abs(found - want).mean() < 0.1 * abs(base - want).mean()
 
 
 @pytest.mark.skipif(not SMOLLM2.is_dir(), reason="no SmolLM2: make real-models")

@@ -65,8 +65,8 @@ def test_hits_preemption_and_drafts(demo, ids):
 
 
 def test_builders_that_are_made_before_blocks_are_counted(demo):
-    """vLLM's model runner V1 makes some to measure the memory of CUDA graphs."""
-    with Engine({}, demo) as engine:
+    """vLLM's model runner V1 makes some to measure the memory of CUDA graphs. A block may have several pages."""
+    with Engine({}, demo, block_size=256) as engine:
         config, old = engine.config, engine.builders[0]
         blocks, config.cache_config.num_gpu_blocks = config.cache_config.num_gpu_blocks, None
         builder = gpu.GpuBuilder(old.kv_cache_spec, old.layer_names, config, torch.device("cpu"))
@@ -74,9 +74,9 @@ def test_builders_that_are_made_before_blocks_are_counted(demo):
         config.cache_config.num_gpu_blocks = blocks
         numbers = {name: torch.tensor(x, dtype=torch.int32) for name, x in (
             ("query_start_loc", [0, 5]), ("query_start_loc_cpu", [0, 5]), ("seq_lens", [5]),
-            ("seq_lens_cpu_upper_bound", [5]), ("block_table_tensor", [[blocks - 1]]))}  # fmt: skip
+            ("seq_lens_cpu_upper_bound", [5]), ("block_table_tensor", [[2 * blocks - 1]]))}  # fmt: skip
         step = builder.build(0, SimpleNamespace(num_reqs=1, max_query_len=5, **numbers))
-        assert step.whole.sink_rows.tolist() == [0] and len(builder.sinks.row_of) == blocks
+        assert step.whole.sink_rows.tolist() == [0] and len(builder.sinks.row_of) == 2 * blocks
 
 
 def poison(engine):

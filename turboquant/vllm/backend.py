@@ -16,8 +16,8 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from .batch import Batch, ExactRows
 from .layers import Layer, engine_of, log
-from .ragged import Attention, append, attend
-from .refusals import check_layer
+from .ragged import Attention, append, attend, share_with_learned_sinks
+from .refusals import check_kind, check_layer
 from .rows import PAGE, Sinks, Tails
 from .steps import Step, reserve, run
 from .versions import untested
@@ -54,6 +54,10 @@ class PackedBackend(AttentionBackend):
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:  # learned ones
         return True
 
     @classmethod
@@ -137,7 +141,8 @@ class PackedImpl(AttentionImpl):
         kv_sharing_target_layer_name: str | None = None, **rest: Any,
     ) -> None:  # fmt: skip
         kind = str(getattr(attn_type, "value", attn_type))
-        check_layer(head_size, head_size, kind, alibi_slopes, kv_sharing_target_layer_name, rest.get("sinks"))
+        self.learned_sinks: torch.Tensor | None = rest.pop("sinks", None)  # a parameter, which is loaded later
+        check_layer(head_size, kind, alibi_slopes, kv_sharing_target_layer_name, kv_cache_dtype, rest)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.sliding_window, self.softcap = sliding_window or 0, logits_soft_cap or 0.0
@@ -153,10 +158,12 @@ class PackedImpl(AttentionImpl):
         if not found:
             return
         name, layer = found[0]
+        check_kind(type(layer).__name__, self.head_size, getattr(layer, "head_size_v", self.head_size))
         made = self.engine.prepare(name, extract_layer_index(name), self.head_size, self.num_kv_heads, act_dtype,
                                    _device(layer))  # fmt: skip
+        learned = None if self.learned_sinks is None else self.learned_sinks.detach().float()
         self.attention = Attention(made.plan, made.transforms, self.scale, self.softcap,
-                                   self.sliding_window, made.sinks, made.tails)  # fmt: skip
+                                   self.sliding_window, made.sinks, made.tails, learned)  # fmt: skip
         self.adopt(layer, made)
 
     def adopt(self, layer: Any, made: Layer) -> None:
@@ -180,7 +187,11 @@ class PackedImpl(AttentionImpl):
             run(self.attention, attn_metadata, query, key, value, pages, output, dense_attention)
             return output
         append(self.attention, key, value, attn_metadata, pages)
-        attend(self.attention, query, attn_metadata, pages, output)
+        learned = self.attention.learned_sinks is not None
+        lse = torch.empty(query.shape[:2], dtype=torch.float32) if learned else None
+        attend(self.attention, query, attn_metadata, pages, output, lse=lse)
+        if lse is not None:
+            share_with_learned_sinks(self.attention, output, lse)
         return output
 
     def _reserve(self, query: torch.Tensor) -> None:

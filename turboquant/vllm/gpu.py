@@ -48,7 +48,8 @@ class GpuBuilder(Builder):
             return None
         spec = self.kv_cache_spec
         window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
-        return DeviceSinks(self.engine.rows, size, blocks * (spec.block_size // PAGE), self.device, window)
+        pages = blocks * max(1, self.vllm_config.cache_config.block_size // PAGE)  # the spec's are blocks of kernels
+        return DeviceSinks(self.engine.rows, size, pages, self.device, window)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
         m = common_attn_metadata

@@ -15,7 +15,7 @@ from ..plan import Plan
 from .batch import Batch
 from .rows import PAGE
 
-__all__ = ["Attention", "Exact", "append", "attend", "attend_workspace", "write_schedule"]
+__all__ = ["Attention", "Exact", "append", "attend", "attend_workspace", "share_with_learned_sinks", "write_schedule"]
 
 _append, _attend = torch.ops.turboquant.append.default, torch.ops.turboquant.attend.out
 _schedule, _workspace = torch.ops.turboquant.schedule.default, torch.ops.turboquant.attend_workspace.default
@@ -33,7 +33,9 @@ class Exact:
 class Attention:
     """What a layer's attention computes with.
 
-    transforms  the operators' arguments
+    transforms     the operators' arguments
+    sinks          rows of the first tokens of sequences
+    learned_sinks  float32 [heads]: a logit that a head's softmax has beside its tokens, with a value of zero
     """
 
     plan: Plan
@@ -43,6 +45,7 @@ class Attention:
     sliding_window: int = 0
     sinks: Exact | None = None
     tails: Exact | None = None
+    learned_sinks: torch.Tensor | None = None
 
     @cached_property
     def words(self) -> tuple[int, ...]:
@@ -62,13 +65,21 @@ def attend(
     lse: torch.Tensor | None = None, ends: torch.Tensor | None = None, schedule: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Writes to out [tokens, heads, head_dim] what the queries of the same shape see: all tokens up to their own, or
-    those before `ends` int32 [requests]. lse: float32 [tokens, heads], written too. schedule: of `write_schedule`."""
+    those before `ends` int32 [requests]. lse: float32 [tokens, heads], written too. schedule: of `write_schedule`.
+    Learned sinks are left out (`share_with_learned_sinks`)."""
     how = _shared(attention, batch, batch.tail_reads)
     if attention.tails is not None and batch.tail_reads is not None:
         how["window"] = batch.window
     _attend(attention.words, query, pages, batch.block_table, batch.lengths, softmax_scale=attention.scale,
             softcap=attention.softcap, sliding_window=attention.sliding_window, ends=ends, schedule=schedule, out=out,
             lse=lse, **how)  # fmt: skip
+
+
+def share_with_learned_sinks(attention: Attention, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Changes `out` [tokens, heads, head_dim], whose softmax had tokens alone, to what it is with the learned sinks of
+    the layer. lse: float32 [tokens, heads], of the tokens."""
+    assert attention.learned_sinks is not None
+    out.mul_(torch.sigmoid(lse - attention.learned_sinks).unsqueeze(-1).to(out.dtype))
 
 
 def attend_workspace(

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ..kvcache.decoded import LEAST_ROWS, SCRATCH_BYTES
 from ..plan import GROUP
 from .batch import Batch
-from .ragged import Attention, append, attend, attend_workspace, write_schedule
+from .ragged import Attention, append, attend, attend_workspace, share_with_learned_sinks, write_schedule
 from .rows import PAGE
 
 __all__ = ["Dense", "Past", "Schedule", "Step", "reserve", "run"]
@@ -124,13 +124,19 @@ def run(
                 write_schedule(attention, query[some], step.few, pages, step.schedule.table)
                 step.schedule.written = True
             how["schedule"] = step.schedule.table
+        if attention.learned_sinks is not None:
+            how["lse"] = torch.empty(query[some].shape[:2], dtype=torch.float32, device=query.device)
         attend(attention, query[some], step.few, pages, out[some], **how)
+        if attention.learned_sinks is not None:
+            share_with_learned_sinks(attention, out[some], how["lse"])
     if step.chunks is not None:
         rest = slice(step.first, None)
         query, out, loc, most = query[rest], out[rest], step.chunks.query_start_loc, step.chunks.max_query_len
         sums = dense(attention, query, key[rest], value[rest], loc, loc, most, most, True, out)
         for past in step.pasts:
             _add_past(attention, past, query[past.tokens], pages, out[past.tokens], sums[:, past.tokens], dense)
+        if attention.learned_sinks is not None:
+            share_with_learned_sinks(attention, out, sums.T)
 
 
 def _add_past(
