@@ -16,7 +16,7 @@ from ..files import cache_folder
 from ..measured.moments import PROTEINS
 from ..models.families import family_of
 from ..models.identity import describe, layer_sizes
-from ..models.kinds import kinds_of, latent_size, packed_indices
+from ..models.kinds import kinds_of, packed_indices, piece_size
 from ..models.texts import found_tokenizer
 from ..named_specs import named_or_bits, resolve
 from ..patching import check
@@ -65,7 +65,7 @@ def diagnose(name: str, spec: str, tokens: int) -> Iterator[Finding]:
     yield Finding("layers", f"{layers} of {count} packed, {_heads(facts)}; {_kinds(windows)}")
     yield Finding("preset", f"{spec} fits: {_words(chosen)}")
     yield _savings(name, text, chosen, tokens)
-    if not latent_size(text):
+    if not piece_size(text):
         yield _moments(model, name, spec, chosen)
 
 

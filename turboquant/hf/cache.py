@@ -14,16 +14,15 @@ from numpy.typing import NDArray
 from transformers.cache_utils import Cache
 
 from ..arguments import bounded
-from ..kvcache.latent import latent_spec
 from ..kvcache.limit import MemoryLimit, can_fall
+from ..kvcache.pieces import pieces_spec
 from ..kvcache.report import CacheReport, LayerReport, bytes_by_part, layer_report, layer_tensors
 from ..kvcache.rows import join
 from ..kvcache.shared import Common
-from ..kvcache.storage import LayerStorage
 from ..measured import Calibration, Moments, Profile, shared_widths, used_by
 from ..measuring.used import moments_for, moments_notes, warn_of_changes
 from ..models.identity import describe
-from ..models.kinds import has_keys, kinds_of, packed_indices
+from ..models.kinds import has_keys, kinds_of, packed_indices, piece_size, unequal_size
 from ..models.wrappers import base_model
 from ..named_specs import resolve
 from ..sizes import bytes_of
@@ -125,8 +124,8 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
             own_profile.check(describe(text))
         kinds = kinds_of(text)
         specs, calibration, moments = used_by(self.spec, own_profile, len(kinds), packed_indices(text))
-        if getattr(text, "kv_lora_rank", None):
-            specs = [latent_spec(one) for one in specs]
+        if piece_size(text):
+            specs = [pieces_spec(one, unequal_size(text) > 0) for one in specs]
         moments = moments_for(model, specs, moments)
         specs = shared_widths(self.spec, specs, moments, [kind for kind, _ in kinds if has_keys(kind)])
         self._set_up(calibration, describe(text), specs, moments, kinds)
@@ -156,10 +155,11 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
     def _checked_limit(self, most: int) -> MemoryLimit:
         """A limit of so many bytes, if layers can fall."""
         layers = self.packed_layers
-        if len(layers) != len(self.layers) or self.state_layers or any(isinstance(x, LatentLayer) for x in layers):
+        whole = all(layer.storage.has_values for layer in layers)
+        if len(layers) != len(self.layers) or self.state_layers or not whole:
             raise NotImplementedError(
-                "`memory_limit` is for models whose layers all have keys and values, without states and latents: leave "
-                "it out for this model"
+                "`memory_limit` is for models whose layers all have keys and values of one size, without states and "
+                "latents: leave it out for this model"
             )
         for layer in layers:
             if not can_fall(layer.spec):
@@ -338,7 +338,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         for i, layer in enumerate(joined.layers):
             parts = [cache.layers[i] for cache in caches]
             if isinstance(layer, PackedLayer):
-                layer.storage = LayerStorage(layer.index, layer.spec, joined._shared)
+                layer.storage = type(layer.storage)(layer.index, layer.spec, joined._shared)
                 join(layer.storage, [part.storage for part in parts])
             if isinstance(layer, StateLayer):
                 layer.join_states(parts)

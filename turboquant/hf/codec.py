@@ -82,8 +82,8 @@ class Codec:
     spec     as in `turboquant.patch`; None: what the model was patched with, or the default
     profile  as in `turboquant.patch`
 
-    Raises what `TurboQuantCache` raises, and NotImplementedError for a model whose layers keep states or latents, and
-    for a spec whose rotations are found in the prompt.
+    Raises what `TurboQuantCache` raises, and NotImplementedError for a model whose layers keep states or latents,
+    or keys and values of different sizes, and for a spec whose rotations are found in the prompt.
     """
 
     def __init__(
@@ -99,7 +99,9 @@ class Codec:
                 "Codec: a model whose layers keep states is not supported: use TurboQuantCache.save"
             )
         if not all(layer.storage.has_values for layer in cache.packed_layers):
-            raise NotImplementedError("Codec: a model whose cache has latents is not supported")
+            raise NotImplementedError(
+                "Codec: a model whose cache has latents, or keys and values of different sizes, is not supported"
+            )
         if cache.spec.outliers == "prompt":
             raise NotImplementedError(
                 'Codec: outliers="prompt" is not supported: its rotations are found in the prompt'

@@ -408,6 +408,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             "a sliding window": sliding,
             "chunked attention": self.chunk,
             "keys that later layers share": self.is_shared,
+            "keys and values of different sizes": not self.storage.has_values,
             "states of linear attention": self._shared.stateful,
             "a pattern other than causal": type(mask) is MaskRequest and not mask.causal,
         }

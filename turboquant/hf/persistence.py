@@ -149,7 +149,9 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
     """See `TurboQuantCache.save`."""
     layers: list[LayerStorage] = [layer.storage for layer in cache.packed_layers]
     if not all(layer.has_values for layer in layers):
-        raise NotImplementedError("save: a cache of latents cannot be written to a file")
+        raise NotImplementedError(
+            "save: a cache of latents, or of keys and values of different sizes, cannot be written to a file"
+        )
     if cache.at_work or any(layer.damaged or layer.tokens != layers[0].tokens for layer in layers):
         raise RuntimeError("save: an earlier call failed after it had changed the cache: call cache.reset()")
     measured = cache.moments

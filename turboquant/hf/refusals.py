@@ -9,7 +9,7 @@ import torch
 
 from ..models.families import family_of
 from ..models.identity import describe, layer_sizes
-from ..models.kinds import latent_size, packed_indices, unknown_kinds
+from ..models.kinds import latent_size, packed_indices, piece_size, unequal_size, unknown_kinds
 from ..models.names import cache_argument
 from ..models.routing import attention_modules, decoder_of, uses_interface
 from ..plan import MAX_HEAD_DIM
@@ -96,8 +96,8 @@ _MODELS: tuple[tuple[Callable[[Any, Any], Any], str], ...] = (
      "sparse attention with an indexer is not supported"),
     (lambda model, text: _is_latent(text) and not all(hasattr(m, "expand_kv") for m in attention_modules(model)),
      "its cache gets keys and values of latent attention (`kv_lora_rank`) that are expanded already"),
-    (lambda model, text: not _is_latent(text) and _unequal(model),
-     "its keys and values have different sizes, {}, and a page stores both in one"),
+    (lambda model, text: not _is_latent(text) and not unequal_size(text) and _unequal(model),
+     "its keys and values have different sizes, {}, which are no multiples of 8 or not told by its configuration"),
     (lambda model, text: _wider(model, text, MAX_HEAD_DIM),
      f"its head_dim is {{}}, at most {MAX_HEAD_DIM} can be packed"),
 )  # fmt: skip
@@ -136,5 +136,5 @@ def check_model(model: Any) -> Any:
 def head_dims_of(model: Any, text: Any) -> set[int]:
     """The channels of a head, of all layers."""
     sizes = (getattr(m, "head_dim", None) for m in attention_modules(model))
-    own = set() if _is_latent(text) else {size for size in sizes if isinstance(size, int)}
+    own = set() if piece_size(text) else {size for size in sizes if isinstance(size, int)}
     return own or {size for _, size in layer_sizes(describe(text))}

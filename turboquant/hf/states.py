@@ -19,6 +19,7 @@ from ..models.kinds import has_state
 from ..spec import CacheSpec
 from .latent import LatentLayer
 from .layer import PackedLayer, indices_of
+from .unequal import UnequalLayer
 
 __all__ = ["BothLayer", "StateLayer", "made_layer"]
 
@@ -32,6 +33,8 @@ def made_layer(kind: str, arguments: dict[str, Any], index: int, spec: CacheSpec
         return StateLayer(number_of_states=states) if has_state(kind) else cache_utils.DummyLayer()
     if "latent" in arguments:
         return LatentLayer(index, spec, shared, arguments["latent"])
+    if "unequal" in arguments:
+        return UnequalLayer(index, spec, shared, arguments["unequal"])
     made = BothLayer(index, spec, shared, states) if has_state(kind) else PackedLayer(index, spec, shared)
     made.is_shared, made.chunk = bool(arguments.get("is_shared")), arguments.get("chunk", 0)
     return made

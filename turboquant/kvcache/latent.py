@@ -5,52 +5,17 @@ values; sinks and window hold exact ones. Padding is stored like other tokens, b
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from ..plan import Plan
-from ..spec import AUTO, CacheSpec
-from .shared import Common
-from .storage import LayerStorage
+from .pieces import PieceStorage
 
-__all__ = ["LatentStorage", "latent_spec"]
+__all__ = ["LatentStorage"]
 
 _dequantize = torch.ops.turboquant.dequantize.default
 
 
-def latent_spec(spec: CacheSpec) -> CacheSpec:
-    """The spec of a layer with latents: the bits of keys, sinks and window, without a wave and a metric.
-    NotImplementedError for a spec whose keys are not plain."""
-    off: dict[str, Any] = {"centre": "none", "metric": "none"}
-    if spec.variance_term == AUTO:
-        off["variance_term"] = False
-    plain = spec.budget is None and spec.settled().with_(**off)
-    if (
-        not plain
-        or not plain.plan(64).is_plain
-        or plain.rotation not in ("hadamard", "none")
-        or plain.outliers != "none"
-        or plain.variance_term
-    ):
-        raise NotImplementedError(
-            "latent attention takes specs of one number of bits for keys, with Hadamard rotations and the levels of a "
-            f"codebook, and without a variance term, got {spec}"
-        )
-    return plain.with_(value_bits=plain.key_bits)
-
-
-class LatentStorage(LayerStorage):
+class LatentStorage(PieceStorage):
     """Latents and rotary parts, [batch, heads, tokens, head_dim]."""
-
-    has_values = False
-
-    def __init__(self, index: int, spec: CacheSpec, shared: Common) -> None:
-        super().__init__(index, latent_spec(spec), shared)
-
-    def plan_for(self, kv_heads: int, head_dim: int) -> Plan:
-        plan = self.spec.plan(head_dim)
-        return Plan(head_dim, plan.key, group=plan.group, codebook=plan.codebook, scale=plan.scale, seed=plan.seed)
 
     def history(self) -> torch.Tensor:
         """All that is stored, in order, decoded: [batch, heads, tokens, head_dim]."""

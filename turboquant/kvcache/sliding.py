@@ -41,16 +41,17 @@ def visible_past(
     """Keys and values, in the dtype of the storage, that a chunk after the stored tokens may see, and some more.
 
     lengths      int32 [batch], of the sequences with the tokens of the chunk
-    key, value   of the chunk, which are not stored yet
+    key, value   of the chunk, which are not stored yet; values have no channels where the storage has none
     """
     sinks, window, before = stored.spec.sinks, stored.spec.window, stored.tokens
     device, new = stored.device, key.shape[2]
     length = lengths.view(-1, 1) - new  # of each sequence, without waiting for the device
     pad = before - length
     parts: list[_Past] = [(key[:, :, :0], value[:, :, :0], length[:, :0])]
-    if stored.sink_k is not None and stored.sink_v is not None:
+    if stored.sink_k is not None:
         row = torch.arange(stored.sinks, device=device)
-        parts.append((stored.sink_k, stored.sink_v, torch.where(row < length, row + pad, _NOWHERE)))
+        sink_v = stored.sink_k[..., :0] if stored.sink_v is None else stored.sink_v
+        parts.append((stored.sink_k, sink_v, torch.where(row < length, row + pad, _NOWHERE)))
     packed = max(stored.packed(before, padding))
     first = max(0, before - max(padding) - sliding_window + 1 - sinks) // PAGE_TOKENS * PAGE_TOKENS
     if packed > first:
@@ -68,14 +69,15 @@ def visible_past(
             dtype=stored.dtype,
             **stored.turned(),
         )
+        v = v if stored.has_values else k[..., :0]
         k = wide_keys(k, stored, pages, table, count)
         row = sinks + first + torch.arange(packed - first, device=device)
         positions = torch.where(row < length - window, row + pad, _NOWHERE)
         parts.append((k, v, positions))
-    if stored.window_k is not None and stored.window_v is not None:
+    if (ring := stored.ring()) is not None:
         row = torch.arange(stored.window, device=device)
         latest = length - 1 - (length - 1 - row) % stored.window  # position of each row of the ring
-        parts.append((stored.window_k, stored.window_v, torch.where(latest >= sinks, latest + pad, _NOWHERE)))
+        parts.append((*ring, torch.where(latest >= sinks, latest + pad, _NOWHERE)))
     channels = stored.head_dim + more_channels(stored)
     return (
         torch.cat([widened(k, channels) for k, _, _ in parts], 2),
@@ -106,23 +108,27 @@ def attention_behind_window(
     positions up to its own. Returns out, laid out as [batch, tokens, query_heads, head_dim], 0 for a query of
     padding; and, with return_lse, lse float32 [batch, query_heads, tokens], -inf for it.
 
+    key, value   of the chunk, none where `past` has them already
     before    positions in front of the chunk
     lengths   int32 [batch], of the sequences with the chunk
     softcap   logits become softcap * tanh(logit / softcap); 0: as they are
     chunked   each text is cut into parts of `sliding_window` tokens, from its first one on, and a query sees its part
     """
     batch, heads, tokens, _ = query.shape
-    heads_per_kv, device, channels = heads // key.shape[1], query.device, value.shape[-1]
+    kv_heads, device, channels = key.shape[1], query.device, value.shape[-1]
+    heads_per_kv, inside = heads // kv_heads, key.shape[2] == 0
     key = widened(key, query.shape[-1])
     pad = before + tokens - lengths.view(-1, 1)
     own = torch.arange(before, before + tokens, device=device).expand(batch, -1)
-    own = torch.where(own >= pad, own, _NOWHERE)
+    own = torch.where(own >= pad, own, _NOWHERE)[:, : key.shape[2]]
+    if tokens == 1:  # the heads that share a KV head are its queries: nothing is repeated for them
+        query, heads_per_kv = query.reshape(batch, kv_heads, heads_per_kv, -1), 1
     out = query.new_empty((batch, tokens, heads, channels)).transpose(1, 2)
     lse = query.new_empty((batch, heads, tokens), dtype=torch.float32) if return_lse else None
     for start in range(0, tokens, _QUERIES):
         stop, first = min(start + _QUERIES, tokens), max(0, start - sliding_window + 1)
         k, v, at = key[:, :, first:stop], value[:, :, first:stop], own[:, first:stop]
-        if start < sliding_window - 1:
+        if inside or start < sliding_window - 1:
             k, v, at = (torch.cat([a, b], 2 if a.dim() == 4 else 1) for a, b in zip(past, (k, v, at), strict=True))
         here = torch.arange(before + start, before + stop, device=device).view(-1, 1)
         seen = ((at[:, None] <= here) & (at[:, None] > here - sliding_window))[:, None]
@@ -130,11 +136,13 @@ def attention_behind_window(
             part_of_query = (here - pad[:, :, None]).div(sliding_window, rounding_mode="floor")
             part_of_key = (at - pad)[:, None].div(sliding_window, rounding_mode="floor")
             seen = seen & (part_of_key == part_of_query)[:, None]
-        k, v = k.repeat_interleave(heads_per_kv, 1), v.repeat_interleave(heads_per_kv, 1)
-        attended = _attention(
-            query[:, :, start:stop], k, v, seen, scale, softcap, lse if lse is None else lse[:, :, start:stop]
-        )
-        out[:, :, start:stop] = attended.masked_fill_(~seen.any(-1, keepdim=True), 0)
+        rows, total = query[:, :, start:stop], None if lse is None else lse[:, :, start:stop]
+        if heads_per_kv > 1:
+            k, v = k.repeat_interleave(heads_per_kv, 1), v.repeat_interleave(heads_per_kv, 1)
+        if tokens == 1:
+            rows, total = query, None if lse is None else lse.view(batch, kv_heads, -1)
+        attended = _attention(rows, k, v, seen, scale, softcap, total).masked_fill_(~seen.any(-1, keepdim=True), 0)
+        out[:, :, start:stop] = attended.reshape(batch, heads, -1, channels)
     return out, lse
 
 

@@ -101,8 +101,8 @@ class LayerStorage(LayerTensors):
             how = None
         if after > self.exact_ready:
             self.make_exact_room(after)
-        if self.record_past and self.window_k is not None and self.window_v is not None:
-            window = self.window_k.clone(), self.window_v.clone()
+        if self.record_past and (ring := self.ring()) is not None:
+            window = ring[0].clone(), ring[1].clone()
             self.past.add(before, window)
             self.past.add_fresh(before, (key, value), window, padding)
         words, arguments = self.plan.words, self.arguments()
@@ -178,11 +178,13 @@ class LayerStorage(LayerTensors):
     def crop_to(self, keep: int) -> None:
         """`crop` to `keep` positions, 0 < keep; `can_crop_to(keep)` is true."""
         if keep < self.tokens:
-            if self.window_k is not None and self.window_v is not None and self.past.snapshots:
+            if self.window_k is not None and self.past.snapshots:
                 self.bring_back()  # past windows have stayed where they were
-                now = self.window_k, self.window_v
-                window = self.past.ring(keep, self.tokens, now, self.padding, self.spec.sinks)
-                self.window_k, self.window_v = window
+                now = self.ring()
+                assert now is not None
+                self.window_k, values = self.past.ring(keep, self.tokens, now, self.padding, self.spec.sinks)
+                if self.has_values:
+                    self.window_v = values
             if self.table is not None:
                 self.table.truncate(self.packed(keep, self.padding))
             self.tokens = keep

@@ -231,6 +231,12 @@ class LayerTensors(PackedKV):
                         grown[name] = laid_out(held, rows, self.spec.sinks)
         self.hold_exact(grown)
 
+    def ring(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keys and values of the window; values of no channels where none are stored. None: there is no window."""
+        if self.window_k is None:
+            return None
+        return self.window_k, self.window_k[..., :0] if self.window_v is None else self.window_v
+
     def hold_exact(self, tensors: dict[str, torch.Tensor]) -> None:
         """Sets those of "sink_k", "sink_v", "window_k" and "window_v" that `tensors` names."""
         self.__dict__.update(tensors)

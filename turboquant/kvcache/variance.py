@@ -31,7 +31,7 @@ def more_channels(stored: LayerTensors) -> int:
 def widened(x: torch.Tensor, channels: int) -> torch.Tensor:
     """Values, or exact keys: their channels of the term are zeros."""
     more = channels - x.shape[-1]
-    return torch.nn.functional.pad(x, (0, more)) if more else x
+    return torch.nn.functional.pad(x, (0, more)) if more > 0 else x
 
 
 def wide_keys(

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from . import esm
 from .identity import describe, layer_sizes
-from .kinds import latent_size, sources_of
+from .kinds import latent_size, sources_of, unequal_size
 from .outputs import DrawnTokens
 from .routing import text_config, uses_interface
 from .texts import Sample, kinds, protein_sample, sample
@@ -28,7 +28,9 @@ _Refusal = tuple[Callable[[Any], bool], str]
 _NOT_MEASURED: tuple[_Refusal, ...] = (
     (lambda model: not uses_interface(model), "its attention bypasses AttentionInterface"),
     (lambda model: latent_size(text_config(model)) > 0, "its cache has latents, which have no wave and no metric"),
-)
+    (lambda model: unequal_size(text_config(model)) > 0,
+     "its keys and values have different sizes, and are packed without a wave and a metric"),
+)  # fmt: skip
 _NOT_CALIBRATED: tuple[_Refusal, ...] = (
     (lambda model: model.get_output_embeddings() is None, "it has no head, which gives the next token's logits"),
     (lambda model: len({*layer_sizes(describe(model.config))}) > 1,

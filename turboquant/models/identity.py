@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .kinds import latent_size, packed_indices
+from .kinds import kinds_of, latent_size, packed_indices, unequal_size
 from .placement import held, loaded
 from .routing import decoder_of, text_config
 from .wrappers import base_model
@@ -70,6 +70,12 @@ def _sizes(text: Any) -> dict[str, Any]:
     if rank := getattr(text, "kv_lora_rank", None):  # latents, cut into heads
         size = latent_size(text) or 8
         return {"kv_heads": (rank + text.qk_rope_head_dim) // size, "head_dim": size}
+    if size := unequal_size(text):  # keys and values, cut into heads; MiMo's sliding layers have twice as many
+        pieces = text.num_key_value_heads * (text.head_dim + text.v_head_dim) // size
+        each = [pieces * (1 + (kind == "sliding_attention")) for kind, _ in kinds_of(text)]
+        if len({*each}) == 1:
+            return {"kv_heads": each[0], "head_dim": size}
+        return {"kv_heads": each, "head_dim": [size] * len(each)}
     varying = {*(getattr(text, "per_layer_attributes", None) or ())} & {"head_dim", "num_key_value_heads"}
     layers = [text.per_layer_config[i] for i in packed_indices(text)] if varying else [text]
     kv_heads = [getattr(one, "num_key_value_heads", None) or one.num_attention_heads for one in layers]

@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import cache_utils
 
-__all__ = ["has_keys", "has_state", "is_known", "kinds_of", "latent_size", "packed_indices", "sources_of",
-           "unknown_kinds"]  # fmt: skip
+__all__ = ["has_keys", "has_state", "is_known", "kinds_of", "latent_size", "packed_indices", "piece_size",
+           "sources_of", "unequal_size", "unknown_kinds"]  # fmt: skip
 
 _PACKED = ("full_attention", "sliding_attention")
 _CHUNKED = "chunked_attention"
@@ -20,7 +20,7 @@ _read_kinds = getattr(cache_utils, "get_layer_types_and_kwargs", None)  # transf
 def kinds_of(text: Any) -> list[tuple[str, dict[str, Any]]]:
     """The kind of each layer of a text configuration ("dummy": a layer without a cache), and what else is to be known,
     integers: number_of_states; is_shared, 1 if later layers read its keys and values; chunk, of chunked attention;
-    latent, `latent_size`."""
+    latent, `latent_size`; unequal, `unequal_size`."""
     if _read_kinds is None:
         kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
         return [(kind, {}) for kind in kinds]
@@ -33,6 +33,9 @@ def kinds_of(text: Any) -> list[tuple[str, dict[str, Any]]]:
     if size := latent_size(text):
         for kind, one in zip(kinds, each):
             one |= {"latent": size} if kind == _PACKED[0] else {}
+    if size := unequal_size(text):
+        for kind, one in zip(kinds, each):
+            one |= {"unequal": size} if kind in _PACKED else {}
     return list(zip(kinds, each, strict=True))
 
 
@@ -40,9 +43,26 @@ def latent_size(text: Any) -> int:
     """Channels of the heads that latents and rotary parts are cut into: the largest multiple of 8 up to 256 that
     divides both numbers; 0 without latents, or if there is none."""
     rank, rotary = getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None)
-    if not rank or not rotary:
+    return _common_size(rank, rotary) if rank and rotary else 0
+
+
+def unequal_size(text: Any) -> int:
+    """The same of keys and values whose heads differ in size (MiMo V2); 0 where they do not, or with latents."""
+    value = getattr(text, "v_head_dim", None)
+    if not value or getattr(text, "kv_lora_rank", None):
         return 0
-    return next((size for size in range(256, 0, -8) if rank % size == 0 and rotary % size == 0), 0)
+    key = getattr(text, "head_dim", None)
+    return _common_size(key, value) if key and key != value else 0
+
+
+def piece_size(text: Any) -> int:
+    """Channels of the heads of a cache whose layers cut what they store into pieces (`latent_size`, `unequal_size`);
+    0: they store heads as they are."""
+    return latent_size(text) or unequal_size(text)
+
+
+def _common_size(one: int, other: int) -> int:
+    return next((size for size in range(256, 0, -8) if one % size == 0 and other % size == 0), 0)
 
 
 def _numbers(kind: str, arguments: dict[str, Any]) -> dict[str, int]:

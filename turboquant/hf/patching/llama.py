@@ -18,11 +18,11 @@ import torch
 from transformers.generation.configuration_utils import GenerationMode
 
 from ...fingerprints import differences
-from ...kvcache.latent import latent_spec
+from ...kvcache.pieces import pieces_spec
 from ...measured import Calibration, Moments, Profile, used_by
 from ...measuring.used import moments_for
 from ...models.identity import Identity, describe, fingerprint
-from ...models.kinds import has_state, kinds_of, packed_indices
+from ...models.kinds import has_state, kinds_of, packed_indices, piece_size, unequal_size
 from ...models.names import CACHE, NAMES, cache_argument, given_cache, renamed
 from ...models.routing import Previous, attention_modules, check_route, decoder_of, restore, route, text_config
 from ...models.wrappers import refuse_prefix
@@ -74,11 +74,11 @@ def patch(
             "(as device_map does)"
         )
     kinds = kinds_of(text_config(model))
-    special = any(has_state(kind) or {"is_shared", "latent"} & {*arguments} for kind, arguments in kinds)
+    special = any(has_state(kind) or {"is_shared", "latent", "unequal"} & {*arguments} for kind, arguments in kinds)
     if cuda_graphs and (special or decoder_of(model) is not model):
         raise NotImplementedError(
             f"{type(model).__name__}: `cuda_graphs` is for text models without recurrent states, shared keys and "
-            "latents"
+            "latents, whose keys and values have one size"
         )
     if state is None:
         _prepare(model, spec)
@@ -146,8 +146,8 @@ def check(model: Any, spec: CacheSpec, profile: Profile | None) -> tuple[Calibra
     if profile is not None and profile.calibration is not None:
         profile.check(fingerprint(model))
     specs, calibration, moments = used_by(spec, profile, len(kinds_of(text)), packed_indices(text))
-    if getattr(text, "kv_lora_rank", None):
-        specs = [latent_spec(one) for one in specs]
+    if piece_size(text):
+        specs = [pieces_spec(one, unequal_size(text) > 0) for one in specs]
     if moments is not None:
         moments_for(model, specs, moments)  # the configuration first: its differences are told in words
     if profile is not None and profile.calibration is None:
