@@ -135,7 +135,7 @@ def _text(config: Any, fields: dict[str, Any]) -> Any:
     if isinstance(kinds := getattr(config, "layer_types", None), list):
         small["layer_types"] = layers_with_all_kinds(kinds, TEXT["num_hidden_layers"])
         small["num_hidden_layers"] = len(small["layer_types"])
-    if isinstance(rope := getattr(config, "rope_parameters", None), dict):
+    if "rope_parameters" not in fields and isinstance(rope := getattr(config, "rope_parameters", None), dict):
         small["rope_parameters"] = {**rope, "mrope_section": MROPE}
     return _changed(config, small | fields)
 
@@ -162,15 +162,19 @@ def give_features(model: Any, as_list: bool = False, seed: int = 5, tokens: int 
     width = model.config.get_text_config(decoder=True).hidden_size
     rows = torch.randn(tokens, width, generator=torch.Generator().manual_seed(seed))
 
-    def found(self: Any, *args: Any, **kwargs: Any) -> BaseModelOutputWithPooling:
-        out = BaseModelOutputWithPooling(last_hidden_state=rows[None], pooler_output=(rows,) if as_list else rows)
-        out.__dict__.update(deepstack_features=[(0.1 * rows,)] * 3, router_logits=None)
-        return out
+    def like(method: Any) -> Any:
+        @functools.wraps(method)  # `generate` reads its arguments
+        def found(self: Any, *args: Any, **kwargs: Any) -> BaseModelOutputWithPooling:
+            out = BaseModelOutputWithPooling(last_hidden_state=rows[None], pooler_output=(rows,) if as_list else rows)
+            out.__dict__.update(deepstack_features=[(0.1 * rows,)] * 3, router_logits=None)
+            return out
+
+        return found
 
     for part in model.modules():
         for method in ("get_image_features", "get_audio_features"):
-            if hasattr(part, method):  # `generate` reads its arguments
-                setattr(part, method, MethodType(functools.wraps(getattr(type(part), method))(found), part))
+            if hasattr(part, method):
+                setattr(part, method, MethodType(like(getattr(type(part), method)), part))
 
 
 def prompt(

@@ -14,7 +14,8 @@ from models import torch, transformers
 from multimodal import TYPES, give_features, prompt, tiny
 from specs import bare
 from table import FILE, page
-from test_causal_types import INDEXER, KINDS, LATENTS, NO_INTERFACE, NOT_CAUSAL, VERSION
+from test_causal_types import EXACT as CAUSAL
+from test_causal_types import INDEXER, KINDS, LATENTS, NO_INTERFACE, NOT_CAUSAL, PER_LAYER_INPUTS, VERSION
 from transformers import CONFIG_MAPPING
 
 import turboquant
@@ -28,22 +29,36 @@ HOLDS_ALL, PACKED = bare(4, 4, sinks=2, window=256), bare(5, 5)
 
 # Run here with an image, or sound, in the prompt.
 EXACT = """
-    aria aya_vision cohere2_vision cosmos3_edge cosmos3_omni deepseek_vl deepseek_vl_hybrid exaone4_5 fuyu gemma3
-    glm46v glm4v glm_ocr glmasr glmga got_ocr2 granite_docling hyperclovax_vision_v2 idefics2 idefics3 internvl janus
-    lfm2_vl lfm3_vl lighton_ocr llava llava_next llava_next_video llava_onevision minicpm_ocr minicpmv4_6 minicpmv4_7
-    mistral3 moss_transcribe_diarize muse_glimmer paddleocr_vl pp_chart2table qianfan_ocr qwen2_5_vl qwen2_vl qwen3_5
-    qwen3_5_moe qwen3_asr qwen3_vl qwen3_vl_moe shieldgemma2 smolvlm video_llama_3 vipllava voxtral
+    aria aya_vision cohere2_vision cosmos3_edge cosmos3_omni deepseek_vl deepseek_vl_hybrid ernie4_5_vl_moe exaone4_5
+    fuyu gemma3 gemma4 gemma4_unified glm46v glm4v glm_ocr glmasr glmga got_ocr2 granite_docling hyperclovax_vision_v2
+    idefics2 idefics3 internvl janus lfm2_vl lfm3_vl lighton_ocr llava llava_next llava_next_video llava_onevision
+    minicpm_ocr minicpmv4_6 minicpmv4_7 mistral3 moss_transcribe_diarize muse_glimmer paddleocr_vl pp_chart2table
+    qianfan_ocr qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_asr qwen3_vl qwen3_vl_moe shieldgemma2 smolvlm
+    video_llama_3 vipllava voxtral
     """.split()
+
+# Fields of the small text configuration of some of them.
+FIELDS: dict[str, dict[str, Any]] = {
+    "ernie4_5_vl_moe": dict(
+        moe_intermediate_size=[16, 16],
+        rope_parameters=dict(rope_type="default", rope_theta=500000.0, mrope_section=[3, 3, 2]),
+    ),
+    "gemma4": PER_LAYER_INPUTS,
+}
 
 # The inputs of their towers are too unlike the others'. Run with embeddings that no token has, in place of an image's.
 EMBEDDED: dict[str, dict[str, Any]] = {
     **{
         name: {}
         for name in """
-        granite_speech granite_speech_plus nemotron_h_omni omniasr ovis2 qwen2_5_omni_thinker qwen2_audio video_llava
+        granite_speech granite_speech_plus hunyuan_vl nemotron_h_omni omniasr ovis2 qwen2_5_omni_thinker qwen2_audio
+        qwen3_omni_moe_thinker video_llava
         """.split()
     },
+    "cohere_compass": dict(text=CAUSAL["cohere_compass_text"]),
     "fun_asr_nano": dict(adaptor_config=dict(hidden_size=64, intermediate_size=16, num_attention_heads=2)),
+    "glm4v_moe": dict(text=dict(head_dim=32)),  # half of which turns
+    "molmo2": dict(adapter_config=dict(vision_feature_layer=[1, 0])),
     "step3p7": dict(text=dict(sliding_window=16)),
     # All experts run: with random weights, rounding would choose others.
     "kimi_k25": dict(text={**LATENTS, "n_routed_experts": 2}),
@@ -55,8 +70,8 @@ EMBEDDED: dict[str, dict[str, Any]] = {
 
 # `patch` takes them. They are not run here: their configurations or inputs are unlike the others', or take too long.
 PATCHED = """
-    apertus1p5 ernie4_5_vl_moe gemma4 gemma4_unified idefics kosmos-2 kosmos-2.5 kyutai_speech_to_text llama4 mistral4
-    molmo2 nemo_speechlm phi4_multimodal vibevoice_asr voxtral_realtime
+    apertus1p5 idefics kosmos-2 kosmos-2.5 kyutai_speech_to_text llama4 mistral4 nemo_speechlm phi4_multimodal
+    vibevoice_asr voxtral_realtime
     """.split()
 
 # The refusal, as a pattern, and the types that are refused with it. docs/models.md has them, by `table.py`.
@@ -79,8 +94,7 @@ REFUSED: dict[str, str] = {
 # Types whose default configuration transformers cannot build here (timm, or sizes that do not fit), or whose default
 # head_dim is no multiple of 8, unlike that of any checkpoint.
 NOT_BUILT = """
-    chameleon cohere_compass deepseek_ocr2 diffusion_gemma emu3 fast_vlm gemma3n glm4v_moe granite4_vision hunyuan_vl
-    perception_lm qwen3_omni_moe qwen3_omni_moe_thinker qwen4_exp
+    chameleon deepseek_ocr2 diffusion_gemma emu3 fast_vlm gemma3n granite4_vision perception_lm qwen3_omni_moe qwen4_exp
     """.split()
 
 # Fields of the published layer patterns of types whose default is another.
@@ -105,7 +119,7 @@ def built(name: str) -> Any:
 
 def with_an_image(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """A small model and inputs for it. Some types join a list of features, others take one tensor."""
-    model = tiny(name)
+    model = tiny(name, FIELDS.get(name))
     inputs = prompt(model)
     for as_list in (False, True):
         give_features(model, as_list)
