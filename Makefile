@@ -224,12 +224,12 @@ test-adapters: build $(ADAPTERS)/.ready
 	    -o asyncio_default_fixture_loop_scope=function $(ADAPTER_TESTS) $(PYTEST_ARGS)
 	PYTHONPATH=. HAYSTACK_TELEMETRY_ENABLED=False $(ADAPTERS)/bin/python -m pytest tests/test_readme.py -k optional $(PYTEST_ARGS)
 
-# Models that accelerate has placed, tp_plan has sharded, torchao or bitsandbytes has quantised. These packages lie in a folder of their
+# Models that accelerate has placed, tp_plan has sharded, torchao or bitsandbytes has quantised, peft has adapted. These packages lie in a folder of their
 # own: transformers takes other ways where it finds accelerate.
-PLACED := sharded placement
+PLACED := sharded placement ways
 PLACED_MOMENTS := accelerates_hooks weights_that_torchao_quantised weights_that_bitsandbytes_quantised
 test-placement: build
-	$(INTERPRETER) -m pip install -q --upgrade --no-deps --target build/placement -c $(CONSTRAINTS) accelerate psutil torchao bitsandbytes
+	$(INTERPRETER) -m pip install -q --upgrade --no-deps --target build/placement -c $(CONSTRAINTS) accelerate psutil peft torchao bitsandbytes
 	PYTHONPATH=$(abspath build)/placement:. $(INTERPRETER) -m pytest $(PLACED:%=tests/test_%.py) \
 	    $(PLACED_MOMENTS:%=tests/test_moments.py::test_%) $(PYTEST_ARGS)
 

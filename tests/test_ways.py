@@ -1,5 +1,6 @@
 """Ways of running a model that no other test goes: a patched model whose window holds everything gives what it gives
-without a patch. Generation is in test_generate.py, adapters in test_wrappers.py, offloading in test_placement.py.
+without a patch. Generation is in test_generate.py, offloading in test_placement.py. `make test-placement`
+runs those that need peft, accelerate, torchao or bitsandbytes.
 """
 
 from __future__ import annotations
@@ -62,6 +63,34 @@ def test_a_classifier() -> None:
         want = model(**inputs).logits
         turboquant.patch(model, HOLDS_ALL)
         torch.testing.assert_close(model(**inputs).logits, want, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("how", ["LoRA before", "LoRA after", "prompt tuning"])
+def test_an_adapter(how: str) -> None:
+    """Of the real peft; `test_wrappers` has a class that stands in for it."""
+    peft = pytest.importorskip("peft")
+    if how == "prompt tuning":
+        adapter = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    else:
+        modules = ["q_proj", "k_proj", "v_proj"]
+        adapter = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=modules, init_lora_weights=False)
+
+    def adapted(model: Any) -> Any:
+        torch.manual_seed(1)
+        return peft.get_peft_model(model, adapter).eval()
+
+    # peft puts tuned prompts in front of the padding, and padding between tokens is refused
+    inputs = prompts(2, 20, (0, 0 if how == "prompt tuning" else 6))
+    want, plain = (model.generate(**inputs, **GREEDY) for model in (adapted(tiny()), tiny()))
+    model = adapted(turboquant.patch(tiny(), HOLDS_ALL)) if how == "LoRA after" else adapted(tiny())
+    if how != "LoRA after":
+        turboquant.patch(model, HOLDS_ALL)
+    got = model.generate(**inputs, **GREEDY, return_dict_in_generate=True)
+    assert torch.equal(got.sequences, want) and not torch.equal(want, plain)
+    assert type(got[CACHE]) is TurboQuantCache
+    if how == "prompt tuning":
+        with pytest.raises(ValueError, match="got masked ones between tokens in 1 of 2 sequences"):
+            model.generate(**prompts(2, 20, (0, 6)), **GREEDY)
 
 
 @pytest.mark.slow
