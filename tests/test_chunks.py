@@ -185,6 +185,7 @@ def decoding(monkeypatch):
     calls = []
     monkeypatch.setattr(decoded, "LEAST_TOKENS", {"cpu": 1, "cuda": 1})
     monkeypatch.setattr(decoded, "LEAST_ROWS", (1, 1))
+    monkeypatch.setattr(decoded, "LEAST_ROWS_OF_TERM", (1, 1))
     monkeypatch.setattr(decoded, "SCRATCH_BYTES", 200_000)
     monkeypatch.setattr(
         attend, "attend_to_decoded", lambda *given: calls.append(given) or decoded.attend_to_decoded(*given)
@@ -203,6 +204,21 @@ def test_a_chunk_that_sees_decoded_tokens(fields, heads, kv_heads, dim, dtype, d
     run(Layer(bare(4, 3, **fields), **shape), (700, CHUNK, 1, 130), dtype, device, batch=2, **shape)
     run(Layer(bare(4, 3, **fields), **shape), (700, CHUNK), dtype, device, batch=1, **shape)
     assert len(decoding) == (0 if device == "cuda" and dtype == torch.float32 else 3)
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch, tokens", [(1, 9000), (2, 8300)])
+@pytest.mark.parametrize("term", [False, True])
+def test_a_long_history_is_read_by_cudnn(term, batch, tokens, dtype, device, decoding, monkeypatch):
+    """Whole blocks by cuDNN's attention, in parts where the batch is one sequence, and the rest by flash attention."""
+    monkeypatch.setattr(decoded, "SCRATCH_BYTES", 128 << 20)
+    blocks = []
+    monkeypatch.setattr(decoded, "_by_cudnn", lambda *given, by=decoded._by_cudnn: blocks.append(1) or by(*given))
+    shape = dict(heads=8, kv_heads=2, dim=128)
+    spec = bare(3, 3, variance_term=term, **WINDOWED)
+    run(Layer(spec, **shape), (tokens, 300), dtype, device, batch=batch, **shape)
+    assert len(blocks) == torch.cuda.get_device_capability()[0] // 9
 
 
 @pytest.mark.parametrize("device", DEVICES)

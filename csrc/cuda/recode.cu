@@ -1,9 +1,12 @@
 // tq_cuda_recode: a warp for each 32 tokens of one side of a record. A lane reads its words of a tile and writes its words of
-// the recoded one, by a table of what each code becomes; sums over channels are integers, so that their order does not matter.
+// the recoded one; sums over channels are integers, so that their order does not matter. From 3, 4 and 5 bits to 2, 3 and 4
+// a lane works on eight codes at once: prmt looks up four levels by the low three bits of their codes, and dp4a multiplies
+// and adds them. Other widths, tiles with padding and tiles with unused tokens take a code at a time.
 #include "core/plan_kind.h"
 #include "cuda/device/launch.cuh"
 #include "cuda/tile/codebooks.h"
 #include "cuda/tile/pack.cuh"
+#include <type_traits>
 
 namespace tq
 {
@@ -12,33 +15,62 @@ namespace
 
 constexpr int WARPS = 8;
 
+/** Neighbouring groups with the same widths, whose tiles lie side by side; a group with padding is a run of its own. */
+struct Run {
+    uint8_t from, to, n, width; // bits, groups, real channels of each
+};
+
 struct SideArgs {
     int64_t codes_from, codes_to, scales_from, scales_to; // offsets in a record
     int32_t tile_bytes_from, tile_bytes_to;               // of a token tile
-    uint8_t from[PLAN_GROUPS], to[PLAN_GROUPS];           // bits
+    int32_t runs;                                         // 0: all widths stay
+    Run run[PLAN_GROUPS];
+};
+
+/** Magnitudes of levels in steps, a byte each: by the low three bits of a code, and, of 5 bits, by its low four. */
+struct Magnitudes {
+    uint2 low, high;
 };
 
 struct RecodeArgs {
     const uint8_t *pages;
     uint8_t *out;
-    int64_t jobs, record_from, record_to; // jobs: records * sides * token tiles
-    int32_t sides, tiles, groups, dim;
+    int64_t record_from, record_to;
+    uint32_t jobs, sides, tiles; // jobs: records * sides * token tiles
     SideArgs side[2];
+    Magnitudes before[3], after[3][3]; // of codes of 3 to 5 bits, and of what they become at 2 to 4
     LevelsByCode books;
 };
 
-__device__ __forceinline__ int rank_of(int code, int bits)
+__host__ __device__ __forceinline__ int rank_of(int code, int bits)
 {
     if (bits <= 3) return code;
     const int half = 1 << (bits - 1), magnitude = code & (half - 1);
     return code & half ? half - 1 - magnitude : half + magnitude;
 }
 
-__device__ __forceinline__ int code_of_rank(int rank, int bits)
+__host__ __device__ __forceinline__ int code_of_rank(int rank, int bits)
 {
     if (bits <= 3) return rank;
     const int half = 1 << (bits - 1);
     return rank >= half ? rank - half : (half - 1 - rank) | half;
+}
+
+__host__ __device__ __forceinline__ int fewer_bits(int code, int from, int to)
+{
+    return code_of_rank(rank_of(code, from) >> (from - to), to);
+}
+
+/** The same for eight codes, the nibbles of x, and of 5 bits their fifth bits, bit 0 of the nibbles of `fifth`. Of 3 bits,
+ *  bit 3 of a nibble is not looked at. */
+template <int FROM, int TO> __device__ __forceinline__ uint32_t eight_fewer(uint32_t x, uint32_t fifth)
+{
+    static_assert(FROM <= 5 && FROM > TO && TO >= 2);
+    if (FROM == 3) return x >> 1 & 0x33333333u;
+    if (TO == 4) return (x >> 1 & 0x77777777u) | fifth << 3;            // both have a sign and a magnitude
+    const uint32_t negative = FROM == 5 ? fifth : x >> 3 & 0x11111111u; // ranks of negative codes count down
+    if (TO == 3) return ((x >> (FROM - 3) & 0x33333333u) | 0x44444444u) ^ negative * 7;
+    return ((x >> (FROM - 2) & 0x11111111u) | 0x22222222u) ^ negative * 3;
 }
 
 __device__ __forceinline__ void store_lane(uint32_t *words, int bits, const Rows &rows)
@@ -54,172 +86,201 @@ __device__ __forceinline__ void store_lane(uint32_t *words, int bits, const Rows
     store_whole(words + TQ_TILE * 4, 2, upper);
 }
 
-/** Sums over the channels of a token: of keys over the four lanes of a row, of values over the eight of a column. */
-template <bool IS_KEY> __device__ __forceinline__ int sum_channels(int x)
-{
-#pragma unroll
-    for (int by = IS_KEY ? 1 : 4; by <= (IS_KEY ? 2 : 16); by *= 2) x += __shfl_xor_sync(ALL_LANES, x, by);
-    return x;
-}
-
-/** What a code becomes, by code. */
-struct Recoded {
-    uint32_t code;    // of fewer bits
-    uint32_t squares; // level^2 and, from bit 16 on, level * its new level: neither has more than 14 bits
+/** Of tokens r (keys) or n (values) of a lane, over its channels. */
+struct Sums {
+    int before[8], between[8];
 };
 
-/** Recoded codes from `from` bits to `to` bits begin at PAIR_CODES * pair_of(from, to). */
-constexpr int PAIR_CODES = 1 << TQ_MAX_BITS, PAIRS = TQ_MAX_BITS * (TQ_MAX_BITS + 1) / 2;
-
-__device__ __forceinline__ int pair_of(int from, int to) { return from * (from - 1) / 2 + to - 1; }
-
-/** Fills the tables of the plan's pairs of widths, by a block. Needs a __syncthreads after it. */
-__device__ __forceinline__ void fill_pairs(const RecodeArgs &a, Recoded *pairs)
+/** The magnitudes of four levels, by the nibbles 0..3 of `codes`; below 5 bits their bit 3 is 0. */
+template <int FROM> __device__ __forceinline__ uint32_t look_up_four(uint32_t codes, Magnitudes magnitudes)
 {
-    for (int i = 0; i < a.sides * a.groups; i++) {
-        const SideArgs &side = a.side[i / a.groups];
-        const int g = i % a.groups, from = side.from[g], to = side.to[g];
-        if (!from || (g && side.from[g - 1] == from && side.to[g - 1] == to)) continue;
-        for (int code = threadIdx.x; code < 1 << from; code += blockDim.x) {
-            const int fewer = code_of_rank(rank_of(code, from) >> (from - to), to), level = a.books.levels[from][code];
-            pairs[PAIR_CODES * pair_of(from, to) + code] = {
-                (uint32_t)fewer, (uint32_t)(level * level | level * a.books.levels[to][fewer] << 16)};
+    if (FROM < 5) return prmt(magnitudes.low.x, magnitudes.low.y, codes);
+    const uint32_t three_bits = codes & 0x7777u, is_high = prmt(0x80808080u, 0x80808080u, codes); // bytes 0xff or 0x80
+    return choose(prmt(magnitudes.high.x, magnitudes.high.y, three_bits),
+                  prmt(magnitudes.low.x, magnitudes.low.y, three_bits), is_high); // no magnitude has bit 7
+}
+
+/** Adds the products of four levels, all of token i. */
+template <int FROM>
+__device__ __forceinline__ void add_four(Sums &sums, int i, uint32_t codes, Magnitudes before, Magnitudes after)
+{
+    const uint32_t y = look_up_four<FROM>(codes, before), z = look_up_four<FROM>(codes, after);
+    sums.before[i] = __dp4a((int)y, (int)y, sums.before[i]);
+    sums.between[i] = __dp4a((int)y, (int)z, sums.between[i]);
+}
+
+/** n tiles side by side, of which all codes are real and used. */
+template <int FROM, int TO>
+__device__ __forceinline__ void recode_whole(bool is_key, int n, const uint32_t *__restrict__ words,
+                                             uint32_t *__restrict__ out, Magnitudes before, Magnitudes after,
+                                             Sums &sums)
+{
+#pragma unroll 4
+    for (int k = 0; k < n; k++) {
+        Rows made = {}, codes = unpack_lane(FROM, words + TQ_TILE * FROM * k);
+        uint32_t (&x)[4] = codes.low;
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            made.low[r] = eight_fewer<FROM, TO>(x[r], codes.high[r]);
+            if (FROM < 5) x[r] &= 0x77777777u;
+        }
+        store_whole(out + TQ_TILE * TO * k, TO, made);
+        if (is_key) {
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                add_four<FROM>(sums, r, x[r], before, after);
+                add_four<FROM>(sums, r, x[r] >> 16, before, after);
+            }
+            continue;
+        }
+        // Four rows of each column: nibbles 4 i .. 4 i + 3 of a word.
+        const uint32_t even_01 = choose(x[0], x[1] << 4, LOW_NIBBLES), odd_01 = choose(x[0] >> 4, x[1], LOW_NIBBLES);
+        const uint32_t even_23 = choose(x[2], x[3] << 4, LOW_NIBBLES), odd_23 = choose(x[2] >> 4, x[3], LOW_NIBBLES);
+        const uint32_t columns[4] = {prmt(even_01, even_23, 0x5140), prmt(odd_01, odd_23, 0x5140),
+                                     prmt(even_01, even_23, 0x7362), prmt(odd_01, odd_23, 0x7362)};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int first = 4 * (i / 2) + i % 2; // columns 0 2, 1 3, 4 6, 5 7
+            add_four<FROM>(sums, first, columns[i], before, after);
+            add_four<FROM>(sums, first + 2, columns[i] >> 16, before, after);
         }
     }
 }
 
-/** Of tokens r (keys) or n (values) of a lane: the sums of a run over the lane's channels, and those of the runs before it. */
-struct Token {
-    int run_before, run_between;
-    float before, between;
-};
+template <int BITS> constexpr std::integral_constant<int, BITS> width_of = {};
 
-/** GENERAL: also codes of more than 4 bits, groups with padding and tokens that have no vector. */
-template <bool IS_KEY, bool GENERAL>
-__device__ __forceinline__ void recode_tile(int from, int to, int width, const Recoded *recoded, const uint32_t *words,
-                                            uint32_t *out, uint32_t live, int lane, Token (&tokens)[8])
+/** A run of any widths. live: which tokens have a scale, a bit a column. */
+__device__ __forceinline__ void recode_any(const RecodeArgs &a, bool is_key, const Run &run, const uint32_t *words,
+                                           uint32_t *out, uint32_t live, int lane, Sums &sums)
 {
-    const Rows rows = unpack_lane(from, words + lane);
-    Rows made = {};
-    uint32_t sums[8][2] = {}; // of four codes each
+    for (int k = 0; k < run.n; k++, words += TQ_TILE * run.from, out += TQ_TILE * run.to) {
+        const Rows rows = unpack_lane(run.from, words);
+        Rows made = {};
 #pragma unroll
-    for (int r = 0; r < 4; r++)
+        for (int r = 0; r < 4; r++)
 #pragma unroll
-        for (int n = 0; n < 8; n++) {
-            const int t = IS_KEY ? r : n, channel = IS_KEY ? column_of_lane(lane % 4, n) : lane / 4 + 8 * r;
-            const uint32_t code = GENERAL ? code_of(rows, r, n) : rows.low[r] >> 4 * n & 15;
-            Recoded x = recoded[code];
-            if (GENERAL && (channel >= width || !(live >> t & 1))) x = {0, 0};
-            sums[t][IS_KEY ? n / 4 : 0] += x.squares;
-            made.low[r] |= (GENERAL ? x.code & 15 : x.code) << 4 * n;
-            if (GENERAL) made.high[r] |= x.code >> 4 << 4 * n;
+            for (int n = 0; n < 8; n++) {
+                const int code = (int)code_of(rows, r, n), column = column_of_lane(lane % 4, n), row = lane / 4 + 8 * r;
+                const int channel = is_key ? column : row;
+                if (!(live >> (is_key ? column_of_token(row) : column) & 1) || channel >= run.width) continue; // code 0
+                const int fewer = fewer_bits(code, run.from, run.to), level = a.books.levels[run.from][code];
+                const int both = level * a.books.levels[run.to][fewer];
+                if (is_key) sums.before[r] += level * level, sums.between[r] += both; // constants: registers
+                else sums.before[n] += level * level, sums.between[n] += both;
+                made.low[r] |= (uint32_t)(fewer & 15) << 4 * n;
+                made.high[r] |= (uint32_t)(fewer >> 4) << 4 * n;
+            }
+        store_lane(out, run.to, made);
+    }
+}
+
+/** Sums x of the tokens of a lane over the lanes that have the same tokens. Each lane gets one: of keys, token lane % 4 of
+ *  the four lanes of a row; of values, token lane / 4 of the eight lanes of a column. */
+__device__ __forceinline__ int sum_lanes(bool is_key, const int (&x)[8], int lane)
+{
+    int y[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) y[i] = x[i];
+#pragma unroll
+    for (int half = 4; half; half /= 2) {
+        if (is_key && half == 4) continue;
+        const int by = is_key ? half : 4 * half;
+#pragma unroll
+        for (int i = 0; i < half; i++) {
+            const int kept = lane & by ? y[i + half] : y[i], given = lane & by ? y[i] : y[i + half];
+            y[i] = kept + __shfl_xor_sync(ALL_LANES, given, by);
         }
-    store_lane(out + lane, to, made);
-#pragma unroll
-    for (int t = 0; t < (IS_KEY ? 4 : 8); t++) {
-        tokens[t].run_before += (sums[t][0] & 0xffff) + (sums[t][1] & 0xffff);
-        tokens[t].run_between += (sums[t][0] >> 16) + (sums[t][1] >> 16);
     }
-}
-static_assert(4 * 127 * 127 < 1 << 16, "four products of levels in 16 bits");
-
-/** Ends a run, whose sum over all channels is exact before it is rounded once. */
-template <bool IS_KEY>
-__device__ __forceinline__ void end_run(const RecodeArgs &a, int from, int to, Token (&tokens)[8])
-{
-    const float step = a.books.step[from], step_after = a.books.step[to];
-#pragma unroll
-    for (int t = 0; t < (IS_KEY ? 4 : 8); t++) {
-        Token &x = tokens[t];
-        const float yy = (float)sum_channels<IS_KEY>(x.run_before), yz = (float)sum_channels<IS_KEY>(x.run_between);
-        x.before = __fadd_rn(x.before, __fmul_rn(__fmul_rn(step, step), yy));
-        x.between = __fadd_rn(x.between, __fmul_rn(__fmul_rn(step, step_after), yz));
-        x.run_before = x.run_between = 0;
-    }
+    return y[0];
 }
 
-/** 32 tokens of one side of a record, by a warp. */
-template <bool IS_KEY>
-__device__ __forceinline__ void recode_tokens(const RecodeArgs &a, const SideArgs &side, const Recoded *pairs, int tile,
-                                              const uint8_t *from, uint8_t *to, int lane)
+__global__ void __launch_bounds__(32 * WARPS) recode(const __grid_constant__ RecodeArgs a)
 {
-    constexpr int N = IS_KEY ? 4 : 8;
-    const uint16_t *scales = reinterpret_cast<const uint16_t *>(from + side.scales_from) + TQ_TILE * tile;
-    uint16_t *scales_out = reinterpret_cast<uint16_t *>(to + side.scales_to) + TQ_TILE * tile;
-    const uint32_t *words =
-        reinterpret_cast<const uint32_t *>(from + side.codes_from + (int64_t)tile * side.tile_bytes_from);
-    uint32_t *out = reinterpret_cast<uint32_t *>(to + side.codes_to + (int64_t)tile * side.tile_bytes_to);
-
-    // All cache lines at once: the loop below has loads of one group only on their way.
-    for (int at = 128 * lane; at < side.tile_bytes_from; at += 128 * 32)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const uint8_t *>(words) + at));
-    uint16_t scale[N];
-    uint32_t live = 0; // a bit for each token
-    Token tokens[8] = {};
-#pragma unroll
-    for (int t = 0; t < N; t++) {
-        scale[t] = scales[IS_KEY ? column_of_token(lane / 4 + 8 * t) : column_of_lane(lane % 4, t)];
-        live |= (uint32_t)((scale[t] & 0x7fff) != 0) << t;
-    }
-    const bool all_live = __all_sync(ALL_LANES, live == (1u << N) - 1);
-    bool changes = false;
-    int run_from = 0, run_to = 0; // widths of the run (docs/rounding.md, "Recoding")
-    for (int g = 0; g < a.groups; g++) {
-        const int bits = side.from[g], fewer = side.to[g], width = min(a.dim - TQ_TILE * g, TQ_TILE);
-        if (!bits) continue;
-        if (run_from && (bits != run_from || fewer != run_to || width < TQ_TILE))
-            end_run<IS_KEY>(a, run_from, run_to, tokens);
-        run_from = bits, run_to = fewer;
-        const Recoded *recoded = pairs + PAIR_CODES * pair_of(bits, fewer);
-        if (all_live && width == TQ_TILE && bits <= 4)
-            recode_tile<IS_KEY, false>(bits, fewer, width, recoded, words, out, live, lane, tokens);
-        else recode_tile<IS_KEY, true>(bits, fewer, width, recoded, words, out, live, lane, tokens);
-        words += TQ_TILE * bits, out += TQ_TILE * fewer;
-        changes |= bits != fewer;
-    }
-    if (run_from) end_run<IS_KEY>(a, run_from, run_to, tokens);
-    if (IS_KEY ? lane % 4 : lane >= 4) return; // one of the lanes that have the token goes on
-#pragma unroll
-    for (int t = 0; t < N; t++) {
-        uint16_t bits = scale[t];
-        if (live >> t & 1 && changes) {
-            const float s =
-                __fmul_rn(__half2float(__ushort_as_half(bits)), __fdiv_rn(tokens[t].before, tokens[t].between));
-            bits = __half_as_ushort(__float2half_rn(s < 65504.0f ? s : 65504.0f));
-        }
-        scales_out[IS_KEY ? column_of_token(lane / 4 + 8 * t) : column_of_lane(lane % 4, t)] = bits;
-    }
-}
-
-__global__ void __launch_bounds__(32 * WARPS, 2) recode(const __grid_constant__ RecodeArgs a)
-{
-    __shared__ Recoded pairs[PAIR_CODES * PAIRS];
-    fill_pairs(a, pairs);
-    __syncthreads();
-    wait_for_stream();
     const int lane = threadIdx.x % 32;
-    const int64_t job = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
+    const uint32_t job = blockIdx.x * WARPS + threadIdx.x / 32;
+    wait_for_stream();
     if (job >= a.jobs) return;
-    const int tile = (int)(job % a.tiles), which = (int)(job / a.tiles % a.sides);
-    const int64_t record = job / a.tiles / a.sides;
+    const uint32_t tile = job % a.tiles, which = job / a.tiles % a.sides, record = job / a.tiles / a.sides;
+    const bool is_key = which == 0;
+    const SideArgs &side = a.side[which];
     const uint8_t *from = a.pages + record * a.record_from;
     uint8_t *to = a.out + record * a.record_to;
-    if (which == 0) recode_tokens<true>(a, a.side[0], pairs, tile, from, to, lane);
-    else recode_tokens<false>(a, a.side[1], pairs, tile, from, to, lane);
+    // A lane's token: of the sums that it gets.
+    const int column = is_key ? lane : column_of_lane(lane % 4, lane / 4);
+    uint16_t scale = reinterpret_cast<const uint16_t *>(from + side.scales_from)[TQ_TILE * tile + column];
+    uint16_t *scale_out = reinterpret_cast<uint16_t *>(to + side.scales_to) + TQ_TILE * tile + column;
+    const uint32_t *words =
+        reinterpret_cast<const uint32_t *>(from + side.codes_from) + (int64_t)tile * (side.tile_bytes_from / 4) + lane;
+    uint32_t *out = reinterpret_cast<uint32_t *>(to + side.codes_to) + (int64_t)tile * (side.tile_bytes_to / 4) + lane;
+    if (!side.runs) {
+        for (int i = 0; i < side.tile_bytes_from / 4; i += 32) out[i] = words[i];
+        *scale_out = scale;
+        return;
+    }
+    const bool is_live = (scale & 0x7fff) != 0;
+    uint32_t live = __ballot_sync(ALL_LANES, is_live);
+    if (!is_key && ~live) { // of lanes to columns: lane 4 g + t has column 16 (g / 4) + 4 t + g % 4
+        const int holder = 4 * (4 * (lane / 16) + lane % 4) + lane / 4 % 4;
+        live = __ballot_sync(ALL_LANES, live >> holder & 1);
+    }
+    float before = 0, between = 0;
+    for (int i = 0; i < side.runs; i++) {
+        const Run run = side.run[i];
+        const bool is_whole = !~live && run.width == TQ_TILE;
+        Sums sums = {};
+        const int widths = is_whole ? 10 * run.from + run.to : 0;
+        auto whole = [&](auto from, auto to) {
+            constexpr int FROM = decltype(from)::value, TO = decltype(to)::value;
+            recode_whole<FROM, TO>(is_key, run.n, words, out, a.before[FROM - 3], a.after[FROM - 3][TO - 2], sums);
+        };
+        if (widths == 54) whole(width_of<5>, width_of<4>);
+        else if (widths == 53) whole(width_of<5>, width_of<3>);
+        else if (widths == 52) whole(width_of<5>, width_of<2>);
+        else if (widths == 43) whole(width_of<4>, width_of<3>);
+        else if (widths == 42) whole(width_of<4>, width_of<2>);
+        else if (widths == 32) whole(width_of<3>, width_of<2>);
+        else recode_any(a, is_key, run, words, out, live, lane, sums);
+        words += TQ_TILE * run.from * run.n, out += TQ_TILE * run.to * run.n;
+        const float step = a.books.step[run.from], yy = (float)sum_lanes(is_key, sums.before, lane),
+                    yz = (float)sum_lanes(is_key, sums.between, lane);
+        before = __fadd_rn(before, __fmul_rn(__fmul_rn(step, step), yy));
+        between = __fadd_rn(between, __fmul_rn(__fmul_rn(step, a.books.step[run.to]), yz));
+    }
+    if (is_live) {
+        const float s = __fmul_rn(__half2float(__ushort_as_half(scale)), __fdiv_rn(before, between));
+        scale = __half_as_ushort(__float2half_rn(s < 65504.0f ? s : 65504.0f));
+    }
+    *scale_out = scale;
 }
 
-SideArgs side_of(const tq_side &from, const tq_side &to, int groups)
+/** core/recode.c: list_runs. */
+SideArgs side_of(const tq_plan &plan, const tq_side &from, const tq_side &to)
 {
-    SideArgs a = {from.codes_offset,
-                  to.codes_offset,
-                  from.scales_offset,
-                  to.scales_offset,
-                  from.tile_bytes,
-                  to.tile_bytes,
-                  {},
-                  {}};
-    for (int g = 0; g < groups; g++) a.from[g] = from.bits[g], a.to[g] = to.bits[g];
+    SideArgs a = {};
+    a.codes_from = from.codes_offset, a.codes_to = to.codes_offset;
+    a.scales_from = from.scales_offset, a.scales_to = to.scales_offset;
+    a.tile_bytes_from = from.tile_bytes, a.tile_bytes_to = to.tile_bytes;
+    if (!memcmp(from.bits, to.bits, sizeof from.bits)) return a;
+    for (int g = 0; g < plan.groups; g++) {
+        if (!from.bits[g]) continue;
+        const int width = plan.head_dim - TQ_TILE * g < TQ_TILE ? plan.head_dim - TQ_TILE * g : TQ_TILE;
+        Run *last = a.runs ? &a.run[a.runs - 1] : nullptr;
+        if (last && last->from == from.bits[g] && last->to == to.bits[g] && width == TQ_TILE) last->n++;
+        else a.run[a.runs++] = {from.bits[g], to.bits[g], 1, (uint8_t)width};
+    }
     return a;
+}
+
+Magnitudes magnitudes_of(const LevelsByCode &books, int from, int to)
+{
+    uint8_t bytes[16] = {};
+    Magnitudes made;
+    for (int code = 0; code < (from == 5 ? 16 : 8); code++) {
+        const int level = books.levels[to][fewer_bits(code, from, to)];
+        bytes[code] = (uint8_t)(level < 0 ? -level : level);
+    }
+    memcpy(&made, bytes, sizeof made);
+    return made;
 }
 
 } // namespace
@@ -236,11 +297,15 @@ tq_status tq_cuda_recode(const tq_plan *plan, const tq_plan *target, const uint8
     RecodeArgs args = {};
     args.pages = pages, args.out = out;
     args.record_from = plan->record_bytes, args.record_to = target->record_bytes;
-    args.sides = 1 + (plan->value.tile_bytes != 0), args.tiles = plan->page_tokens / TQ_TILE;
-    args.groups = plan->groups, args.dim = plan->head_dim;
-    args.jobs = n_pages * kv_heads * args.sides * args.tiles;
-    args.side[0] = side_of(plan->key, target->key, plan->groups);
-    args.side[1] = side_of(plan->value, target->value, plan->groups);
+    args.sides = 1 + (plan->value.tile_bytes != 0), args.tiles = (uint32_t)(plan->page_tokens / TQ_TILE);
+    const int64_t jobs = n_pages * kv_heads * args.sides * args.tiles;
+    args.jobs = (uint32_t)jobs; // fits: 2^32 of the smallest tiles are more than a device has
+    args.side[0] = side_of(*plan, plan->key, target->key);
+    args.side[1] = side_of(*plan, plan->value, target->value);
     args.books = of_codebooks<LevelsByCode>(*plan, fill_levels_by_code);
-    return launch(recode, (args.jobs + WARPS - 1) / WARPS, 32 * WARPS, 0, (cudaStream_t)stream, error, args);
+    for (int from = 3; from <= 5; from++) {
+        args.before[from - 3] = magnitudes_of(args.books, from, from);
+        for (int to = 2; to < from; to++) args.after[from - 3][to - 2] = magnitudes_of(args.books, from, to);
+    }
+    return launch(recode, (jobs + WARPS - 1) / WARPS, 32 * WARPS, 0, (cudaStream_t)stream, error, args);
 }

@@ -14,7 +14,7 @@ import torch
 from ..plan import GROUP, PAGE_TOKENS
 from .chunk import merged
 from .tensors import LayerTensors
-from .variance import more_channels, wide_keys, wide_queries, widened
+from .variance import CHANNELS, more_channels, wide_keys, wide_queries, widened
 
 __all__ = ["attend_to_decoded", "decodes"]
 
@@ -28,7 +28,9 @@ MOST_CHANNELS = 256  # that csrc/cuda/dequantize_16bit.cu takes, and flash atten
 SCRATCH_BYTES = 128 << 20  # keys and values that are decoded at once
 LEAST_TOKENS = {"cuda": 2048}  # for fewer packed tokens, launching the kernels takes longer than `attend`
 LEAST_ROWS = 512, 1024  # query rows a KV head, with a wave and without (H100, 32k tokens: benchmarks/chunks.py)
-TERM = 4  # so many times as many with a variance term, whose channels PyTorch's attention has to read as well (H200)
+# With a variance term, whose channels PyTorch's attention has to read as well (H200, 32k tokens). Without a wave
+# `attend` is faster up to 8,192 rows at least.
+LEAST_ROWS_OF_TERM = 1536, 1 << 31
 # cuDNN takes 40 ms to plan a shape that it meets for the first time. So it gets blocks of as many keys, and queries in
 # multiples; flash attention, which plans nothing, takes the rest.
 BLOCK = 8192
@@ -45,8 +47,8 @@ def decodes(stored: LayerTensors, query: torch.Tensor, packed: int, softcap: flo
     if not is_fast or softcap or (kind != "cpu" and query.dtype == torch.float32):
         return False
     rows = query.shape[2] * (query.shape[1] // stored.kv_heads)
-    least = LEAST_ROWS[not plan.wave_pairs] * (TERM if plan.variance_term else 1)
-    return rows >= least and packed >= LEAST_TOKENS.get(kind, 1 << 31)
+    least = LEAST_ROWS_OF_TERM if plan.variance_term else LEAST_ROWS
+    return rows >= least[not plan.wave_pairs] and packed >= LEAST_TOKENS.get(kind, 1 << 31)
 
 
 def attend_to_decoded(stored: LayerTensors, query: torch.Tensor, packed: list[int], scale: float) -> _Pair:
@@ -76,7 +78,7 @@ def _attend(stored: LayerTensors, query: torch.Tensor, sequences: slice, packed:
         k, v = _dequantize(stored.plan.words, pages, table, lengths, count, sinks=stored.spec.sinks + first,
                            dtype=query.dtype, **stored.turned(sequences))  # fmt: skip
         k, v = wide_keys(k, stored, pages, table, lengths), widened(v, query.shape[-1])
-        for part in _attention(rows, k, v, scale, plain=query.shape[-1] == channels):
+        for part in _attention(rows, k, v, scale):
             result = part if result is None else _joined(result, part)
     assert result is not None
     out, lse = result
@@ -88,13 +90,11 @@ def _joined(a: _Pair, b: _Pair) -> _Pair:
     return merged(a, b), torch.logaddexp(a[1], b[1])
 
 
-def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, plain: bool
-) -> Iterator[_Pair]:
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> Iterator[_Pair]:
     """(out, lse) of blocks of keys, by PyTorch's fastest kernels. All have as many heads, and every query sees every
-    key. plain: without the channels of a variance term, with which this has not run by cuDNN's attention."""
+    key."""
     rows, tokens = query.shape[2], key.shape[2]
-    blocks = tokens // BLOCK if plain and _has_cudnn(query) else 0
+    blocks = tokens // BLOCK if _has_cudnn(query) else 0
     if blocks:
         multiple = 4 * _ROWS if rows > 4 * _ROWS else 2 * _ROWS
         padded = torch.nn.functional.pad(query, (0, 0, 0, -rows % multiple))
@@ -109,10 +109,11 @@ def _attention(
 
 
 def _has_cudnn(query: torch.Tensor) -> bool:
-    """Whether cuDNN's attention is wanted, and faster than flash attention: from Hopper on, up to 128 channels."""
+    """Whether cuDNN's attention is wanted, and faster than flash attention: from Hopper on, up to 128 channels
+    and those of a variance term."""
     if query.device.type != "cuda" or not torch._C._get_cudnn_sdp_enabled():
         return False
-    return torch.cuda.get_device_capability(query.device)[0] >= 9 and query.shape[-1] <= 128
+    return torch.cuda.get_device_capability(query.device)[0] >= 9 and query.shape[-1] <= 128 + CHANNELS
 
 
 def _by_cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> _Pair:
