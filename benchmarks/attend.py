@@ -37,6 +37,8 @@ values of different widths. `of_read_ceiling` is the bytes of all pages over the
 Section variance times the batches of section ragged with a variance term, with and without a wave and a metric:
 `over_without` is the time over that of the same plan without the term, which is measured before and after it. The file
 is attend_variance.json.
+
+The section about prompts, many query tokens over a packed history, is a file of its own: benchmarks/chunks.py.
 """
 
 from __future__ import annotations
@@ -97,14 +99,14 @@ RAGGED_PLANS = [("4", 0), ("3", 0), ("2", 0), ("5", 64), ("4", 64), ("3", 64), (
 
 
 def tensors(
-    shape: Shape, seed: int, dtype: torch.dtype = torch.bfloat16, query_tokens: int = 1
+    shape: Shape, seed: int, dtype: torch.dtype = torch.bfloat16, query_tokens: int = 1, device: str = "cuda"
 ) -> tuple[torch.Tensor, ...]:
     """q [batch, heads, query_tokens, d], k and v [batch, kv_heads, tokens, d]."""
     batch, kv_heads, group, tokens, d = shape
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
 
     def draw(*size: int) -> torch.Tensor:
-        return torch.randn(*size, device="cuda", dtype=dtype, generator=generator)
+        return torch.randn(*size, device=device, dtype=dtype, generator=generator)
 
     q = draw(batch, kv_heads * group, query_tokens, d)
     return q, draw(batch, kv_heads, tokens, d), draw(batch, kv_heads, tokens, d)
@@ -167,7 +169,7 @@ def flashinfer(shape: Shape) -> dict[str, Any]:
     return out
 
 
-def moments(plan: Plan, kv_heads: int) -> dict[str, torch.Tensor]:
+def moments(plan: Plan, kv_heads: int, device: str = "cuda") -> dict[str, torch.Tensor]:
     """The transforms of a plan with a wave or a metric: amplitudes of norm 10, scales of .5 to 2; {} of other plans."""
     d, pairs, rank = plan.head_dim, plan.wave_pairs, plan.metric
     generator = torch.Generator().manual_seed(1)
@@ -185,7 +187,7 @@ def moments(plan: Plan, kv_heads: int) -> dict[str, torch.Tensor]:
         numbers += [scale, directions.reshape(kv_heads, -1), stretch]
     if pairs or rank is not None:
         made["key_numbers"] = torch.cat(numbers, 1).contiguous()
-    return {name: x.cuda() for name, x in made.items()}
+    return {name: x.to(device) for name, x in made.items()}
 
 
 def check(shape: Shape, plan: Plan, query_tokens: int = 1) -> float:
@@ -398,7 +400,7 @@ def check_mix(mix: Mix, plan: Plan) -> float:
     k, v = torch.ops.turboquant.dequantize(words, *held, 700, **transforms)
     stored: Any = SimpleNamespace(plan=plan, kv_heads=cut.kv_heads, head_dim=plan.head_dim, transforms=transforms)
     scale = plan.head_dim**-0.5
-    k, q = wide_keys(k.double(), stored, *held), wide_queries(q.double(), stored, scale)
+    k, q = wide_keys(k, stored, *held).double(), wide_queries(q.float(), stored, scale).double()
     worst = 0.0
     for b, n in enumerate(cut.lengths):
         seen = torch.ones(cut.query_tokens, n, dtype=torch.bool, device="cuda").tril(n - cut.query_tokens)
