@@ -36,14 +36,16 @@ for tool in "${tools[@]}"; do
         "1 heads of 4, bits 4" "many segments, bits 3" "1140 segments, group 1, bits 2" \
         "1140 segments, group 5, bits 3" "moments: 50 sequences, dim 128" "moments: sides 43, dim 128, group 4" \
         "absent pages, bits 3, dim 128, group 4, exact" "absent pages, bits 3, dim 128, group 12, exact" \
-        "shares, everything, bits 4, group 3" "shares, bits 43, group 8"; do
+        "shares, everything, bits 4, group 3" "shares, bits 43, group 8" \
+        "variance term, moments: shares, bits 4, group 3" "variance term, no moments: bits 4, dim 128, group 4"; do
         run "$tool" attend check "$filter" # in one kernel: Hopper alone
     done
     # Not for racecheck: it loses track where warps meet at named barriers, some more often than others, and all of them at __syncthreads
     # later. A kernel of ten lines shows that. In "some values zero" it finds nothing.
     [ "$tool" = racecheck ] ||
         for filter in "moments: bits 3, dim 128, group 12" "12 rows, whole pages, bits 3 dim 128" "7 heads of 12, bits 3" "20 in long sequences, bits 3" \
-            "32 of 44 segments, bits 4" "tiles of rows, bits 4" "tiles of rows, bits 5310"; do
+            "32 of 44 segments, bits 4" "tiles of rows, bits 4" "tiles of rows, bits 5310" \
+            "variance term, moments: bits 2, dim 128, group 12" "variance term, no moments: ragged, chunks, group 12"; do
             run "$tool" attend check "$filter"
         done
     run "$tool" attend check "many rows: some values zero"
@@ -51,7 +53,10 @@ for tool in "${tools[@]}"; do
         for filter in "bits 4 dim 128" "bits 3 dim 80" "bits 2 dim 64" "window" "mixed" "dense" "group 16 bits 3" "ragged batch" \
             "fine, everything" "fine, group" "fine 85321" "fine, not causal" "moments: bits 3, dim 256, group 4" \
             "ragged: 4 bits, dim 128, group 4, wave" "ragged: 5310 bits, dim 64, group 12" "ragged: pages of 96" \
-            "absent pages, bits 4, dim 128, group 4, uneven" "absent pages, bits 5310, dim 64, group 33, uneven"; do
+            "absent pages, bits 4, dim 128, group 4, uneven" "absent pages, bits 5310, dim 64, group 33, uneven" \
+            "variance term, moments: bits 3, dim 128, group 7" "variance term, moments: ragged, group 4" \
+            "variance term, no moments: dim 512" "wide: bits 3, dim 512" "wide: bits 5310, dim 320, wave" \
+            "wide: ragged, chunks, dim 320" "wide: absent pages, heads, dim 320"; do
             TURBOQUANT_CUDA_PATH=$path run "$tool" attend check "$filter"
         done
     done
