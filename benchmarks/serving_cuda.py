@@ -75,8 +75,7 @@ def measure_all(names: list[str], how: list[str], out: Path | None, limit: float
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         ended = Path(folder) / "ended"
         ended.touch()
-        runs = [(name, pool.submit(_run, name, [*how, "--turn", str(ended), str(i)], ended, limit))
-                for i, name in enumerate(names)]  # fmt: skip
+        runs = [(name, pool.submit(_run, name, how, ended, i, limit)) for i, name in enumerate(names)]
         for name, future in runs:
             printed, failed = future.result()
             for line in printed.splitlines():
@@ -94,18 +93,25 @@ def measure_all(names: list[str], how: list[str], out: Path | None, limit: float
         _table(report.rows)
 
 
-def _run(name: str, how: list[str], ended: Path, limit: float) -> tuple[str, bool]:
-    """What the process that measures a NAME printed, and whether it failed. ended: a byte for each that has ended."""
+def _run(name: str, how: list[str], ended: Path, turn: int, limit: float) -> tuple[str, bool]:
+    """What the process that measures a NAME printed, and whether it failed. ended: a byte for each that has ended;
+    turn: how many have when this one begins. limit: seconds from then on."""
     environment = os.environ | {"VLLM_USE_V2_MODEL_RUNNER": "1" if "v2" in name.split("-")[1:] else "0"}
-    command = [sys.executable, __file__, how[0], name, *how[1:]]
-    try:
-        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
-        return ran.stdout + ran.stderr, ran.returncode != 0
-    except subprocess.TimeoutExpired as error:
-        return "".join((x or b"").decode() for x in (error.stdout, error.stderr)), True
-    finally:
-        with ended.open("ab") as file:
-            file.write(b".")
+    command = [sys.executable, __file__, how[0], name, *how[1:], "--turn", str(ended), str(turn)]
+    with tempfile.TemporaryFile("w+") as printed:
+        process = subprocess.Popen(command, env=environment, stdout=printed, stderr=subprocess.STDOUT)
+        try:
+            while ended.stat().st_size < turn:
+                time.sleep(0.05)
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        finally:
+            with ended.open("ab") as file:
+                file.write(b".")
+        printed.seek(0)
+        return printed.read(), process.returncode != 0
 
 
 def _table(rows: list[dict[str, Any]]) -> None:
@@ -589,7 +595,7 @@ def main() -> None:
     for command in (timed, asked):
         command.add_argument("names", nargs="+", metavar="NAME")
         command.add_argument("--out", type=Path, help="folder of the results")
-        command.add_argument("--limit", type=float, default=300, help="seconds for each NAME")
+        command.add_argument("--limit", type=float, default=300, help="seconds for each NAME, from its turn on")
     one, other = commands.add_parser("one"), commands.add_parser("one-throughput")
     for command in (one, other):
         command.add_argument("name")

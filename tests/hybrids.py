@@ -7,6 +7,8 @@ from typing import Any
 from models import torch
 from specs import bare
 
+import turboquant
+from turboquant import TurboQuantCache
 from turboquant.models import names
 
 HOLDS_ALL, PACKED = bare(4, 4, sinks=2, window=256), bare(5, 5)
@@ -25,3 +27,15 @@ def run(model: Any, cache: Any, pieces: Any = PIECES, mask: torch.Tensor = PADDE
             for a, b in pieces
         ]
     return torch.cat(parts, 1)[mask[:, pieces[0][0] : pieces[-1][1]].bool()]
+
+
+def check_generate(model: Any, spec: Any = HOLDS_ALL, ids: torch.Tensor = IDS, mask: torch.Tensor = PADDED) -> None:
+    """Patches the model with a spec whose exact tokens hold all: `generate` gives a cache of ours and the same text,
+    also with beams."""
+    options = dict(max_new_tokens=6, do_sample=False, pad_token_id=0, return_dict_in_generate=True)
+    options |= dict(input_ids=ids, attention_mask=mask)
+    want = [model.generate(**options, num_beams=n).sequences for n in (1, 3)]
+    turboquant.patch(model, spec)
+    for n, text in zip((1, 3), want):
+        got = model.generate(**options, num_beams=n)
+        assert type(got[names.CACHE]) is TurboQuantCache and torch.equal(got.sequences, text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hybrids import IDS, PADDED, PIECES, run
+from hybrids import PIECES, check_generate, run
 from models import torch
 from specs import bare
 from test_causal_types import EXACT, TYPES, VERSION, tiny
@@ -15,7 +15,6 @@ import turboquant
 from turboquant import TurboQuantCache
 from turboquant.hf import absorbed
 from turboquant.hf.latent import LatentLayer
-from turboquant.models import names
 
 NAMES = """
     axk1 bailing_hybrid deepseek_v2 deepseek_v3 glm4_moe_lite kimi_linear longcat_flash minicpm3 sarvam_mla youtu
@@ -46,14 +45,7 @@ def test_exact_while_the_window_holds_all_and_close_when_packed(name: str, prefi
 
 @pytest.mark.parametrize("name", TRIED)
 def test_generate(name: str) -> None:
-    model = tiny(name)
-    prompt = dict(input_ids=IDS, attention_mask=PADDED)
-    options = dict(max_new_tokens=6, do_sample=False, pad_token_id=0, return_dict_in_generate=True)
-    want = [model.generate(**prompt, **options, num_beams=n).sequences for n in (1, 3)]
-    turboquant.patch(model, HOLDS_ALL)
-    for n, text in zip((1, 3), want):
-        got = model.generate(**prompt, **options, num_beams=n)
-        assert type(got[names.CACHE]) is TurboQuantCache and torch.equal(got.sequences, text)
+    check_generate(tiny(name), HOLDS_ALL)
 
 
 def test_what_is_held() -> None:

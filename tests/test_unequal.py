@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hybrids import HOLDS_ALL, IDS, PACKED, PADDED, PIECES, run
+from hybrids import HOLDS_ALL, IDS, PACKED, PADDED, PIECES, check_generate, run
 from models import torch
 from specs import bare
 from test_causal_types import EXACT, TYPES, tiny
@@ -88,13 +88,7 @@ def test_padding_and_pieces_do_not_matter(spec: Any) -> None:
 def test_generate() -> None:
     model = made()
     model.generation_config.eos_token_id = None
-    prompt = dict(input_ids=IDS, attention_mask=PADDED)
-    options = dict(max_new_tokens=6, do_sample=False, pad_token_id=0, return_dict_in_generate=True)
-    want = [model.generate(**prompt, **options, num_beams=n).sequences for n in (1, 3)]
-    turboquant.patch(model, HOLDS_ALL)
-    for n, text in zip((1, 3), want):
-        got = model.generate(**prompt, **options, num_beams=n)
-        assert type(got[names.CACHE]) is TurboQuantCache and torch.equal(got.sequences, text)
+    check_generate(model)
 
 
 def test_what_is_held() -> None:

@@ -1,7 +1,7 @@
 // tq_cuda_recode: a warp for each 32 tokens of one side of a record. A lane reads its words of a tile and writes its words of
-// the recoded one; sums over channels are integers, so that their order does not matter. From 3, 4 and 5 bits to 2, 3 and 4
-// a lane works on eight codes at once: prmt looks up four levels by the low three bits of their codes, and dp4a multiplies
-// and adds them. Other widths, tiles with padding and tiles with unused tokens take a code at a time.
+// the recoded one; sums over channels are integers, so that their order does not matter. From 3, 4 and 5 bits a lane works
+// on eight codes at once: prmt looks up four levels by three bits of their codes, of 5 bits twice, and dp4a multiplies and
+// adds them. Other widths, tiles with padding and tiles with unused tokens take a code at a time.
 #include "core/plan_kind.h"
 #include "cuda/device/launch.cuh"
 #include "cuda/tile/codebooks.h"
