@@ -363,6 +363,16 @@ def path_faults(root: Path) -> Iterator[str]:
                 yield f"{name}:{number}: {line[match.start() :].split()[0]} is a path of one machine"
 
 
+def module_name_faults(root: Path) -> Iterator[str]:
+    """pytest cannot load two test modules of one name, in whichever folders they are."""
+    first: dict[str, str] = {}
+    for name in tree(root):
+        if fnmatch(name, "tests/*test_*.py"):
+            other = first.setdefault(Path(name).name, name)
+            if other != name:
+                yield f"{name}: has the name of {other}"
+
+
 CHECKS = [
     include_faults,
     attend_faults,
@@ -374,6 +384,7 @@ CHECKS = [
     top_level_faults,
     length_faults,
     path_faults,
+    module_name_faults,
 ]
 
 
@@ -448,6 +459,7 @@ SOUND = {
     "turboquant/kvcache/c.py": "from ..kvcache.d import x\n",
     "turboquant/kvcache/d.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .a import x\n",
     "turboquant/kvcache/a.py": "",
+    "tests/test_x.py": "",
     ".ci/run": "echo https://example.org/home/page ./work/x {dir}/opt/y\n",
 }
 
@@ -521,6 +533,7 @@ PLANTED = {  # file, its content, the check that must find it
     "stray folder": ("scripts/x.py", "x\n", top_level_faults),
     "long file": ("tests/test_long.py", "x = 1\n" * (MAX_LINES + 1), length_faults),
     "somebody's home": ("docs/x.md", "run " + "/".join(["", "home", "me", "x"]) + "\n", path_faults),
+    "two test modules of one name": ("tests/vllm/test_x.py", "", module_name_faults),
     "somebody's folder": ("Makefile", "X = '" + "/".join(["", "opt", "x"]) + "'\n", path_faults),
 }
 
