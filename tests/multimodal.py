@@ -11,6 +11,7 @@ import functools
 import inspect
 from types import MethodType
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -148,13 +149,28 @@ def tiny(name: str, text: dict[str, Any] | None = None, **fields: Any) -> Any:
     model = getattr(transformers, TYPES[name])
     default = (model.config_class or CONFIG_MAPPING[name])()
     inner = default.get_text_config(decoder=True)
+    if inner is default:  # one configuration for the text decoder and all else
+        fields = {**_known(default, WHOLE), **fields, **(text or {})}
+        made = _text(default, {**{part: _tower(config) for part, config in _parts(default).items()}, **fields})
+        return _built(model, made)
     parts = {
         part: _text(config, text or {}) if config is inner else _tower(config)
         for part, config in _parts(default).items()
     }
-    made = type(default)(**{**_known(default, WHOLE), **parts, **fields})
+    return _built(model, type(default)(**{**_known(default, WHOLE), **parts, **fields}))
+
+
+def _built(kind: Any, config: Any) -> Any:
+    """A model with random weights. A tower that needs timm, which is not installed, is left out."""
+    own = transformers.AutoModel.from_config
+
+    def made(part: Any, **options: Any) -> Any:
+        needs_timm = transformers.AutoModel._model_mapping[type(part)].__name__ == "TimmWrapperModel"
+        return torch.nn.Identity() if needs_timm else own(part, **options)
+
     torch.manual_seed(0)
-    return model(made).eval()
+    with mock.patch.object(transformers.AutoModel, "from_config", made):
+        return kind(config).eval()
 
 
 def give_features(model: Any, as_list: bool = False, seed: int = 5, tokens: int = FEATURES) -> None:

@@ -223,14 +223,15 @@ REFUSED: dict[str, str] = {
 PER_LAYER_INPUTS = dict(hidden_size_per_layer_input=16, vocab_size_per_layer_input=96)
 WITH_TOWERS: dict[str, dict[str, Any]] = {
     **{name: {} for name in "fuyu gemma3 gemma4_unified got_ocr2 moss_transcribe_diarize qwen3_5 qwen3_5_moe".split()},
+    "gemma3n": GEMMA_3N,
     "gemma4": PER_LAYER_INPUTS,
 }
 
 # Types that call for a pattern other than causal even without an image, which needs prefill="exact".
 MAKE_PATTERNS = {"gemma4_unified"}
 
-# Types that `patch` takes and transformers cannot run here: llama4 fails without a patch, gemma3n needs timm.
-NOT_RUN = {"gemma3n", "llama4"}
+# Types that `patch` takes and transformers cannot run: llama4 fails without a patch.
+NOT_RUN = {"llama4"}
 
 # Fields of refused types that cannot be built, or not fast, at their default ones.
 QWEN_4 = dict(
@@ -257,7 +258,6 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 # Types that transformers cannot build here, with what it says then.
 NOT_BUILT: dict[str, str] = {
-    "gemma3n": "requires the timm library",
     "qdqbert": "requires the pytorch-quantization library",
     "speech_to_text_2": "has no attribute 'weight'",
 }

@@ -9,6 +9,7 @@ import pytest
 import torch
 from multimodal import TYPES, give_features, prompt, tiny
 from specs import bare
+from test_causal_types import PER_LAYER_INPUTS
 from transformers import DynamicCache
 
 import turboquant
@@ -22,11 +23,12 @@ HOLDS_ALL, PACKED = bare(4, 4, sinks=2, window=256), bare(5, 5)
 
 # (as one tensor or a list of them) how a type takes the features of its images
 TAKES_LIST = {"llava": True, "mistral3": True, "gemma3": False, "qwen2_vl": True, "qwen3_vl": True, "voxtral": False}
+FIELDS = {"gemma4": PER_LAYER_INPUTS}
 
 
 def made(name: str, **text: Any) -> Any:
-    model = tiny(name, text)
-    give_features(model, TAKES_LIST[name])
+    model = tiny(name, FIELDS.get(name, {}) | text)
+    give_features(model, TAKES_LIST.get(name, True))
     return model
 
 
@@ -60,7 +62,32 @@ def test_an_image_in_the_prompt(name):
     assert all(config._attn_implementation == before for config, before in towers.values())
 
 
-@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "qwen3_5", "gemma4"])
+def test_an_image_beside_a_text_that_is_padded(name):
+    """A batch of both, with beams too."""
+    model = made(name)
+    model.generation_config.eos_token_id = None
+    inputs = prompt(model)
+    short = torch.randint(2, 80, (1, 20), generator=torch.Generator().manual_seed(9))
+    inputs["input_ids"] = torch.cat([inputs["input_ids"], short])
+    inputs["attention_mask"] = torch.ones(2, 20, dtype=torch.long)
+    inputs["attention_mask"][1, :6] = inputs["input_ids"][1, :6] = 0
+    for kinds in {"mm_token_type_ids", "token_type_ids"} & {*inputs}:
+        inputs[kinds] = torch.cat([inputs[kinds], torch.zeros_like(inputs[kinds])])
+    options = dict(max_new_tokens=5, do_sample=False, return_dict_in_generate=True, output_logits=True, pad_token_id=0)
+    want, beams = (model.generate(**inputs, **options, num_beams=n) for n in (1, 3))
+    turboquant.patch(model, HOLDS_ALL)
+    got = model.generate(**inputs, **options)
+    assert type(got[names.CACHE]) is TurboQuantCache and torch.equal(got.sequences, want.sequences)
+    torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), rtol=0, atol=5e-5)
+    assert torch.equal(model.generate(**inputs, **options, num_beams=3).sequences, beams.sequences)
+    turboquant.patch(model, PACKED)
+    got = model.generate(**inputs, **options | dict(max_new_tokens=2))
+    for a, b in zip(got.logits, want.logits):
+        assert torch.nn.functional.cosine_similarity(a, b).min() > 0.94
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3", "gemma4", "qwen3_vl", "qwen3_5"])
 def test_an_image_in_a_later_turn(name):
     model = made(name, **({"sliding_window": 24} if name == "gemma3" else {}))
     want = two_turns(model, DynamicCache(config=model.config))
@@ -72,20 +99,27 @@ def test_an_image_in_a_later_turn(name):
         assert torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), 0) > 0.94
 
 
-def divergences(model: Any, spec: Any, moments: Any, inputs: Any, follows: bool = True) -> float:
-    """Mean divergence of the logits behind an image from the model's own, everything packed."""
+def divergences(model: Any, spec: Any, moments: Any, turns: list[Any], follows: bool = True) -> float:
+    """Mean divergence of the logits behind an image in the last turn from the model's own, everything packed."""
     turboquant.unpatch(model)
-    with torch.no_grad():
-        want = model(**inputs, use_cache=False).logits[:, 74:].log_softmax(-1)
-        turboquant.patch(model, spec, profile=moments)
-        cache = TurboQuantCache(model)
-        if not follows:
+    found = []
+    for own in (True, False):
+        if not own:
+            turboquant.patch(model, spec, profile=moments)
+        cache = DynamicCache(config=model.config) if own else TurboQuantCache(model)
+        if not own and not follows:
             cache.turn = lambda *given: None
-        got = model(**inputs, use_cache=True, **{names.CACHE: cache}).logits[:, 74:].log_softmax(-1)
+        model.model.rope_deltas = None  # of the last text with an image, which a text without one would take
+        with torch.no_grad():
+            for inputs in turns:
+                logits = model(**inputs, use_cache=True, **{names.CACHE: cache}).logits
+        found.append(logits[:, 74:].log_softmax(-1))
+    want, got = found
     return float((want.exp() * (want - got)).sum(-1).mean())
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
+@pytest.mark.filterwarnings("ignore:.*an image in a later turn moves positions")
 def test_behind_an_image_the_wave_does_no_harm(name):
     """Keys whose mean is 10 times their deviation, and an image that takes up far fewer positions than tokens."""
     model = made(name)
@@ -101,10 +135,15 @@ def test_behind_an_image_the_wave_does_no_harm(name):
     assert {layer.kind for layer in moments.layers} == {"wave"}
     inputs = prompt(model, 100, 10, grid=(8, 8))
     wave, none = bare(3, 8, centre="wave", prefill="packed"), bare(3, 8, prefill="packed")
-    without = divergences(model, none, None, inputs)
-    followed = divergences(model, wave, moments, inputs)
-    ignored = divergences(model, wave, moments, inputs, follows=False)
+    without = divergences(model, none, None, [inputs])
+    followed = divergences(model, wave, moments, [inputs])
+    ignored = divergences(model, wave, moments, [inputs], follows=False)
     assert followed < 0.5 * without and followed < 0.75 * ignored
+    del inputs["attention_mask"]
+    text = {"input_ids": torch.randint(2, 80, (1, 60), generator=generator)}
+    for first in (text, {**prompt(model, 100, 10, seed=7, grid=(8, 8)), "attention_mask": None}):
+        later = [divergences(model, *how, [first, inputs]) for how in ((wave, moments), (none, None))]
+        assert later[0] < 0.7 * later[1]
 
 
 def test_positions_that_move_in_a_later_turn_are_warned_of():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import GenerationMixin
 
 from ..models.families import family_of
 from ..models.identity import describe, layer_sizes
@@ -41,12 +42,13 @@ _CONFIGS: tuple[tuple[Callable[[Any], Any], str], ...] = (
 )  # fmt: skip
 
 FLOAT64 = "its weights are float64; use float32, bfloat16 or float16 (model.to(torch.float32))"
+OWN_GENERATE = "its `generate` is its own"
 _ALIBI = ("bloom", "mpt")  # types with ALiBi biases that their configurations do not mention
 
 # Types that cannot be patched for a reason that only a forward would show.
 _TYPES = {
     "diffllama": "its attention uses the keys of a layer twice",
-    "musicgen_melody_decoder": "its `generate` is its own",
+    "musicgen_melody_decoder": OWN_GENERATE,
     "minimax": "it demands a cache class of its own",
     **dict.fromkeys(["inkling_text", "inkling2_text", "inkling2_loop_text"], "its attention adds position biases"),
     "jetmoe": "its attention computes with the keys between cache and AttentionInterface",
@@ -83,6 +85,7 @@ def _cuts_heads(model: Any, text: Any) -> int:
 _MODELS: tuple[tuple[Callable[[Any, Any], Any], str], ...] = (
     (lambda model, text: text.model_type in _ALIBI or getattr(text, "alibi", False), "its attention adds ALiBi biases"),
     (lambda model, text: _TYPES.get(text.model_type), "{}"),
+    (lambda model, text: hasattr(model, "generate") and not isinstance(model, GenerationMixin), OWN_GENERATE),
     (lambda model, text: getattr(model, "dtype", None) == torch.float64, FLOAT64),
     (lambda model, text: not uses_interface(model),
      "its attention does not go through transformers' AttentionInterface"),
