@@ -154,6 +154,10 @@ def test_each_command_has_an_example_that_parses() -> None:
     parser = make_parser()
     (commands,) = (action for action in parser._actions if action.dest == "command")
     assert {*_EXAMPLES} == {*commands.choices} - {"demo", "index"}  # which have parsers of their own
+    (actions,) = (action for action in commands.choices["index"]._actions if action.dest == "action")
+    for name, action in actions.choices.items():
+        (told,) = re.findall(r"example: turboquant (.*)", " ".join(action.format_help().split()))
+        assert parser.parse_args(told.split()).command == f"index {name}"
     for name, example in _EXAMPLES.items():
         assert parser.parse_args(example.split()).command == name
         assert f"example: turboquant {example}" in " ".join(commands.choices[name].format_help().split())

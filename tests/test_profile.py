@@ -127,7 +127,7 @@ def test_the_command_writes_what_measure_finds(tmp_path, capsys):
 
 
 def test_the_command_without_a_tokenizer_says_so_in_a_line(tmp_path, caplog, capsys):
-    """And `chat`, which cannot do without, says what is missing."""
+    """And `chat` and `eval`, which cannot do without, say what is missing."""
     models.tiny().save_pretrained(folder := tmp_path / "model")
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -140,10 +140,11 @@ def test_the_command_without_a_tokenizer_says_so_in_a_line(tmp_path, caplog, cap
         main(["measure", str(tmp_path)])
     wants = f"measure: MODEL must be a folder or a name on the Hugging Face hub, got {str(tmp_path)!r}: "
     assert wants in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["chat", str(folder)])
-    wants = f"chat: MODEL must be a folder or a name with the files of a tokenizer (tokenizer.json): no tokenizer can be read at {why}"  # noqa: E501
-    assert wants in capsys.readouterr().err
+    for command in (["chat", str(folder)], ["eval", str(folder), "--text", __file__, "--spec", "4"]):
+        with pytest.raises(SystemExit):
+            main(command)
+        wants = f": {command[0]}: MODEL must be a folder or a name with the files of a tokenizer (tokenizer.json): no tokenizer can be read at {why}"  # noqa: E501
+        assert wants in capsys.readouterr().err
 
 
 def test_bits(model):

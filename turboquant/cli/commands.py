@@ -319,8 +319,9 @@ def evaluate(chosen: argparse.Namespace) -> int:
     if chosen.fasta is None:
         from ..evaluation.decoder import evaluate_all, markdown, text_windows
 
+        tokenizer = _tokenizer(chosen.model)
         try:
-            windows = text_windows(text, _tokenizer(chosen.model), chosen.windows, chosen.length)
+            windows = text_windows(text, tokenizer, chosen.windows, chosen.length)
         except ValueError as error:
             raise ValueError(f"--windows {chosen.windows} of --length {chosen.length} do not fit: {error}") from None
         model, bench = _model(chosen), "quality"

@@ -252,10 +252,12 @@ def add_parser(commands: Any) -> None:
     actions = group.add_subparsers(dest="action", required=True, metavar="{build,search,info,verify}")
     _add_build(actions)
     _add_search(actions)
-    one = actions.add_parser("info", help="vectors, bytes, the bound of searches, and what training chose")
+    one = actions.add_parser("info", help="vectors, bytes, the bound of searches, and what training chose",
+                             epilog="example: turboquant index info vectors.safetensors")  # fmt: skip
     one.add_argument("index", metavar="INDEX", help="a file of an index; it is mapped, and its vectors are not read")
     one.set_defaults(run=info, command="index info")
-    one = actions.add_parser("verify", help="check every byte; exit status 2 for a damaged file")
+    one = actions.add_parser("verify", help="check every byte; exit status 2 for a damaged file",
+                             epilog="example: turboquant index verify vectors.safetensors")  # fmt: skip
     one.add_argument("index", metavar="INDEX", nargs="+", help="files of indexes")
     one.set_defaults(run=verify, command="index verify")
 
