@@ -7,8 +7,8 @@
     full       one packed full pass of 64 x 1,022 residues of the 650M shape, against the model's own
     families   final cosine by SCOP class, proteins of proteins_val.fasta
     ablation   the default method at 3 bits, and TurboESM's, without each of their parts
-    scan       masked marginals one at a time, batched and from a shared context, and wild-type marginals: time, memory,
-               rank correlation with the first, errors
+    scan       masked marginals by a loop with transformers alone, one at a time, batched and from a shared context, and
+               wild-type marginals: time, memory, rank correlation with the first, errors
     decode     one changed residue a protein: packed context against a full one in the model's dtype, by SDPA; on a GPU
                both also as CUDA graphs
     overhead   CPU time of a decoding step beyond the model, a layer: 33 layers of 20 heads, narrow, one short protein
@@ -28,7 +28,7 @@ import ctypes
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -199,12 +199,13 @@ def scan(report: Report, args: argparse.Namespace) -> None:
 
 
 def scan_one(report: Report, model: Any, name: str, protein: str, sequence: str, batch: int) -> None:
-    """A protein by each way to scan it. Errors are against the first way, full passes of one masked position each;
-    packed and exact contexts tell the error of packing from that of reuse. Seconds are those of the clock on a GPU, and
-    of the processor otherwise."""
+    """A protein by each way to scan it. Errors are against the first way, a full pass of each masked position; packed
+    and exact contexts tell the error of packing from that of reuse. Seconds are those of the clock on a GPU, and of the
+    processor otherwise."""
     clock = time.perf_counter if model.device.type == "cuda" else time.process_time
     masked = partial(esm.masked_marginals, model)
     ways: dict[str, Callable[..., esm.Scan]] = {
+        "a loop by hand": partial(scan_by_hand, model),
         "masked marginals, one at a time": partial(masked, shared_context=False, batch_size=1),
         "masked marginals, batched": partial(masked, shared_context=False, batch_size=batch),
         "shared context, unpacked": partial(masked, spec=esm.EXACT, batch_size=batch),
@@ -236,6 +237,22 @@ def scan_one(report: Report, model: Any, name: str, protein: str, sequence: str,
         params = {"model": name, "protein": protein, "residues": len(sequence), "batch": batch, "way": way}
         report.add("scan", params, rounded({key: float(x) for key, x in metrics.items()}))
         print(params, report.rows[-1]["metrics"], flush=True)
+
+
+def scan_by_hand(model: Any, sequence: str, positions: Iterable[int] | None = None) -> esm.Scan:
+    """As one writes it with transformers."""
+    ids = torch.tensor([tokenise(sequence, model.config)], device=model.device)
+    letters = tokenise(esm.AMINO_ACIDS, model.config)[1:-1]
+    at = tuple(range(len(sequence)) if positions is None else positions)
+    found, own = [], []
+    for p in at:
+        masked = ids.clone()
+        masked[0, p + 1] = model.config.mask_token_id
+        with torch.no_grad():
+            logs = model(input_ids=masked).logits[0, p + 1].float().log_softmax(-1).cpu().numpy()
+        found.append(logs[letters])
+        own.append(logs[int(ids[0, p + 1])])
+    return esm.Scan(sequence, at, np.stack(found), np.array(own))
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
