@@ -241,6 +241,24 @@ def test_each_method_stores_what_it_says(model, found, method, whose):
     assert cache.report().parts["pages"] == 3 * 128 * spec.bytes_per_token(32, 2, 3)
 
 
+def test_a_budget_has_the_variance_term_as_its_average_has_it(found):
+    """In all layers, whatever their widths; not with axes, which cannot have it."""
+
+    def terms(average, **fields):
+        spec = CacheSpec(budget=average, **{"method": "widths", "sinks": 4, "window": 128} | fields)
+        return {bool(s.plan(32).words[18]) for one in (spec, spec.settled()) for s in layer_specs(one, found, 3)}
+
+    widths = {s.key_bits for s in layer_specs(CacheSpec(budget=3, method="widths", sinks=4, window=128), found, 3)}
+    assert max(widths) > 3 and terms(3) == terms(2) == terms(2.5, method="none") == {True}
+    for without in (dict(sinks=0), dict(window=0), dict(variance_term=False), dict(method="axes")):
+        assert terms(3, **without) == {False}
+    assert terms(3.5) == {False}
+    axes = dataclasses.replace(found, trials=chosen(trials((3.0, "none", 0.2, 1.0), (3.0, "axes", 0.05, 1.0))))
+    spec = CacheSpec(budget=3, sinks=4, window=128)
+    assert spec.settled().variance_term and axes.method(spec)[0] == "axes"
+    assert not any(s.variance_term for s in layer_specs(spec, axes, 3))
+
+
 def test_an_average_in_between_is_stored_as_the_nearest_one(found):
     other = dataclasses.replace(found, trials=chosen([
         Trial(128, 4.0, "none", 32, 0.2), Trial(128, 4.0, "moments", 32, 0.1), Trial(128, 3.0, "none", 32, 0.2),

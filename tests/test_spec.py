@@ -62,9 +62,18 @@ REFUSED = {  # fields, what the message must contain: the field, what it was, wh
     "outlier_tokens": (dict(outlier_tokens=0), r"`outlier_tokens` must be in 1\.\.\d+, got 0"),
     "tries": (dict(tries=4), "`tries` must be 0, 3, 5, 7 or 'auto', got 4"),
     "tries of another scale": (dict(tries=3, scale="norm"), "`tries` must be 0 or 'auto' with blocks"),
-    "variance term of another scale": (dict(variance_term=True, scale="norm"), "`variance_term` must be False with a"),
-    "variance term of a budget": (dict(variance_term=True, budget=3), "`variance_term` must be False with a budget"),
-    "variance term of two widths": (dict(variance_term=True, key_bits=2.5), "`variance_term` must be False with a"),
+    "variance term of another scale": (
+        dict(variance_term=True, scale="norm"),
+        "`variance_term` must be False with several",
+    ),
+    "variance term of axes": (
+        dict(variance_term=True, budget=3, method="axes"),
+        "`variance_term` must be False with several widths of keys, calibrated axes",
+    ),
+    "variance term of two widths": (
+        dict(variance_term=True, key_bits=2.5),
+        "`variance_term` must be False with several",
+    ),
     "sinks": (dict(sinks=-1), r"`sinks` must be in 0\.\.\d+, got -1"),
     "window": (dict(window=-5), r"`window` must be in 0\.\.\d+, got -5"),
     "seed": (dict(seed=2**63), r"`seed` must be in 0\.\.\d+, got 9223372036854775808"),
@@ -360,7 +369,7 @@ def test_variance_term():
     shared = CacheSpec(3, 3, variance_term=True)
     assert shared.with_widths(shared, 4, 2).plan(64).words[18] == 1
     found = {name for name, spec in presets().items() if spec.settled().variance_term}
-    assert found == {"compact", "tiny"}
+    assert found == {"compact", "tiny", "calibrated-2", "calibrated-2.5", "calibrated-3"}
     for without in (dict(sinks=0), dict(window=0), dict(scale="norm"), dict(codebook="sphere"), dict(key_bits=4)):
         assert not preset("tiny").with_(**without).settled().variance_term
     compact = preset("compact")

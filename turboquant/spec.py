@@ -187,8 +187,9 @@ class CacheSpec:
                     `value_rotation`.
     variance_term   True: attention takes half the variance that quantisation adds to a packed token's logit off it, so
                     that its exponential is right on average beside those of exact tokens. No more bytes. Not with
-                    `budget`, `rotation="calibrated"`, keys of several widths, or where `tries` must be 0. "auto": True
-                    with sinks, a window and keys of 3 bits or less, else False.
+                    `rotation="calibrated"`, keys of several widths, or where `tries` must be 0; a budget whose chosen
+                    method is "axes" leaves it out. "auto": True with sinks, a window and keys, or a budget, of 3 bits
+                    or less, else False.
     uniform         True: all layers have `key_bits` and `value_bits`. False: where both are the same number, 2..5, and
                     the spec has a window and moments, that number is an average. A side of a layer whose errors cost
                     more (`Moments.costs`) gets one bit more; as many other sides get one bit less. Layers of one kind
@@ -336,7 +337,7 @@ class CacheSpec:
             what = "blocks, tables, sketches, outliers, `value_rotation` and a `scale` that is not 'eden'"
             refuse("tries", f"0 or 'auto' with {what}")
         if self.variance_term is True and not self._may_have_variance_term:
-            what = "a budget, several widths of keys, calibrated axes, blocks, and another codebook or scale"
+            what = "several widths of keys, calibrated axes, blocks, and another codebook or scale"
             refuse("variance_term", f"False with {what}")
         if self.blocked and any(isinstance(b, tuple) and 0 in b for b in (self.key_bits, self.value_bits)):
             refuse("key_bits", "above 0 in every group, as `value_bits`, with blocks, tables, sketches and outliers")
@@ -355,7 +356,7 @@ class CacheSpec:
         bits = self._meant("key_bits")
         one_width = isinstance(bits, int) or (isinstance(bits, tuple) and len(set(bits)) == 1)
         plain = not self.blocked and self.scale == "eden" and self.codebook == "normal"
-        return plain and one_width and self.budget is None and self._meant("rotation") != "calibrated"
+        return plain and one_width and self._meant("rotation") != "calibrated"
 
     def _check_budget(self) -> None:
         put = object.__setattr__
@@ -432,7 +433,7 @@ class CacheSpec:
         if name == "variance_term" and not (self._may_have_variance_term and self.sinks and self.window):
             return False
         if name == "variance_term":
-            bits = self._meant("key_bits")
+            bits = self._meant("key_bits") if self.budget is None else self.budget
             return max(bits if isinstance(bits, tuple) else (bits,)) <= VARIANCE_TERM_BITS
         of = _OF_AXES.get(self._meant("rotation"), _AUTO) if name in ("centre", "metric") else _AUTO
         return of[name]

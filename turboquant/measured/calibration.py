@@ -371,7 +371,7 @@ def layer_specs(
     calibration._check_average("budget", spec.budget, calibration.groups(group))
     bits = calibration.bits(spec.budget, group).tolist()
     axes: dict[str, Any] = {"budget": None, "method": "chosen", "rotation": "calibrated", "group": group}
-    axes |= {"centre": "calibrated", "metric": "none"}
+    axes |= {"centre": "calibrated", "metric": "none", "variance_term": False}
     return [s.with_(**axes, key_bits=tuple(b[0]), value_bits=tuple(b[1])) for s, b in zip(each, bits)]
 
 
