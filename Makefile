@@ -397,6 +397,7 @@ harness: $(READY)
 test-harness: harness
 	$(HARNESS)/append_harness check
 	$(HARNESS)/attend_blocks_harness
+	$(HARNESS)/chunk_harness check
 	n=$$(env -u OMP_NUM_THREADS nproc); seq 0 $$((n - 1)) | xargs -P $$n -I@ $(HARNESS)/attend_harness check '' @/$$n
 
 # Built apart, with -DTQ_EVERY_LANE_ARRIVES: see ARRIVALS in csrc/cuda/attend/loop/stages.cuh.

@@ -9,8 +9,8 @@ cuDNN and flash attention, also with the group's heads as query rows of one KV h
 faster of ours. `dequantize_us` is the time to decode all keys and values to bf16, `of_copy` its bytes read and written
 a second over those of a copy. 8,192 query tokens are timed for batch 1 alone, which bounds the memory of queries,
 outputs and what `attend` merges. Plans are with a wave of all pairs, which turn as those of Llama 3, and a metric of
-rank 4, and without. The error is that of a row of the output over its norm, against float64 over the tokens decoded to
-float32.
+rank 4, and without. An error is that of a row of the output over its norm, against float64 over the tokens decoded to
+float32; `packed_error` is that of `attend`.
 """
 
 from __future__ import annotations
@@ -58,13 +58,17 @@ def errors(shape: Shape, plan: Plan, query_tokens: int, device: str = "cuda") ->
     q, k, v = tensors(cut, 99, query_tokens=min(query_tokens, 256), device=device)
     packed = ops.pack(k, v, plan, transforms=moments(plan, cut[1], device))
     stored, scale = stored_as(packed), shape[4] ** -0.5
-    out, _ = decoded.attend_to_decoded(stored, q, [cut[3]], scale)
+    outs = {"error": decoded.attend_to_decoded(stored, q, [cut[3]], scale)[0],
+            "packed_error": ops.attend(q, packed, causal=False)}  # fmt: skip
     k, v = ops.dequantize(packed)  # float32, and so is the number of the term's channels, which is exact in float64
     k = wide_keys(k, stored, packed.pages, packed.block_table, packed.lengths).double()
     wide = wide_queries(q.float(), stored, scale).double()
     exact = F.scaled_dot_product_attention(wide, k, v.double(), scale=scale, enable_gqa=True)
-    error = (out.double() - exact).norm(dim=-1) / exact.norm(dim=-1)
-    return {"error_median": float(error.median()), "error_worst": float(error.max())}
+    found = {}
+    for name, out in outs.items():
+        error = (out.double() - exact).norm(dim=-1) / exact.norm(dim=-1)
+        found |= {f"{name}_median": float(error.median()), f"{name}_worst": float(error.max())}
+    return found
 
 
 def main() -> None:
@@ -97,7 +101,7 @@ def main() -> None:
                 for n in counts_of_queries:
                     q, *_ = tensors((batch, kv_heads, shape[2], 1, d), 1, query_tokens=n)
                     metrics: dict[str, Any] = errors(shape, plan, n)
-                    if not metrics["error_worst"] < 1e-2:
+                    if not max(metrics["error_worst"], metrics["packed_error_worst"]) < 2e-2:
                         raise AssertionError(f"{shape}: {metrics}")
                     stored, counts = stored_as(packed), [tokens] * batch
                     far = [partial(decoded.attend_to_decoded, stored, q, counts, d**-0.5)]

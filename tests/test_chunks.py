@@ -186,6 +186,7 @@ def decoding(monkeypatch):
     monkeypatch.setattr(decoded, "LEAST_TOKENS", {"cpu": 1, "cuda": 1})
     monkeypatch.setattr(decoded, "LEAST_ROWS", (1, 1))
     monkeypatch.setattr(decoded, "LEAST_ROWS_OF_TERM", (1, 1))
+    monkeypatch.setattr(decoded, "reads_packed_chunks", lambda stored, query: False)
     monkeypatch.setattr(decoded, "SCRATCH_BYTES", 200_000)
     monkeypatch.setattr(
         attend, "attend_to_decoded", lambda *given: calls.append(given) or decoded.attend_to_decoded(*given)
@@ -382,3 +383,47 @@ def test_decoded_keys_have_the_variance_term_of_a_metric(group, dtype):
         return float((logits.masked_fill(hidden, -torch.inf).logsumexp(-1) - want).abs().max())
 
     assert off(72) < 2 * DTYPES[dtype] and off(64) > 1
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("term", [False, True])
+@pytest.mark.parametrize("metric", [None, 0, 4])
+@pytest.mark.parametrize("pairs", [0, 1])
+@pytest.mark.parametrize("dim, bits", [(128, (4, 4)), (128, (3, 2)), (96, (5, 3)), (64, (2, 2)), (40, (1, 4))])
+def test_many_queries_attend_to_pages_that_are_decoded_once(dim, bits, pairs, metric, term, dtype, device):
+    """CHUNK (csrc/cuda/attend/chunk) gives what a CPU does, for a batch and for ragged queries."""
+    rng = np.random.default_rng(1)
+    fields = {} if metric is None else {"metric": metric}
+    p = ref.plan(dim, *bits, wave_pairs=pairs * (dim // 2 // 8 * 8), variance_term=term, **fields)
+    plan, (turns, moments) = Plan.from_words(p.words), random_moments(rng, p, 2, 3.0)
+    numbers = {"key_turns": turns, "key_moments": moments}
+    transforms = ops.transforms(**{name: torch.from_numpy(x) for name, x in numbers.items() if x is not None})
+    k, v, q = random(3, 2, 700, dim), random(3, 2, 700, dim, seed=1), random(3, 8, 40, dim, dtype, seed=2)
+    pages = torch.zeros(18, 2, plan.record_bytes, dtype=torch.uint8)
+    table = torch.randperm(18, generator=torch.Generator().manual_seed(3)).int().view(3, 6)
+    lengths, offset = torch.tensor([700, 0, 389]).int(), torch.tensor([4, 0, 1000]).int()
+    torch.ops.turboquant.append(plan.words, k, v, lengths, pages, table, position_offset=offset, **transforms)
+
+    def attend_on(where, query, **how):
+        arrays = {name: x.to(where) for name, x in (transforms | {"position_offset": offset}).items()}
+        held = [x.to(where) for x in (query, pages, table, lengths)]
+        return torch.ops.turboquant.attend(plan.words, *held, causal=False, softmax_scale=0.1, **arrays, **how)
+
+    want = attend_on("cpu", q.float())
+    got = attend_on(device, q)
+    if torch.cuda.get_device_capability()[0] == 9:
+        arrays = {name: x.to(device) for name, x in transforms.items()}
+        packed = ops.PackedKV(pages.to(device), table.to(device), lengths.to(device), plan, 700, arrays)
+        assert ops.attend_kernel(q.to(device), packed, causal=False).startswith("attend_chunk_")
+    limit = (1e-2 if pairs else 4e-3) + (4e-3 if dtype == torch.bfloat16 else 0)
+    off = (got[0].float().cpu() - want[0]).norm(dim=-1) / want[0].norm(dim=-1).clamp(min=1e-9)
+    assert off[lengths > 0].max() < limit and not got[0][1].any()
+    torch.testing.assert_close(got[1].cpu(), want[1], atol=limit, rtol=0)
+    counts = torch.tensor([40, 0, 33])
+    some = torch.cat([q[b, :, :n].transpose(0, 1) for b, n in enumerate(counts)])
+    loc = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int().to(device)
+    ragged = attend_on(device, some.contiguous(), query_start_loc=loc, max_query_len=40)
+    for b, n in enumerate(counts):
+        rows = ragged[0][loc[b] : loc[b + 1]].transpose(0, 1)
+        assert torch.equal(rows, got[0][b, :, :n])

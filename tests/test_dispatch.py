@@ -19,7 +19,7 @@ from turboquant.plan import Side
 ROOT = Path(__file__).parents[1]
 CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
 LIBRARY = Path(turboquant.__file__).parent / "libturboquant.so"
-SOURCES = ["choose/choose.cu", "arguments.cu", "fused/cut.cu", "split/cut.cu"]
+SOURCES = ["choose/choose.cu", "arguments.cu", "fused/cut.cu", "split/cut.cu", "chunk/cut.cu"]
 BF16 = 2
 
 pytestmark = pytest.mark.skipif(CXX is None, reason="there is no C++ compiler")
@@ -57,6 +57,7 @@ def line(
     even: bool = True,
     hopper: int = True,
     processors: int = 132,
+    causal: bool = True,
 ) -> str:
     numbers = [
         processors,
@@ -70,7 +71,7 @@ def line(
         0,
         window,
     ]
-    numbers += [sliding_window, 1, dtype, even, *plan.words]
+    numbers += [sliding_window, causal, dtype, even, *plan.words]
     return " ".join(str(int(number)) for number in numbers)
 
 
@@ -179,3 +180,28 @@ def test_launches_fit_the_device(hopper: int, most: int, table: Run) -> None:
         name, blocks, threads, shared, sharing, cluster = words[0], *map(int, words[1:])
         assert blocks > 0 and 0 < threads <= 1024 and threads % 32 == 0 and 0 < shared <= most, (text, words)
         assert ("fused" in name) == (sharing > 0) and (not sharing or sharing % cluster == 0), (text, words)
+
+
+def test_many_queries_that_see_all_packed_tokens(table: Run) -> None:
+    """CHUNK takes calls that are not causal, from so many rows on, unless a wave of so many pages has no room."""
+    plain, wave = turboquant.Plan(128, 4, 4), turboquant.Plan(128, 4, 4, wave_pairs=64)
+    calls = [
+        ("fused_many_rows", plain, dict(batch=1, query_tokens=8, max_pages=256)),
+        ("fused_many_rows", plain, dict(batch=1, query_tokens=32, max_pages=64)),
+        ("chunk_d128_128x128", plain, dict(batch=1, query_tokens=32, max_pages=256)),
+        ("chunk_d128_128x128", plain, dict(batch=1, query_tokens=64, max_pages=8)),
+        ("many_rows", plain, dict(batch=16, query_tokens=8, max_pages=256)),
+        ("chunk_d128_64x128", plain, dict(batch=16, query_tokens=16, max_pages=256)),
+        ("many_rows", plain, dict(batch=1, query_tokens=64, max_pages=8, causal=True)),
+        ("many_rows", plain, dict(batch=1, query_tokens=64, max_pages=8, window=128)),
+        ("split", plain, dict(batch=1, query_tokens=64, max_pages=8, hopper=0)),
+        ("chunk_d128_128x128_wave", wave, dict(batch=1, query_tokens=512, max_pages=455)),
+        ("many_rows", wave, dict(batch=1, query_tokens=512, max_pages=456)),
+        ("chunk_d64_128x128", turboquant.Plan(64, 5, 3), dict(batch=1, query_tokens=64, max_pages=8)),
+        ("split", turboquant.Plan(64, 6, 3), dict(batch=1, query_tokens=64, max_pages=8)),
+        ("split", turboquant.Plan(256, 4, 4), dict(batch=1, query_tokens=64, max_pages=8)),
+    ]
+    usual = {"query_heads": 32, "kv_heads": 8, "causal": False, "even": False}
+    lines = [line(plan, **usual | how) for _, plan, how in calls]
+    for (name, *_), (found, *_) in zip(calls, table(lines=lines), strict=True):
+        assert found.startswith(f"attend_{name}"), (name, found)

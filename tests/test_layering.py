@@ -53,7 +53,7 @@ RINGS = {
 }
 # Folders of csrc/cuda/attend, and which of the others each may include; all may include the files beside them.
 ATTEND = {"choose": [], "rows": [], "loop": ["rows"], "split": ["rows", "loop", "choose/cut.h"],
-          "fused": ["rows", "loop", "choose/cut.h"]}  # fmt: skip
+          "fused": ["rows", "loop", "choose/cut.h"], "chunk": ["choose/cut.h"]}  # fmt: skip
 CODE = {".c", ".h", ".cpp", ".cu", ".cuh", ".inc"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*(?:<([^>]+)>|"([^"]+)")', re.MULTILINE)
 

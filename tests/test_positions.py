@@ -13,7 +13,7 @@ from specs import bare
 
 import turboquant
 from turboquant import TurboQuantCache
-from turboquant.kvcache import decoded
+from turboquant.kvcache import attend, decoded
 from turboquant.models import names
 
 TOKENS, PADDING = 90, (0, 23)
@@ -75,10 +75,14 @@ def waving(request: Any) -> Any:
     return turboquant.patch(model, WAVE, profile=profile), profile, want
 
 
-@pytest.mark.parametrize("way", ["attend", "decoded"])
+@pytest.mark.parametrize("way", ["attend", "decoded", "attend, sinks apart"])
 def test_a_shift_costs_nothing(waving: Any, way: str, monkeypatch: Any) -> None:
     model, profile, want = waving
-    turboquant.patch(model, WAVE, profile=profile, prefill="packed" if way == "attend" else "exact")
+    spec = bare(3, 8, centre="wave", sinks=4) if way == "attend, sinks apart" else WAVE
+    turboquant.patch(model, spec, profile=profile, prefill="packed" if way == "attend" else "exact")
+    if way == "attend, sinks apart":  # as where `attend` has a kernel that takes no exact tokens
+        monkeypatch.setattr(attend, "reads_packed_chunks", lambda stored, query: True)
+        monkeypatch.setitem(attend.IN_PARTS_FROM, "cpu", 2)
     if way == "decoded":
         monkeypatch.setitem(decoded.LEAST_TOKENS, "cpu", 1)
         monkeypatch.setattr(decoded, "LEAST_ROWS", (1, 1))

@@ -90,6 +90,7 @@ static std::string choose(const std::vector<int64_t> &x, const Gpu *gpu)
     if (fill_args(plan, p, &l, &error) != TQ_OK) return std::string("refused: ") + error.argument;
     if (choose_kernel(plan, device, &l, &error) != TQ_OK) return std::string("refused: ") + error.argument;
     name_kernel(l.kernel, name);
+    if (chooses_chunk(plan, p, device, KERNELS[l.kernel.row].strategy)) name_chunk(plan, p, name);
     std::ostringstream line;
     line << name << ' ' << l.blocks << ' ' << l.threads << ' ' << l.shared_bytes << ' ' << l.args.fused.sharing << ' '
          << l.args.fused.cluster;

@@ -99,14 +99,14 @@ inline tq_plan plan_of(const std::vector<int64_t> &words)
 /** group: channels, 32 or 16. */
 inline tq_plan make_plan(int dim, int page_tokens, int rotation, int law, int scale, const std::vector<int> &key_bits,
                          const std::vector<int> &value_bits, int group = TQ_TILE, int wave_pairs = 0, int metric = 0,
-                         int tries = 0)
+                         int tries = 0, bool variance = false)
 {
     const int groups = (dim + group - 1) / group;
     bool has_values = false;
     for (int g = 0; g < groups; g++) has_values |= value_bits[g % value_bits.size()] != 0;
     std::vector<int64_t> words = {TQ_FORMAT_VERSION, dim, page_tokens, group, law, scale, 1234567 + dim};
     for (int rotates : {rotation, has_values ? rotation : 0}) words.insert(words.end(), {rotates, 0, 0, 0});
-    words.insert(words.end(), {wave_pairs, metric, tries, 0});
+    words.insert(words.end(), {wave_pairs, metric, tries, variance});
     for (int g = 0; g < groups; g++) words.push_back(key_bits[g % key_bits.size()] + (g ? 0 : TQ_PLAN_NEW_BLOCK));
     for (int g = 0; g < groups; g++)
         words.push_back(value_bits[g % value_bits.size()] + (has_values && !g ? TQ_PLAN_NEW_BLOCK : 0));

@@ -1,7 +1,7 @@
 #!/bin/bash
 # compute-sanitizer over the CUDA harnesses on a small matrix of cases: make sanitize-harness, which builds them first.
 #
-#   tests/cuda/sanitize.sh FOLDER [TOOL...]    FOLDER: of attend_harness, attend_blocks_harness and append_harness
+#   tests/cuda/sanitize.sh FOLDER [TOOL...]    FOLDER: of attend_harness, attend_blocks_harness, chunk_harness and append_harness
 #                                              TOOL: memcheck, racecheck, synccheck; the default is all three
 #
 # Prints the last lines of each run when it is over. Ends with an error if any run finds anything.
@@ -49,6 +49,10 @@ for tool in "${tools[@]}"; do
             run "$tool" attend check "$filter"
         done
     run "$tool" attend check "many rows: some values zero"
+    for filter in "one token" "33 query tokens" "dim 64, bits 5312/3" "dim 96, bits 4/3" "everything, wave, metric 5" "absent pages, bf16, wave" \
+        "soft-cap and variance term, wave"; do
+        run "$tool" chunk check "$filter" # Hopper alone
+    done
     for path in hopper hopper-line portable; do
         for filter in "bits 4 dim 128" "bits 3 dim 80" "bits 2 dim 64" "window" "mixed" "dense" "group 16 bits 3" "ragged batch" \
             "fine, everything" "fine, group" "fine 85321" "fine, not causal" "moments: bits 3, dim 256, group 4" \

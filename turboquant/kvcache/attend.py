@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .chunk import attention_in_chunk, merged
-from .decoded import attend_to_decoded, decodes
+from .decoded import attend_to_decoded, decodes, reads_packed_chunks
 from .sliding import attention_behind_window, visible_past
 from .tensors import LayerTensors
 from .variance import wide_queries
@@ -58,10 +58,13 @@ def attend_in_parts(
     packed = stored.packed(before, padding)
     decoded = min(packed) > 0 and decodes(stored, query, max(packed), softcap)
     if stored.sinks + stored.window <= before - max(padding):  # every row holds a token: PyTorch may read them too
-        # except sinks of a wave: their number gives `attend` the positions of packed tokens
         sizes = {"sink": stored.sinks, "window": stored.window}
-        if stored.plan.wave_pairs and not decoded:
-            del sizes["sink"]
+        if stored.plan.wave_pairs and not decoded:  # the number of sinks gives `attend` the positions of packed tokens
+            if reads_packed_chunks(stored, query):
+                offset = stored.shared.offsets(stored.shifts, stored.device, more=stored.sinks)
+                arguments |= {} if offset is None else {"position_offset": offset}
+            else:
+                del sizes["sink"]
         exact = sum(sizes.values())
         earlier = [(arguments.pop(f"{part}_k"), arguments.pop(f"{part}_v")) for part, rows in sizes.items() if rows]
     pad = tuple(max(0, pad - before) for pad in padding)

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 import torch
 
-from ..plan import GROUP, PAGE_TOKENS
+from ..plan import GROUP, PAGE_TOKENS, Rotation, Side
 from .chunk import merged
 from .tensors import LayerTensors
 from .variance import CHANNELS, more_channels, wide_keys, wide_queries, widened
 
-__all__ = ["attend_to_decoded", "decodes"]
+__all__ = ["attend_to_decoded", "decodes", "reads_packed_chunks"]
 
 _dequantize = torch.ops.turboquant.dequantize.default
 _merge = torch.ops.turboquant.merge.default
@@ -31,6 +31,10 @@ LEAST_ROWS = 512, 1024  # query rows a KV head, with a wave and without (H100, 3
 # With a variance term, whose channels PyTorch's attention has to read as well (H200, 32k tokens). Without a wave
 # `attend` is faster up to 8,192 rows at least.
 LEAST_ROWS_OF_TERM = 1536, 1 << 31
+# The same where `attend` decodes a page once for 128 rows (csrc/cuda/attend/chunk; H200). With a variance term it is
+# always faster, and for several sequences without a wave.
+LEAST_ROWS_OF_CHUNK, NO_ROWS = (1024, 4096), 1 << 31
+MOST_WAVE_BYTES = 128 << 20  # that it makes of a wave, at most
 # cuDNN takes 40 ms to plan a shape that it meets for the first time. So it gets blocks of as many keys, and queries in
 # multiples; flash attention, which plans nothing, takes the rest.
 BLOCK = 8192
@@ -47,8 +51,28 @@ def decodes(stored: LayerTensors, query: torch.Tensor, packed: int, softcap: flo
     if not is_fast or softcap or (kind != "cpu" and query.dtype == torch.float32):
         return False
     rows = query.shape[2] * (query.shape[1] // stored.kv_heads)
-    least = LEAST_ROWS_OF_TERM if plan.variance_term else LEAST_ROWS
+    if reads_packed_chunks(stored, query):
+        one = len(query) == 1 or plan.wave_pairs
+        least = LEAST_ROWS_OF_CHUNK if one and not plan.variance_term else (NO_ROWS, NO_ROWS)
+    else:
+        least = LEAST_ROWS_OF_TERM if plan.variance_term else LEAST_ROWS
     return rows >= least[not plan.wave_pairs] and packed >= LEAST_TOKENS.get(kind, 1 << 31)
+
+
+def reads_packed_chunks(stored: LayerTensors, query: torch.Tensor) -> bool:
+    """Whether `attend`, without exact tokens, has a kernel for many queries that decodes a page once for all of them:
+    the conditions of csrc/cuda/attend/chunk/cut.cu."""
+    plan = stored.plan
+    if query.device.type != "cuda" or query.dtype == torch.float32 or not plan.is_plain or plan.group != GROUP:
+        return False
+    assert isinstance(plan.key, Side)
+    if plan.key.rotation is Rotation.DENSE or not GROUP < plan.head_dim <= 4 * GROUP:
+        return False
+    groups, pages = -(-plan.head_dim // GROUP), stored.block_table.numel()
+    wave_bytes = pages * stored.kv_heads * (plan.wave_pairs // 8 + 1) * groups * 1024 if plan.wave_pairs else 0
+    few_bits = all(1 <= bits <= 5 for bits in (*plan.key_bits, *plan.value_bits))
+    fits = few_bits and wave_bytes <= MOST_WAVE_BYTES
+    return fits and torch.cuda.get_device_capability(query.device)[0] == 9
 
 
 def attend_to_decoded(stored: LayerTensors, query: torch.Tensor, packed: list[int], scale: float) -> _Pair:

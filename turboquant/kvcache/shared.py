@@ -89,7 +89,7 @@ class Common:
         self.model_layers, self.stateful = 0, False
         self.limit: Limit | None = None
         self.shifts: tuple[int, ...] = ()
-        self._offsets: dict[torch.device, tuple[tuple[int, ...], torch.Tensor]] = {}
+        self._offsets: dict[tuple[torch.device, int], tuple[tuple[int, ...], torch.Tensor]] = {}
         self._lengths: dict[torch.device, tuple[int, tuple[int, ...], torch.Tensor]] = {}
         self._earlier: dict[tuple[torch.device, int], torch.Tensor] = {}  # of the forward at work
         self._rotations: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -142,13 +142,14 @@ class Common:
             return known[2]
         return _add(known[2], after - known[0])
 
-    def offsets(self, shifts: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
-        """`shifts` as the operators take them, one tensor for all layers of a device. None if there are none."""
-        if not any(shifts):
+    def offsets(self, shifts: tuple[int, ...], device: torch.device, more: int = 0) -> torch.Tensor | None:
+        """`shifts` plus `more` as the operators take them, one tensor for all layers of a device. None if all are 0."""
+        if not any(shifts) and not more:
             return None
-        known = self._offsets.get(device)
+        known = self._offsets.get((device, more))
         if known is None or known[0] != shifts:
-            known = self._offsets[device] = shifts, _integers(shifts, device)
+            offsets = _integers(tuple(shift + more for shift in shifts), device)
+            known = self._offsets[device, more] = shifts, offsets
         return known[1]
 
     def equal_schedule(self, after: int, padding: tuple[int, ...], device: torch.device) -> torch.Tensor | None:

@@ -10,6 +10,7 @@
 
 #include "cuda/attend/choose/cut.h"
 #include "cuda/attend/choose/gpus.h"
+#include "cuda/attend/chunk/chunk.h"
 #include "cuda/attend/kernels.h"
 #include "cuda/baselines/blocks.cuh"
 
@@ -143,10 +144,8 @@ size_t lay_out(Launch *launch, char *base)
     return is_fused(*launch) ? lay_out_fused_workspace(launch, base) : lay_out_split_workspace(launch, base);
 }
 
-tq_status prepare(const tq_plan *plan, const tq_attend_params *p, Launch *l, tq_error *error)
+tq_status prepare(const tq_plan *plan, const tq_attend_params *p, const Device &device, Launch *l, tq_error *error)
 {
-    Device device;
-    TQ_CUDA_TRY(look_at_device(&device, error));
     TQ_CUDA_TRY(fill_args(*plan, *p, l, error));
     if (!l->args.rows) return TQ_OK;
     TQ_CUDA_TRY(find_absent_record(device, *plan, &l->args.absent_record, error));
@@ -163,9 +162,9 @@ namespace
 
 /** The contents of a tq_cuda_attend_call. */
 struct Call {
-    bool plain;
-    Launch launch; /* of plain plans */
-    tq_plan plan;  /* of others, with .. */
+    enum Route { PACKED, CHUNK, BLOCKS } route; /* BLOCKS: plans that are not plain */
+    Launch launch;                              /* of PACKED */
+    tq_plan plan;                               /* of the others, with .. */
     tq_attend_params params;
     size_t bytes;
 };
@@ -211,14 +210,20 @@ tq_status tq_cuda_attend_prepare(const tq_plan *plan, const tq_attend_params *pa
     if (!call_) return fail(error, TQ_E_VALUE, "call", -1, 0, "a pointer, not NULL");
     if (!workspace_bytes) return fail(error, TQ_E_VALUE, "workspace_bytes", -1, 0, "a pointer, not NULL");
     Call &call = *new (call_) Call; /* filled where it is: it has some thousand bytes */
-    call.plain = tq_is_plain(plan);
-    if (call.plain) {
-        TQ_CUDA_TRY(prepare(plan, params, &call.launch, error));
+    call.route = tq_is_plain(plan) ? Call::PACKED : Call::BLOCKS;
+    if (call.route == Call::PACKED) {
+        Device device;
+        TQ_CUDA_TRY(look_at_device(&device, error));
+        TQ_CUDA_TRY(prepare(plan, params, device, &call.launch, error));
         call.bytes = call.launch.blocks ? lay_out(&call.launch, nullptr) : 0;
-    } else {
+        if (call.launch.blocks && chooses_chunk(*plan, *params, device, KERNELS[call.launch.kernel.row].strategy))
+            call.route = Call::CHUNK;
+    }
+    if (call.route != Call::PACKED) {
         call.plan = *plan;
         call.params = *params;
-        TQ_CUDA_TRY(attend_blocks_bytes(*plan, *params, &call.bytes, error));
+        TQ_CUDA_TRY((call.route == Call::CHUNK ? chunk_workspace_bytes : attend_blocks_bytes)(*plan, *params,
+                                                                                              &call.bytes, error));
     }
     *workspace_bytes = call.bytes;
     return TQ_OK;
@@ -231,11 +236,14 @@ tq_status tq_cuda_attend_workspace_bound(const tq_plan *plan, const tq_attend_pa
     TQ_CUDA_TRY(check_plan(*plan, error));
     if (!bytes) return fail(error, TQ_E_VALUE, "bytes", -1, 0, "a pointer, not NULL");
     if (!tq_is_plain(plan)) return attend_blocks_bound(*plan, *params, bytes, error);
-    DeviceFacts device;
+    Device device;
     Launch launch;
-    TQ_CUDA_TRY(current_device(&device, error));
+    TQ_CUDA_TRY(look_at_device(&device, error));
     TQ_CUDA_TRY(fill_args(*plan, *params, &launch, error));
-    *bytes = workspace_bound(launch.args, device);
+    const size_t packed = workspace_bound(launch.args, device);
+    *bytes = 0;
+    if (device.bulk && chunk_is_for(*plan, *params)) TQ_CUDA_TRY(chunk_workspace_bytes(*plan, *params, bytes, error));
+    if (*bytes < packed) *bytes = packed;
     return TQ_OK;
 }
 
@@ -244,13 +252,15 @@ tq_status tq_cuda_attend(const tq_cuda_attend_call *call_, void *workspace, size
 {
     if (!call_) return fail(error, TQ_E_VALUE, "call", -1, 0, "of tq_cuda_attend_prepare, not NULL");
     const Call &call = *reinterpret_cast<const Call *>(call_);
-    if (!call.plain)
+    if (call.route == Call::BLOCKS)
         return attend_blocks(call.plan, call.params, workspace, workspace_bytes, static_cast<cudaStream_t>(stream),
                              error);
-    if (!call.launch.blocks) return TQ_OK;
+    if (call.route == Call::PACKED && !call.launch.blocks) return TQ_OK;
     if (call.bytes && (!workspace || (uintptr_t)workspace % 256 || workspace_bytes < call.bytes))
         return fail(error, TQ_E_VALUE, "workspace_bytes", -1, (double)workspace_bytes,
                     "at least what tq_cuda_attend_prepare says, 256-byte aligned");
+    if (call.route == Call::CHUNK)
+        return attend_chunk(call.plan, call.params, workspace, workspace_bytes, stream, error);
     Launch l = call.launch;
     lay_out(&l, static_cast<char *>(workspace));
     return queue(l, call.bytes, static_cast<cudaStream_t>(stream), error);
@@ -289,7 +299,9 @@ tq_status tq_cuda_schedule(const tq_plan *plan, const tq_attend_params *params, 
         tq_attend_params p = *params;
         p.schedule = nullptr;
         p.schedule_kind = TQ_SCHEDULE_LINE;
-        TQ_CUDA_TRY(prepare(plan, &p, &l, error));
+        Device chosen;
+        TQ_CUDA_TRY(look_at_device(&chosen, error));
+        TQ_CUDA_TRY(prepare(plan, &p, chosen, &l, error));
     }
     if (l.args.fused.ragged) return write_shares(l.args, schedule, static_cast<cudaStream_t>(stream), error);
     return write_schedule(l.args, schedule, static_cast<cudaStream_t>(stream), error);

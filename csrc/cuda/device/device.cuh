@@ -72,6 +72,16 @@ __device__ __forceinline__ void mma(int (&c)[4], const uint32_t (&a)[4], uint32_
 #undef TQ_MMA
 }
 
+/** c (16 x 8) += a (16 x 16) b (16 x 8), fp16. Lane 4 g + t holds a0: row g, columns 2 t ..; a1: row g + 8; a2, a3: the
+ *  same with columns 2 t + 8 ..; b0, b1: rows 2 t .. and 2 t + 8 .. of column g; c0, c1: row g, columns 2 t, 2 t + 1;
+ *  c2, c3: row g + 8. */
+__device__ __forceinline__ void mma_halves(float (&c)[4], uint4 a, uint2 b)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
+}
+
 __device__ __forceinline__ float reciprocal(float x) /* 1 ulp; x is normal, and 1 / x too */
 {
     float y;
@@ -448,6 +458,12 @@ __device__ __forceinline__ void copy_16(uint32_t to, const void *from)
 }
 
 __device__ __forceinline__ void copy_16(void *to, const void *from) { copy_16(shared_address(to), from); }
+
+/** To a shared address, a multiple of 16. */
+__device__ __forceinline__ void store_16(uint32_t to, uint4 x)
+{
+    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
 
 /** Waits for the thread's own copies. */
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }

@@ -11,20 +11,30 @@
 namespace tq
 {
 
-/** The descriptor of an operand B at a shared address, a multiple of 16 bytes. */
+/** The descriptor of an operand at a shared address, a multiple of 16 bytes: core matrices of 8 rows (of A; of B: columns)
+ *  x 16 bytes, so many bytes from one to the next along k and along the rows, multiples of 16 below 2^18. */
+__device__ __forceinline__ uint64_t describe_operand(uint32_t address, uint32_t along_k, uint32_t along_rows)
+{
+    return (uint64_t)(address >> 4 & 0x3fff) | (uint64_t)(along_k >> 4) << 16 | (uint64_t)(along_rows >> 4) << 32;
+}
+
+/** The descriptor of an operand B as host.h has it. */
 template <int N> __device__ __forceinline__ uint64_t describe_b(uint32_t address)
 {
-    constexpr uint64_t ALONG_K = N / 8 * PIECE_BYTES, ALONG_COLUMNS = PIECE_BYTES;
-    return (uint64_t)(address >> 4 & 0x3fff) | ALONG_K / 16 << 16 | ALONG_COLUMNS / 16 << 32;
+    return describe_operand(address, N / 8 * PIECE_BYTES, PIECE_BYTES);
 }
 
 #define TQ_OUT_16 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define TQ_OUT_32 TQ_OUT_16 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define TQ_OUT_64 TQ_OUT_32 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define TQ_OUT_96 TQ_OUT_64 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define TQ_OUT_128 TQ_OUT_96 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define TQ_C4(t, i) t(c[i]), t(c[i + 1]), t(c[i + 2]), t(c[i + 3])
 #define TQ_C8(t, i) TQ_C4(t, i), TQ_C4(t, i + 4)
 #define TQ_C16(t, i) TQ_C8(t, i), TQ_C8(t, i + 8)
 #define TQ_C32(t, i) TQ_C16(t, i), TQ_C16(t, i + 16)
+#define TQ_C48(t, i) TQ_C32(t, i), TQ_C16(t, i + 32)
+#define TQ_C64(t, i) TQ_C32(t, i), TQ_C32(t, i + 32)
 #define TQ_PRODUCT(kind, outs, a0, a1, a2, a3, desc, more, rest, ...)                                                  \
     asm volatile("{ .reg .pred p;\n"                                                                                   \
                  "setp.ne.b32 p, " more ", 0;\n"                                                                       \
@@ -44,9 +54,32 @@ __device__ __forceinline__ void queue_product(float (&c)[N / 2], const uint32_t 
     if constexpr (N == 16)
         TQ_PRODUCT("m64n16k16.f32.f16.f16", TQ_OUT_16, "%8", "%9", "%10", "%11", "%12", "%13", ", 1, 1, 0",
                    TQ_C8(TQ_T, 0));
-    else
+    else if constexpr (N == 32)
         TQ_PRODUCT("m64n32k16.f32.f16.f16", TQ_OUT_32, "%16", "%17", "%18", "%19", "%20", "%21", ", 1, 1, 0",
                    TQ_C16(TQ_T, 0));
+    else if constexpr (N == 64)
+        TQ_PRODUCT("m64n64k16.f32.f16.f16", TQ_OUT_64, "%32", "%33", "%34", "%35", "%36", "%37", ", 1, 1, 0",
+                   TQ_C32(TQ_T, 0));
+    else if constexpr (N == 96)
+        TQ_PRODUCT("m64n96k16.f32.f16.f16", TQ_OUT_96, "%48", "%49", "%50", "%51", "%52", "%53", ", 1, 1, 0",
+                   TQ_C48(TQ_T, 0));
+    else
+        TQ_PRODUCT("m64n128k16.f32.f16.f16", TQ_OUT_128, "%64", "%65", "%66", "%67", "%68", "%69", ", 1, 1, 0",
+                   TQ_C64(TQ_T, 0));
+#undef TQ_T
+#endif
+}
+
+/** The same for N = 128 with a (64 x 16) in shared memory too, by its descriptor. */
+__device__ __forceinline__ void queue_shared_product(float (&c)[64], uint64_t a, uint64_t b, bool add)
+{
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define TQ_T(x) "+f"(x)
+    asm volatile("{ .reg .pred p;\n"
+                 "setp.ne.b32 p, %66, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" TQ_OUT_128 "}, %64, %65, p, 1, 1, 0, 0; }"
+                 : TQ_C64(TQ_T, 0)
+                 : "l"(a), "l"(b), "r"((int)add));
 #undef TQ_T
 #endif
 }
@@ -72,10 +105,14 @@ __device__ __forceinline__ void queue_product(int (&c)[N / 2], const uint32_t (&
 }
 
 #undef TQ_PRODUCT
+#undef TQ_C64
+#undef TQ_C48
 #undef TQ_C32
 #undef TQ_C16
 #undef TQ_C8
 #undef TQ_C4
+#undef TQ_OUT_128
+#undef TQ_OUT_96
 #undef TQ_OUT_64
 #undef TQ_OUT_32
 #undef TQ_OUT_16
@@ -117,13 +154,33 @@ template <int N> __device__ __forceinline__ void take_results(int (&c)[N])
     for (int i = 0; i < N; i++) asm volatile("" : "+r"(c[i])::"memory");
 }
 
+/** Registers of a thread from here on, for all warps of a group: fewer, or more as soon as other groups have given up as many. */
+template <int N> __device__ __forceinline__ void take_fewer_registers()
+{
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+#endif
+}
+template <int N> __device__ __forceinline__ void take_more_registers()
+{
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+#endif
+}
+
 /** Synchronises the four warps of a group, also their writes to shared memory; group: index in the block. */
 __device__ __forceinline__ void meet(int group)
 {
     asm volatile("barrier.sync.aligned %0, 128;" ::"r"(group + 1) : "memory");
 }
 
-/** The same; returns to all whether `said` is true in any thread. */
+/** Synchronises THREADS threads of a block. barrier: other than those of `meet` and of __syncthreads. */
+template <int THREADS> __device__ __forceinline__ void meet_at(int barrier)
+{
+    asm volatile("barrier.sync.aligned %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
+}
+
+/** The same as meet; returns to all whether `said` is true in any thread. */
 __device__ __forceinline__ bool meet_any(int group, bool said)
 {
     int any;

@@ -25,6 +25,9 @@ constexpr Rules H200 = {
     /* half_cost */ 10,
     /* merge_cost */ 10,
     /* page_cost */ {15, 18},
+    /* chunk_rows */ 32,
+    /* chunk_fused_rows */ 64,
+    /* chunk_fused_pages */ 128,
     /* most_turns */ 3,
     /* most_pages_any_16_rows */ 16,
     /* longer_32_rows */ {0, 4, 2},
@@ -134,7 +137,8 @@ tq_status name_of_choice(const tq_plan &plan, const tq_attend_params &params, co
     TQ_CUDA_TRY(fill_args(plan, params, &launch, error));
     if (!launch.args.rows) return TQ_OK;
     TQ_CUDA_TRY(choose_kernel(plan, device, &launch, error));
-    if (launch.blocks) name_kernel(launch.kernel, name);
+    if (chooses_chunk(plan, params, device, KERNELS[launch.kernel.row].strategy)) name_chunk(plan, params, name);
+    else if (launch.blocks) name_kernel(launch.kernel, name);
     return TQ_OK;
 }
 

@@ -25,6 +25,11 @@ tq_status choose_kernel(const tq_plan &plan, const Device &device, Launch *launc
 tq_status name_of_choice(const tq_plan &plan, const tq_attend_params &params, const Device &device, char *name,
                          tq_error *error);
 
+/** Whether CHUNK takes a call, and is faster. otherwise: the strategy that would run. */
+bool chooses_chunk(const tq_plan &plan, const tq_attend_params &params, const Device &device, Strategy otherwise);
+/** name: TQ_CUDA_KERNEL_NAME_BYTES. */
+void name_chunk(const tq_plan &plan, const tq_attend_params &params, char *name);
+
 /** Reserves the next `bytes` from *at on, 256-byte aligned. */
 inline int64_t take(int64_t *at, int64_t bytes)
 {

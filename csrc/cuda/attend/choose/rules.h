@@ -27,6 +27,9 @@ struct Rules {
     int ragged_two;            /* up to so many have two large blocks a multiprocessor, more have small ones */
     int half_cost, merge_cost; /* what a warp takes for half a page, and what merge_parts takes; only ratios count */
     int page_cost[2];          /* for a page: head_dim up to 64, above */
+    /* CHUNK */
+    int chunk_rows;                          /* more rows than these, where FUSED_MANY_ROWS does not run */
+    int chunk_fused_rows, chunk_fused_pages; /* instead of it, more rows than these with at least so many pages */
     /* FUSED_MANY_ROWS */
     int most_turns;             /* blocks of a multiprocessor, one after the other */
     int most_pages_any_16_rows; /* of a team, any widths */

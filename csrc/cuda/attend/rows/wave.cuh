@@ -34,16 +34,6 @@ __device__ __forceinline__ KeyMoments key_moments(const AttendArgs &a)
 /** Whether there is a wave, in a kernel that supports it. */
 template <class V> __device__ __forceinline__ bool has_wave(const AttendArgs &a) { return V::WAVE && a.wave.steps; }
 
-/** c (16 x 8) += a (16 x 16) b (16 x 8), fp16. Lane 4 g + t holds a0: row g, columns 2 t ..; a1: row g + 8; a2, a3: the
- *  same with columns 2 t + 8 ..; b0, b1: rows 2 t .. and 2 t + 8 .. of column g; c0, c1: row g, columns 2 t, 2 t + 1;
- *  c2, c3: row g + 8. */
-__device__ __forceinline__ void mma_halves(float (&c)[4], uint4 a, uint2 b)
-{
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
-}
-
 /** Two numbers rounded to fp16, and the remainders. */
 struct SplitPair {
     uint32_t high, low;
