@@ -41,6 +41,7 @@ SHAPES = [
 ]
 QUERY_TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 LONGEST_OF_BATCHES = 2048  # query tokens, where there are several sequences
+MOST_ERROR = 1e-2  # of a row; the benchmark ends with status 1 if there is more
 
 
 def stored_as(packed: ops.PackedKV) -> Any:
@@ -80,6 +81,7 @@ def main() -> None:
     parser.add_argument("--out", default=RESULTS / "local")
     args = parser.parse_args()
     report = Report("chunks", "cuda")
+    wrong: list[str] = []
     ceiling = ceilings("cuda")
     report.add("ceilings", {}, ceiling)
     for shape in (shape for shape in SHAPES if ",".join(map(str, shape)).startswith(args.only)):
@@ -101,8 +103,8 @@ def main() -> None:
                 for n in counts_of_queries:
                     q, *_ = tensors((batch, kv_heads, shape[2], 1, d), 1, query_tokens=n)
                     metrics: dict[str, Any] = errors(shape, plan, n)
-                    if not max(metrics["error_worst"], metrics["packed_error_worst"]) < 2e-2:
-                        raise AssertionError(f"{shape}: {metrics}")
+                    if not max(metrics["error_worst"], metrics["packed_error_worst"]) < MOST_ERROR:
+                        wrong.append(f"{shape}, {n} query tokens, {plan}: {metrics}")
                     stored, counts = stored_as(packed), [tokens] * batch
                     far = [partial(decoded.attend_to_decoded, stored, q, counts, d**-0.5)]
                     near = [partial(ops.attend, q, packed, causal=False)]
@@ -116,6 +118,8 @@ def main() -> None:
                     report.add("chunks", named(shape) | where, metrics)
                     print(shape, n, bits, pairs, metrics, flush=True)
     print(report.save(args.out))
+    if wrong:
+        raise SystemExit("\n".join([f"rows with errors above {MOST_ERROR}:", *wrong]))
 
 
 if __name__ == "__main__":

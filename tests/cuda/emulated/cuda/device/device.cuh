@@ -1,9 +1,10 @@
-// What csrc/cuda/tile/fragments.cuh needs of csrc/cuda/device/device.cuh, for a host compiler: prmt as the PTX manual defines it. Products
+// What csrc/cuda/tile/fragments.cuh needs of csrc/cuda/device/device.cuh, for a host compiler. Products
 // and fp16 arithmetic, which tests/cuda/fragments.cpp does not use, are left out.
 #ifndef TQ_CUDA_DEVICE_CUH
 #define TQ_CUDA_DEVICE_CUH
 #include <cstdint>
 
+#include "../../../prmt.h"
 #include "cuda/device/host.h"
 
 struct __half2 {
@@ -17,17 +18,6 @@ inline uint32_t __umulhi(uint32_t a, uint32_t b) { return (uint32_t)((uint64_t)a
 
 namespace tq
 {
-
-inline uint32_t prmt(uint32_t a, uint32_t b, uint32_t s)
-{
-    const uint64_t bytes = (uint64_t)b << 32 | a;
-    uint32_t r = 0;
-    for (int i = 0; i < 4; i++) {
-        const uint32_t nibble = s >> 4 * i & 15, byte = (uint32_t)(bytes >> 8 * (nibble & 7) & 255);
-        r |= (nibble & 8 ? (byte & 128 ? 255u : 0u) : byte) << 8 * i;
-    }
-    return r;
-}
 
 template <bool, bool> void mma(int (&)[4], const uint32_t (&)[4], uint32_t, uint32_t) {}
 
