@@ -164,9 +164,9 @@ def _built(kind: Any, config: Any) -> Any:
     """A model with random weights. A tower that needs timm, which is not installed, is left out."""
     own = transformers.AutoModel.from_config
 
-    def made(part: Any, **options: Any) -> Any:
-        needs_timm = transformers.AutoModel._model_mapping[type(part)].__name__ == "TimmWrapperModel"
-        return torch.nn.Identity() if needs_timm else own(part, **options)
+    def made(config: Any, **options: Any) -> Any:
+        needs_timm = transformers.AutoModel._model_mapping[type(config)].__name__ == "TimmWrapperModel"
+        return torch.nn.Identity() if needs_timm else own(config, **options)
 
     torch.manual_seed(0)
     with mock.patch.object(transformers.AutoModel, "from_config", made):
