@@ -4,7 +4,7 @@
     build/vllm-venv/bin/python benchmarks/serving.py --chunks    one chunk against chunks of 100 tokens
 
 SmolLM2-135M (`make real-models`) in bfloat16, 1 GiB of cache, windows of 1,024 tokens of WikiText-2's test text, each
-in one chunk. Every query reads what is packed. Prints the rows of docs/serving.md.
+in one chunk. Every query reads what is packed. Prints the rows of docs/serving.md; `--out` is the folder of results.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from texts import real_windows, text_of
+from timing import Report
 from transformers import AutoTokenizer
 from vllm import LLM, SamplingParams
 
@@ -63,37 +64,47 @@ def log_probs(settings: dict[str, Any] | None, texts: list[list[int]], **options
     return np.array(found), blocks
 
 
-def quality(texts: list[list[int]]) -> None:
+def quality(texts: list[list[int]], report: Report) -> None:
     stock = None
     for name, settings in SETTINGS.items():
-        found, blocks = log_probs(settings, texts)
+        given, blocks = log_probs(settings, texts)
+        metrics = {"blocks": blocks, "nll": round(float(-given.mean()), 4)}
         if stock is None:
-            stock = found, blocks
-            print(f"stock: NLL {-found.mean():.4f}, {blocks:,} blocks", flush=True)
-            continue
-        print(f"| {name} | {blocks:,} | {blocks / stock[1]:.2f} | {stock[0].mean() - found.mean():.4f} | "
-              f"{abs(found - stock[0]).mean():.3f} |", flush=True)  # fmt: skip
+            stock = given
+        else:
+            metrics["nll_above"] = round(float(stock.mean() - given.mean()), 4)
+            metrics["d_log_p"] = round(float(abs(given - stock).mean()), 4)
+        report.add("vllm quality", {"settings": name, "windows": len(texts), "tokens": LENGTH}, metrics)
+        print(f"{name}: {metrics}", flush=True)
 
 
-def chunks(texts: list[list[int]]) -> None:
+def chunks(texts: list[list[int]], report: Report) -> None:
     for dtype in ("bfloat16", "float32"):
         for name, settings in CHUNKED.items():
             whole, _ = log_probs(settings, texts, dtype=dtype)
             parts, _ = log_probs(settings, texts, dtype=dtype, max_num_batched_tokens=100)
-            print(f"| {name}, {dtype} | {abs(parts - whole).mean():.5f} | {abs(parts - whole).max():.4f} | "
-                  f"{whole.mean() - parts.mean():.5f} |", flush=True)  # fmt: skip
+            off = abs(parts - whole)
+            metrics = {"d_log_p": round(float(off.mean()), 5), "worst": round(float(off.max()), 4),
+                       "nll_above": round(float(whole.mean() - parts.mean()), 5)}  # fmt: skip
+            params = {"settings": name, "dtype": dtype, "windows": len(texts), "tokens": LENGTH}
+            report.add("vllm chunks of 100", params, metrics)
+            print(f"{name}, {dtype}: {metrics}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chunks", action="store_true")
     parser.add_argument("--windows", type=int, default=3)
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TURBOQUANT_CACHE"] = cache
         turboquant(["measure", str(MODEL)])
         texts = real_windows(text_of("wikitext2"), AutoTokenizer.from_pretrained(MODEL), args.windows, LENGTH).tolist()
-        (chunks if args.chunks else quality)(texts)
+        report = Report("vllm_chunks" if args.chunks else "vllm", "cpu")
+        (chunks if args.chunks else quality)(texts, report)
+        if args.out is not None:
+            report.save(args.out)
 
 
 if __name__ == "__main__":
