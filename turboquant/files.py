@@ -124,11 +124,11 @@ def tensor(array: NDArray[Any]) -> Tensor:
     return Tensor(_NAMES[array.dtype], array.shape)
 
 
-def numpy_dtype(held: Tensor) -> np.dtype[Any]:
+def numpy_dtype(tensor: Tensor) -> np.dtype[Any]:
     """NumPy's dtype of a tensor. ValueError for one that NumPy or files of arrays do not have."""
-    if held.dtype not in _NUMPY:
-        raise ValueError(f"its arrays must be of {', '.join(_NUMPY)}, got {held.dtype}")
-    return _NUMPY[held.dtype]
+    if tensor.dtype not in _NUMPY:
+        raise ValueError(f"its arrays must be of {', '.join(_NUMPY)}, got {tensor.dtype}")
+    return _NUMPY[tensor.dtype]
 
 
 def array_bytes(array: NDArray[Any]) -> memoryview:
@@ -146,9 +146,9 @@ def crc32(parts: Iterable[bytes | bytearray | memoryview]) -> int:
 def layout(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors with their places, and the padding between them."""
     placed, at = {}, 0
-    for name, held in tensors.items():
-        placed[name] = Tensor(held.dtype, tuple(held.shape), at)
-        at += held.nbytes
+    for name, tensor in tensors.items():
+        placed[name] = Tensor(tensor.dtype, tuple(tensor.shape), at)
+        at += tensor.nbytes
         if pad := -at % _ALIGNMENT:
             placed[f"pad.{name}"] = Tensor("U8", (pad,), at)
             at += pad
@@ -159,9 +159,9 @@ def header_of(form: str, meta: Mapping[str, Any], placed: Mapping[str, Tensor]) 
     """The bytes in front of the tensors that `layout` placed."""
     text = json.dumps(meta, sort_keys=True, allow_nan=False)
     entries: dict[str, Any] = {"__metadata__": {"format": form, "turboquant": text, "crc32": _sum_of(text)}}
-    for name, held in placed.items():
-        offsets = [held.start, held.start + held.nbytes]
-        entries[name] = {"dtype": held.dtype, "shape": list(held.shape), "data_offsets": offsets}
+    for name, tensor in placed.items():
+        offsets = [tensor.start, tensor.start + tensor.nbytes]
+        entries[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets}
     header = json.dumps(entries).encode()
     header += b" " * (-(len(header) + 8) % _ALIGNMENT)
     return len(header).to_bytes(8, "little") + header
@@ -179,11 +179,11 @@ def write_tensors(
 
     def pieces() -> Iterable[bytes | memoryview]:
         yield header_of(form, meta, placed)
-        for name, held in placed.items():
+        for name, tensor in placed.items():
             if name in tensors:
                 yield from parts[name]
             else:
-                yield bytes(held.nbytes)
+                yield bytes(tensor.nbytes)
 
     write_whole(path, pieces())
 
@@ -202,25 +202,25 @@ def read_header(file: BufferedReader | BytesIO, form: str) -> tuple[dict[str, An
     try:
         entries = json.loads(file.read(length))
         about = entries.pop("__metadata__")
-        text, found = about["turboquant"], about["format"]
-        if found == form and about["crc32"] != _sum_of(text):
+        text, file_form = about["turboquant"], about["format"]
+        if file_form == form and about["crc32"] != _sum_of(text):
             raise ValueError("its header is damaged")
-        meta = json.loads(text) if found == form else {}
+        meta = json.loads(text) if file_form == form else {}
     except (KeyError, TypeError, AttributeError, RecursionError, UnicodeError, json.JSONDecodeError):
         raise ValueError("it is not one that turboquant wrote, or its header is damaged") from None
-    if found != form:
-        old = found == f"{form[:-1]}1" != form
+    if file_form != form:
+        old = file_form == f"{form[:-1]}1" != form
         which = f", which {_READS_VERSION_1}" if old else ""
-        raise ValueError(f"its format must be {form}, got {found!r:.80}{which}")
+        raise ValueError(f"its format must be {form}, got {file_form!r:.80}{which}")
     if not isinstance(meta, dict):
         raise ValueError("its header is no mapping")
     tensors: dict[str, Tensor] = {}
     at, last = 0, ""
     for name, entry in entries.items():
-        held = _entry(name, entry, at)
-        if name != f"pad.{last}" or held != Tensor("U8", (-at % _ALIGNMENT,), at):
-            tensors[name] = held
-        at, last = at + held.nbytes, name
+        tensor = _entry(name, entry, at)
+        if name != f"pad.{last}" or tensor != Tensor("U8", (-at % _ALIGNMENT,), at):
+            tensors[name] = tensor
+        at, last = at + tensor.nbytes, name
     if 8 + length + at != size:
         raise ValueError(f"it must have {8 + length + at} bytes, got {size}")
     return meta, tensors, 8 + length
@@ -233,14 +233,14 @@ def _sum_of(text: str) -> str:
 def _entry(name: str, entry: Any, at: int) -> Tensor:
     """The tensor of an entry, which begins at byte `at`."""
     try:
-        held, offsets = Tensor(entry["dtype"], tuple(entry["shape"]), at), entry["data_offsets"]
-        right = len(held.shape) <= _MOST_EXTENTS and all(type(n) is int and n >= 0 for n in held.shape)
-        right = right and offsets == [at, at + held.nbytes]
+        tensor, offsets = Tensor(entry["dtype"], tuple(entry["shape"]), at), entry["data_offsets"]
+        right = len(tensor.shape) <= _MOST_EXTENTS and all(type(n) is int and n >= 0 for n in tensor.shape)
+        right = right and offsets == [at, at + tensor.nbytes]
     except (KeyError, TypeError):
         right = False
     if not right:
         raise ValueError(f"`{name:.80}` must have a type, a shape and a place that agree")
-    return held
+    return tensor
 
 
 # ---- a few small arrays, held in memory whole ----
@@ -266,14 +266,14 @@ def read_arrays(path: str | os.PathLike[str], form: str, what: str) -> tuple[dic
         meta, tensors, start = read_header(file, form)
         sums = meta.get("crc32")
         arrays: dict[str, NDArray[Any]] = {}
-        for name, held in tensors.items():
+        for name, tensor in tensors.items():
             if not isinstance(sums, dict) or name not in sums:
                 raise ValueError(f"the checksum of `{name:.80}` is missing")
-            file.seek(start + held.start)
-            data = bytearray(file.read(held.nbytes))
+            file.seek(start + tensor.start)
+            data = bytearray(file.read(tensor.nbytes))
             if crc32([data]) != sums[name]:
                 raise ValueError(f"`{name}` is damaged")
-            arrays[name] = np.frombuffer(data, numpy_dtype(held)).reshape(held.shape)
+            arrays[name] = np.frombuffer(data, numpy_dtype(tensor)).reshape(tensor.shape)
     return meta, arrays
 
 

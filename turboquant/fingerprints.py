@@ -17,10 +17,10 @@ def differences(was: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
     Only entries that both have are compared: a configuration alone has no weights. Sampled weights may differ as much
     as rounding to bfloat16 changes them, so that a model may be calibrated in one dtype and run in another.
     """
-    found = [f"{name} {model[name]!r} instead of {x!r}" for name, x in was.items()
+    sentences = [f"{name} {model[name]!r} instead of {x!r}" for name, x in was.items()
              if name != "weights" and name in model and model[name] != x]  # fmt: skip
-    if not found and "weights" in model and "weights" in was:
+    if not sentences and "weights" in model and "weights" in was:
         a, b = (np.asarray(mark["weights"], np.float64) for mark in (model, was))
         if a.shape != b.shape or not np.allclose(a, b, rtol=2**-7, atol=1e-3 * float(np.abs(b).max(initial=0))):
-            found.append("other weights")
-    return found
+            sentences.append("other weights")
+    return sentences

@@ -60,7 +60,7 @@ class TurboQuantDocumentStore:
         return len(self.documents)
 
     def filter_documents(self, filters: Filters = None) -> list[Document]:
-        return [_document(found) for found in self.documents.matching(_filter(filters), self._return_embedding)]
+        return [_document(document) for document in self.documents.matching(_filter(filters), self._return_embedding)]
 
     def write_documents(self, documents: list[Document], policy: DuplicatePolicy = DuplicatePolicy.NONE) -> int:
         """Write documents, also without embeddings; returns how many. NONE: as FAIL, an error if an id is there."""
@@ -136,10 +136,10 @@ def _stored(document: Document) -> documents.Document:
     return documents.Document(document.id, document.content, document.meta, more or None)
 
 
-def _document(found: documents.Document, score: float | None = None) -> Document:
-    own = dict(id=found.id, content=found.text, meta=found.metadata, score=score,
-               embedding=None if found.vector is None else found.vector.tolist())  # fmt: skip
-    return Document.from_dict((found.more or {}) | own)
+def _document(document: documents.Document, score: float | None = None) -> Document:
+    own = dict(id=document.id, content=document.text, meta=document.metadata, score=score,
+               embedding=None if document.vector is None else document.vector.tolist())  # fmt: skip
+    return Document.from_dict((document.more or {}) | own)
 
 
 def _filter(filters: Filters) -> Any:

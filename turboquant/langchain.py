@@ -50,9 +50,9 @@ class TurboQuantVectorStore(VectorStore):
     ) -> list[str]:
         """Embed and add texts; returns their ids, new ones where none are given."""
         texts = [texts] if isinstance(texts, str) else list(texts)
-        for name, given in (("metadatas", metadatas), ("ids", ids)):
-            if given is not None and len(given) != len(texts):
-                raise ValueError(f"add_texts: `{name}` must be {len(texts)}, one a text, got {len(given)}")
+        for name, argument in (("metadatas", metadatas), ("ids", ids)):
+            if argument is not None and len(argument) != len(texts):
+                raise ValueError(f"add_texts: `{name}` must be {len(texts)}, one a text, got {len(argument)}")
         names = [name or str(uuid.uuid4()) for name in ids or [None] * len(texts)]
         new = [
             documents.Document(name, text, metadata or {})
@@ -69,7 +69,7 @@ class TurboQuantVectorStore(VectorStore):
     # ---- looking up ----
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        return [_document(found) for found in self.documents.get(ids)]
+        return [_document(document) for document in self.documents.get(ids)]
 
     # options, also of a retriever's search_kwargs: sigmas, probe, factor and threads of `Index.search`
 
@@ -83,10 +83,10 @@ class TurboQuantVectorStore(VectorStore):
         return self.similarity_search_with_score_by_vector(self._embedding.embed_query(query), k, **kwargs)
 
     def similarity_search_by_vector(self, embedding: list[float], k: int = 4, **kwargs: Any) -> list[Document]:
-        return [found for found, _ in self.similarity_search_with_score_by_vector(embedding, k, **kwargs)]
+        return [document for document, _ in self.similarity_search_with_score_by_vector(embedding, k, **kwargs)]
 
     def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
-        return [found for found, _ in self.similarity_search_with_score(query, k, **kwargs)]
+        return [document for document, _ in self.similarity_search_with_score(query, k, **kwargs)]
 
     def max_marginal_relevance_search_by_vector(
         self, embedding: list[float], k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, filter: Filter = None,
@@ -133,14 +133,14 @@ class TurboQuantVectorStore(VectorStore):
         return store
 
 
-def _document(found: documents.Document) -> Document:
-    return Document(id=found.id, page_content=found.text or "", metadata=found.metadata)
+def _document(document: documents.Document) -> Document:
+    return Document(id=document.id, page_content=document.text or "", metadata=document.metadata)
 
 
 def _filter(filter: Filter) -> Any:
     """The same for `Documents`."""
     if callable(filter):
-        return lambda found: filter(_document(found))
+        return lambda document: filter(_document(document))
     if isinstance(filter, dict) and not ("field" in filter or "conditions" in filter):
         return equal_to(filter)
     return filter

@@ -52,7 +52,7 @@ class TurboQuantVectorStore(BasePydanticVectorStore):
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Remove the nodes of a document."""
-        self._documents.remove_matching(lambda found: found.more["ref_doc_id"] == ref_doc_id)
+        self._documents.remove_matching(lambda document: document.more["ref_doc_id"] == ref_doc_id)
 
     def delete_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
@@ -67,7 +67,7 @@ class TurboQuantVectorStore(BasePydanticVectorStore):
 
     def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
         """The nodes with these ids that match, or all, in the order in which they were added."""
-        return [_node(found) for found in self._documents.matching(_test(node_ids, filters))]
+        return [_node(document) for document in self._documents.matching(_test(node_ids, filters))]
 
     def query(self, query: types.VectorStoreQuery, **kwargs: Any) -> types.VectorStoreQueryResult:
         """The nodes with the best embeddings. Modes: DEFAULT, and MMR among mmr_prefetch_k nodes, or among
@@ -82,13 +82,13 @@ class TurboQuantVectorStore(BasePydanticVectorStore):
         fetched = max(k, kwargs.get("mmr_prefetch_k") or k * int(kwargs.get("mmr_prefetch_factor", 4))) if mmr else k
         test = _test(query.node_ids or None, query.filters, query.doc_ids or None)
         options = {name: kwargs[name] for name in OPTIONS if name in kwargs}
-        found = self._documents.search(query.query_embedding, fetched, test, vectors=mmr, **options)
-        pairs = [(self._documents.similarity(score), document) for document, score in found]
-        if mmr and found:
-            rows = [document.vector for document, _ in found]
+        results = self._documents.search(query.query_embedding, fetched, test, vectors=mmr, **options)
+        pairs = [(self._documents.similarity(score), document) for document, score in results]
+        if mmr and results:
+            rows = [document.vector for document, _ in results]
             weight = kwargs.get("mmr_threshold", query.mmr_threshold)
             chosen = get_top_k_mmr_embeddings(query.query_embedding, rows, similarity_top_k=k, mmr_threshold=weight)
-            pairs = [(float(score), found[i][0]) for score, i in zip(*chosen)]
+            pairs = [(float(score), results[i][0]) for score, i in zip(*chosen)]
         nodes, similarities = [_node(document) for _, document in pairs], [score for score, _ in pairs]
         return types.VectorStoreQueryResult(nodes, similarities, [node.node_id for node in nodes])
 
@@ -113,16 +113,16 @@ class TurboQuantVectorStore(BasePydanticVectorStore):
 def _stored(node: BaseNode) -> Document:
     """A node as a document, with all but its text in `more`. ValueError for what would be lost."""
     has_text = isinstance(node, TextNode)
-    kept = node_to_metadata_dict(node, remove_text=has_text)
-    more = {key: kept[key] for key in ("_node_content", "_node_type")} | {"ref_doc_id": node.ref_doc_id}
+    fields = node_to_metadata_dict(node, remove_text=has_text)
+    more = {key: fields[key] for key in ("_node_content", "_node_type")} | {"ref_doc_id": node.ref_doc_id}
     stored = Document(node.node_id, node.text if has_text else None, node.metadata, more)
     if not has_text and _node(stored) != node.model_copy(update={"embedding": None}):
         raise ValueError(f"add: LlamaIndex does not write all of node {node.node_id!r}, such as data in memory")
     return stored
 
 
-def _node(found: Document) -> BaseNode:
-    return metadata_dict_to_node(found.more, text=found.text)
+def _node(document: Document) -> BaseNode:
+    return metadata_dict_to_node(document.more, text=document.text)
 
 
 def _test(
@@ -132,19 +132,19 @@ def _test(
     tests: list[Callable[[Document], bool]] = [] if filters is None else [matching(_filter(filters))]
     nodes, parents = frozenset(node_ids or ()), frozenset(doc_ids or ())
     if node_ids is not None:
-        tests.append(lambda found: found.id in nodes)
+        tests.append(lambda document: document.id in nodes)
     if doc_ids is not None:
-        tests.append(lambda found: found.more["ref_doc_id"] in parents)
-    return (lambda found: all(test(found) for test in tests)) if tests else None
+        tests.append(lambda document: document.more["ref_doc_id"] in parents)
+    return (lambda document: all(test(document) for test in tests)) if tests else None
 
 
-def _filter(given: Any) -> dict[str, Any]:
+def _filter(filters: Any) -> dict[str, Any]:
     """LlamaIndex's filter in the words of `turboquant.index.filters`."""
-    if not isinstance(given, MetadataFilters):
-        name = given.operator.value
-        return {"field": f"meta.{given.key}", "operator": {"nin": "not in"}.get(name, name), "value": given.value}
-    conditions = [_filter(each) for each in given.filters]
-    if given.condition == types.FilterCondition.NOT:
+    if not isinstance(filters, MetadataFilters):
+        name = filters.operator.value
+        return {"field": f"meta.{filters.key}", "operator": {"nin": "not in"}.get(name, name), "value": filters.value}
+    conditions = [_filter(each) for each in filters.filters]
+    if filters.condition == types.FilterCondition.NOT:
         return {"operator": "NOT", "conditions": [{"operator": "OR", "conditions": conditions}]}
-    either = given.condition == types.FilterCondition.OR and conditions
+    either = filters.condition == types.FilterCondition.OR and conditions
     return {"operator": "OR" if either else "AND", "conditions": conditions}

@@ -87,8 +87,8 @@ def preset(name: str) -> CacheSpec:
 
 def named(name: str, argument: str) -> CacheSpec:
     """`preset` for an argument or an option of a command that errors call `argument`."""
-    if found := _CALIBRATED.fullmatch(name):
-        average = float(found[1])
+    if match := _CALIBRATED.fullmatch(name):
+        average = float(match[1])
         if not LEAST_AVERAGE <= average <= MOST_SIDE_BITS:
             wants = f"calibrated-N with an N in {LEAST_AVERAGE}..{MOST_SIDE_BITS}"
             raise ValueError(f"{argument} must be a preset, such as {wants}, got {name!r}")

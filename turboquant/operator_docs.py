@@ -95,9 +95,9 @@ def _parts(text: str | None) -> tuple[str, dict[str, list[str]], str]:
     arguments: dict[str, list[str]] = {}
     into = head
     for line in inspect.cleandoc(text or "").split("\n"):
-        if found := _ENTRY.match(line):
-            into, line = [], line[found.end() :]
-            arguments |= dict.fromkeys(found[1].split(", "), into)
+        if entry := _ENTRY.match(line):
+            into, line = [], line[entry.end() :]
+            arguments |= dict.fromkeys(entry[1].split(", "), into)
         elif line.startswith("Returns "):
             into = returned
         elif into not in (head, returned) and not line.startswith(" "):

@@ -58,15 +58,15 @@ from .oldest import OLDEST
 def _load() -> None:
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST["torch"]:
         raise ImportError(f"turboquant.ops needs torch >= 2.10, this is {torch.__version__}: pip install -U torch")
-    found = sorted(Path(__file__).parent.glob("_torch*.so"))
-    if not found:
+    files = sorted(Path(__file__).parent.glob("_torch*.so"))
+    if not files:
         how = "with torch installed, run: pip install --no-build-isolation --force-reinstall turboquant-attention"
         raise ImportError(f"turboquant was built without its torch operators (there is no turboquant/_torch.so); {how}")
     try:
-        torch.ops.load_library(found[0])  # type: ignore[no-untyped-call]
+        torch.ops.load_library(files[0])  # type: ignore[no-untyped-call]
     except OSError as error:
         raise ImportError(
-            f"{found[0].name} does not load into torch {torch.__version__} ({error}); build turboquant again beside it"
+            f"{files[0].name} does not load into torch {torch.__version__} ({error}); build turboquant again beside it"
         ) from error
 
 

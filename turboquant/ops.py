@@ -129,8 +129,8 @@ class PackedKV:
 
     def exact(self) -> dict[str, Tensor]:
         """Those of sink_k, sink_v, window_k and window_v that there are."""
-        held = {"sink_k": self.sink_k, "sink_v": self.sink_v, "window_k": self.window_k, "window_v": self.window_v}
-        return {name: tensor for name, tensor in held.items() if tensor is not None}
+        tensors = {"sink_k": self.sink_k, "sink_v": self.sink_v, "window_k": self.window_k, "window_v": self.window_v}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def __len__(self) -> int:
         """Tokens of the longest sequence."""
@@ -159,11 +159,11 @@ def _check(op: str, packed: object = None, **tensors: object) -> None:
         if not isinstance(packed, PackedKV):
             raise TypeError(f"{op}: `packed` must be a PackedKV, as `pack` returns it, got {type(packed).__name__}")
         for name in ("pages", "block_table", "lengths"):
-            if not isinstance(held := getattr(packed, name), Tensor):
-                raise TypeError(f"{op}: `packed.{name}` must be a tensor, got {type(held).__name__}")
+            if not isinstance(tensor := getattr(packed, name), Tensor):
+                raise TypeError(f"{op}: `packed.{name}` must be a tensor, got {type(tensor).__name__}")
         for name in ("sink_k", "sink_v", "window_k", "window_v"):
-            if not isinstance(held := getattr(packed, name), (Tensor, type(None))):
-                raise TypeError(f"{op}: `packed.{name}` must be a tensor or None, got {type(held).__name__}")
+            if not isinstance(tensor := getattr(packed, name), (Tensor, type(None))):
+                raise TypeError(f"{op}: `packed.{name}` must be a tensor or None, got {type(tensor).__name__}")
         if not isinstance(packed.transforms, dict):
             raise TypeError(f"{op}: `packed.transforms` must be a dict, got {type(packed.transforms).__name__}")
         _check_plan(op, packed.plan)
@@ -173,23 +173,23 @@ def _check(op: str, packed: object = None, **tensors: object) -> None:
 def _check_sizes(op: str, packed: PackedKV, tensors: dict[str, Any]) -> None:
     """ValueError for queries or keys of other sequences or KV heads than those of `packed`: the operators would name
     the block table or the pages, which the caller did not pass. They check everything else."""
-    for name, at, held, what in (
+    for name, at, tensor, what in (
         ("q", 0, packed.block_table, "sequences"),
         ("k", 0, packed.block_table, "sequences"),
         ("k", 1, packed.pages, "KV heads"),
     ):
-        given = tensors.get(name)
-        if given is None or given.dim() != 4 or held.dim() <= at:
+        argument = tensors.get(name)
+        if argument is None or argument.dim() != 4 or tensor.dim() <= at:
             continue
-        if given.shape[at] != held.shape[at]:
+        if argument.shape[at] != tensor.shape[at]:
             raise ValueError(
-                f"{op}: `{name}` must be of {held.shape[at]} {what}, as `packed` is, got {tuple(given.shape)}"
+                f"{op}: `{name}` must be of {tensor.shape[at]} {what}, as `packed` is, got {tuple(argument.shape)}"
             )
     heads = packed.pages.shape[1] if packed.pages.dim() > 1 else 0
-    given = tensors.get("q")
-    if given is not None and given.dim() == 4 and heads and given.shape[1] % heads:
+    argument = tensors.get("q")
+    if argument is not None and argument.dim() == 4 and heads and argument.shape[1] % heads:
         raise ValueError(
-            f"{op}: `q` must be of a multiple of {heads} heads, the KV heads of `packed`, got {given.shape[1]} heads"
+            f"{op}: `q` must be of a multiple of {heads} heads, the KV heads of `packed`, got {argument.shape[1]} heads"
         )
 
 
@@ -254,11 +254,11 @@ def transforms(**parts: Tensor | None) -> dict[str, Tensor]:
 
     The result is on the device of the arguments. CUDA waits for it.
     """
-    held = {name: x for name, x in parts.items() if x is not None}
-    _check("transforms", **held)
-    device = next((x.device for x in held.values()), None)
-    made = joined(**{name: x.detach().cpu().numpy() for name, x in held.items()})
-    return {name: torch.from_numpy(x).to(device) for name, x in made.items()}
+    tensors = {name: x for name, x in parts.items() if x is not None}
+    _check("transforms", **tensors)
+    device = next((x.device for x in tensors.values()), None)
+    arrays = joined(**{name: x.detach().cpu().numpy() for name, x in tensors.items()})
+    return {name: torch.from_numpy(x).to(device) for name, x in arrays.items()}
 
 
 def _check_shape(op: str, k: Tensor) -> None:
@@ -289,10 +289,10 @@ def _begin(op: str, packed: PackedKV) -> dict[str, Any]:
     Returns where to forget "_writer" at the end."""
     if torch.compiler.is_compiling():
         return {}
-    held, thread = packed.__dict__, get_ident()
-    if held.setdefault("_writer", thread) != thread:
+    fields, thread = packed.__dict__, get_ident()
+    if fields.setdefault("_writer", thread) != thread:
         raise RuntimeError(f"{op}: another thread appends to `packed`: let one thread at a time append, or take a lock")
-    return held
+    return fields
 
 
 def pack(
@@ -329,10 +329,10 @@ def pack(
         except (TypeError, ValueError) as error:
             raise type(error)("pack: " + str(error).replace("`key_bits", "`bits")) from None
     _check_plan("pack", plan)
-    given = _given("pack", transforms)
+    shared = _given("pack", transforms)
     sizes = {"max_tokens": max_tokens, "sinks": sinks, "window": window}
     _checked("pack", v=v, **sizes)
-    _check_transforms(plan, k, v, given)
+    _check_transforms(plan, k, v, shared)
     batch, kv_heads, tokens, _ = k.shape
     n_pages = -(-max(0, max(tokens, max_tokens) - sinks - window) // plan.page_tokens)
     with torch.inference_mode(False):  # so that `append` may write to it outside inference mode too
@@ -348,7 +348,7 @@ def pack(
             lengths=torch.full((batch,), tokens, dtype=torch.int32, device=k.device),
             plan=plan,
             tokens=tokens,
-            transforms=given,
+            transforms=shared,
             **exact,
         )
     try:
@@ -364,8 +364,8 @@ def _check_transforms(plan: Plan, k: Tensor, v: Tensor | None, transforms: dict[
     numbers = transforms.get("key_numbers")
     if plan.key_moments and numbers is not None:
         none = torch.empty((0, k.shape[1], 1, k.shape[3]))
-        held = {name: x.cpu() for name, x in transforms.items()}
-        _quantize(plan.words, none, None if v is None else none, **held)
+        on_cpu = {name: x.cpu() for name, x in transforms.items()}
+        _quantize(plan.words, none, None if v is None else none, **on_cpu)
     for name, x in transforms.items():
         if x.is_floating_point() and not x.isfinite().all():
             bad = x[~x.isfinite()][0].item()
@@ -386,14 +386,14 @@ def append(packed: PackedKV, k: Tensor, v: Tensor | None, *, flag: Tensor | None
     """
     _check("append", packed, k=k)
     _checked("append", v=v, flag=flag)
-    held = _begin("append", packed)
+    fields = _begin("append", packed)
     try:
         tokens, lengths = _after("append", packed, k)
         _append(packed.plan.words, k, v, lengths, packed.pages, packed.block_table, flag=flag, **packed.arguments())
         packed.lengths.copy_(lengths)
         packed.tokens = tokens
     finally:
-        held.pop("_writer", None)
+        fields.pop("_writer", None)
 
 
 @overload
@@ -607,7 +607,7 @@ def append_attend(
     )
     _checked("append_attend", return_lse=return_lse)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32) if return_lse else None
-    held = _begin("append_attend", packed)
+    fields = _begin("append_attend", packed)
     try:
         tokens, lengths = _after("append_attend", packed, k)
         at = lengths, packed.pages, packed.block_table
@@ -615,7 +615,7 @@ def append_attend(
         packed.lengths.copy_(lengths)
         packed.tokens = tokens
     finally:
-        held.pop("_writer", None)
+        fields.pop("_writer", None)
     return out if lse is None else (out, lse)
 
 
@@ -644,9 +644,9 @@ def dequantize(packed: PackedKV, dtype: torch.dtype = torch.float32) -> tuple[Te
 
     def ordered(*parts: Tensor | None) -> Tensor:
         """sinks, window, packed tokens -> tokens in order"""
-        held = torch.cat([x.to(dtype) for x in parts if x is not None], 2)
-        index = row[:, None, :, None].expand(-1, held.shape[1], -1, held.shape[3])
-        return held.gather(2, index).masked_fill_(hidden[:, None, :, None], 0)
+        exact = torch.cat([x.to(dtype) for x in parts if x is not None], 2)
+        index = row[:, None, :, None].expand(-1, exact.shape[1], -1, exact.shape[3])
+        return exact.gather(2, index).masked_fill_(hidden[:, None, :, None], 0)
 
     k = ordered(packed.sink_k, packed.window_k, k)
     return k, ordered(packed.sink_v, packed.window_v, v) if any(packed.plan.value_bits) else v
@@ -661,9 +661,9 @@ def quantize(plan: Plan, k: Tensor, v: Tensor | None, *, transforms: dict[str, T
     """
     _check("quantize", k=k)
     _check_plan("quantize", plan)
-    given = _given("quantize", transforms)
+    shared = _given("quantize", transforms)
     _checked("quantize", v=v)
-    pages: Tensor = _quantize(plan.words, k, v, **given)
+    pages: Tensor = _quantize(plan.words, k, v, **shared)
     return pages
 
 

@@ -226,8 +226,8 @@ class Plan:
         groups = max(1, -(-min(numbers["head_dim"], MAX_DIM) // group))
         sides = {}
         for name in ("key", "value"):
-            given = getattr(self, name)
-            side = given if isinstance(given, Side) else None if given is None else self._side(name, given)
+            argument = getattr(self, name)
+            side = argument if isinstance(argument, Side) else None if argument is None else self._side(name, argument)
             side = None if side is None else side._of(name, groups, group)
             sides[name] = side if name == "key" or (side and any(side.bits)) else None  # type: ignore[arg-type]
         key, value = sides["key"], sides["value"]

@@ -225,9 +225,9 @@ class Quantizer:
             raise TypeError(f"Quantizer: `rotation` must be one of {', '.join(_ROTATIONS)}, got {quoted(rotation)}")
         if rotation not in _ROTATIONS:
             raise ValueError(f"Quantizer: `rotation` must be one of {', '.join(_ROTATIONS)}, got {rotation!r}")
-        for name, given, choices in (("levels", levels, _LEVELS), ("sketch", sketch, _SKETCHES)):
-            if not isinstance(given, str) or given not in choices:
-                raise ValueError(f"Quantizer: `{name}` must be one of {', '.join(choices)}, got {quoted(given)}")
+        for name, argument, choices in (("levels", levels, _LEVELS), ("sketch", sketch, _SKETCHES)):
+            if not isinstance(argument, str) or argument not in choices:
+                raise ValueError(f"Quantizer: `{name}` must be one of {', '.join(choices)}, got {quoted(argument)}")
         if sketch_rows is not None and sketch != "gaussian":
             raise ValueError(f"Quantizer: `sketch_rows` must be None unless `sketch` is gaussian, got {sketch_rows!r}")
         rows = dim if sketch == "gaussian" else 0
@@ -243,7 +243,7 @@ class Quantizer:
         try:
             plan = Plan(dim, side, codebook=law, scale=scaling, seed=seed, page_tokens=_PAGE, tries=tries)
         except (TypeError, ValueError) as error:
-            text = _FIELDS.sub(lambda found: _ARGUMENTS[found[0]], str(error))
+            text = _FIELDS.sub(lambda match: _ARGUMENTS[match[0]], str(error))
             raise type(error)(f"Quantizer: {text}") from None
         self._setup(plan, centre)
 
@@ -376,14 +376,14 @@ class Quantizer:
         queries = self._checked("dot", "queries", queries, *([] if single else ["queries"]))
         self._check_codes("dot", codes)
         rows = queries[None] if single else queries
-        given = self._transform
+        transforms = self._transform
         out = _core.dot(
             self._words,
             rows,
             codes.pages,
             codes.vectors,
-            key_numbers=given.get("key_numbers"),
-            rotation=given.get("rotation"),
+            key_numbers=transforms.get("key_numbers"),
+            rotation=transforms.get("rotation"),
         )
         return out.reshape(-1) if single else out
 
@@ -409,7 +409,7 @@ class Quantizer:
         if not isinstance(codes, Codes):
             raise TypeError(f"{op}: `codes` must be Codes, got {type(codes).__name__}")
         if codes.plan != self._plan:
-            name, mine, made = _difference(self._plan, codes.plan)
+            name, mine, theirs = _difference(self._plan, codes.plan)
             if name == "key":
-                name, mine, made = _difference(mine, made)
-            raise ValueError(f"{op}: `codes` must be of {name} {_said(mine)}, got {_said(made)}")
+                name, mine, theirs = _difference(mine, theirs)
+            raise ValueError(f"{op}: `codes` must be of {name} {_said(mine)}, got {_said(theirs)}")

@@ -197,11 +197,11 @@ def packed_parts(model: Model, spec: CacheSpec, batch: int, tokens: int, item_by
 def runs(model: Model, spec: CacheSpec) -> list[tuple[Layer, CacheSpec, float, int]]:
     """(layer, its spec, bytes of a packed token, how many of these there are)."""
     count = len(model.layers)
-    found: Counter[tuple[Layer, CacheSpec]]
-    found = Counter((one, spec.for_layer(i, count)) for i, one in enumerate(model.layers) if one.kind != "none")
+    counts: Counter[tuple[Layer, CacheSpec]]
+    counts = Counter((one, spec.for_layer(i, count)) for i, one in enumerate(model.layers) if one.kind != "none")
     each = []
-    for (one, layer_spec), same in found.items():
-        layers = 1 if spec.budget is None else found.total()
+    for (one, layer_spec), same in counts.items():
+        layers = 1 if spec.budget is None else counts.total()
         each.append((one, layer_spec, layer_spec.bytes_per_token(one.head_dim, one.kv_heads, layers) / layers, same))
     return each
 
@@ -220,8 +220,8 @@ def _layer_parts(
     yield "block_table", 4 * batch * rows
     for part, need, most in (("sinks", min(tokens, spec.sinks), spec.sinks),
                              ("window", min(max(0, tokens - spec.sinks), spec.window), spec.window)):  # fmt: skip
-        held = min(most, max(need, _EXACT_ROWS)) if need else 0
-        yield part, 2 * batch * heads * held * channels * item_bytes
+        in_memory = min(most, max(need, _EXACT_ROWS)) if need else 0
+        yield part, 2 * batch * heads * in_memory * channels * item_bytes
     yield "transforms", _moments_bytes(spec, heads, channels)
     yield "transforms", 4 * heads * sum(_calibrated_numbers(spec, side, channels) for side in _SIDES)
     if _has_own_matrices(spec):
@@ -291,12 +291,12 @@ def bytes_of(size: str | int, name: str) -> int:
     """Bytes of a text such as "8 GiB" or "512MB", or of a number of bytes. ValueError, which calls it `name`, for
     another text and what is not above 0; TypeError for another object."""
     if isinstance(size, int) and not isinstance(size, bool):
-        found = size
+        nbytes = size
     elif isinstance(size, str):
         parts = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?I?B)", size.strip().upper())
-        found = int(Decimal(parts[1]) * UNITS[parts[2]]) if parts and parts[2] in UNITS else 0
+        nbytes = int(Decimal(parts[1]) * UNITS[parts[2]]) if parts and parts[2] in UNITS else 0
     else:
         raise TypeError(f"{name} must be a size such as '8 GiB' or a number of bytes, got {quoted(size)}")
-    if found < 1:
+    if nbytes < 1:
         raise ValueError(f"{name} must be a size above 0 such as 40GB or 512MiB, got {size!r}")
-    return found
+    return nbytes

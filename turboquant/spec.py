@@ -251,8 +251,8 @@ class CacheSpec:
 
     def __str__(self) -> str:
         """The fields that are not those of the preset "default": they make an equal spec."""
-        given = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
-        return f"CacheSpec({', '.join(f'{name}={getattr(self, name)!r}' for name in given)})"
+        changed = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        return f"CacheSpec({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
 
     def bits_in_words(self) -> str:
         """Such as "4 bits", "keys 8 bits, values 4" or "3 bits on average"."""
@@ -462,15 +462,17 @@ class CacheSpec:
         return plain.with_(overrides=layers)
 
     def _checked_overrides(self) -> Overrides:
-        given: Any = self.overrides
+        overrides: Any = self.overrides
         try:
-            layers = dict(given)
+            layers = dict(overrides)
             fields_of = {layer: dict(fields) for layer, fields in layers.items()}
         except (TypeError, ValueError):
-            raise TypeError(f"`overrides` must map a layer index to a mapping of fields, got {quoted(given)}") from None
+            raise TypeError(
+                f"`overrides` must map a layer index to a mapping of fields, got {quoted(overrides)}"
+            ) from None
         plain = self.with_(overrides=()) if fields_of else self
         known = [f.name for f in dataclasses.fields(self) if f.name not in _WHOLE_CACHE]
-        held = []
+        checked = []
         for layer, fields in fields_of.items():
             number = _integer(layer, "layer` in `overrides", -(2**16), 2**16)
             for name in fields:
@@ -482,8 +484,8 @@ class CacheSpec:
                 changed = plain.with_(**fields)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"`overrides[{number}]`: {error}") from None
-            held.append((number, tuple((name, getattr(changed, name)) for name in sorted(fields))))
-        return tuple(sorted(held))
+            checked.append((number, tuple((name, getattr(changed, name)) for name in sorted(fields))))
+        return tuple(sorted(checked))
 
     def with_(self, **fields: Any) -> CacheSpec:
         """A copy with some fields changed, checked again."""
@@ -509,10 +511,10 @@ class CacheSpec:
         count = _integer(layers, "layers", 0, 2**15)
         if count and not fields:
             raise ValueError(f"with_boundary: a field must be given for {count} layers, such as key_bits=5, got none")
-        held = {layer: dict(changed) for layer, changed in self.overrides}
+        overrides = {layer: dict(changed) for layer, changed in self.overrides}
         for layer in (*range(count), *range(-count, 0)):
-            held[layer] = {**held.get(layer, {}), **fields}
-        return self.with_(overrides=held)
+            overrides[layer] = {**overrides.get(layer, {}), **fields}
+        return self.with_(overrides=overrides)
 
     def for_layer(self, layer: int, n_layers: int) -> CacheSpec:
         """The spec of one layer of `n_layers`: its overrides applied and none left, and `settled`.

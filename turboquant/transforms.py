@@ -42,19 +42,19 @@ def transforms(
     key_turns   [wave_pairs, 3] int32;  key_moments  [kv_heads, n]: the wave and the metric (turboquant.h,
                 tq_transform).
     """
-    made = Transforms()
+    joined_arrays = Transforms()
     if (numbers := _numbers(key_centre, key_steps, key_moments)) is not None:
-        made["key_numbers"] = numbers
+        joined_arrays["key_numbers"] = numbers
     if (numbers := _numbers(value_centre, value_steps)) is not None:
-        made["value_numbers"] = numbers
+        joined_arrays["value_numbers"] = numbers
     if key_turns is not None:
-        made["key_turns"] = np.ascontiguousarray(key_turns)
+        joined_arrays["key_turns"] = np.ascontiguousarray(key_turns)
     matrices = [x if x.ndim == 3 else x[None] for x in (key_rotation, value_rotation) if x is not None]
     if matrices:
         heads = max(len(x) for x in matrices)
         of_heads = [np.broadcast_to(x, (heads, *x.shape[1:])) for x in matrices]
-        made["rotation"] = np.ascontiguousarray(np.concatenate(of_heads, 1))
-    return made
+        joined_arrays["rotation"] = np.ascontiguousarray(np.concatenate(of_heads, 1))
+    return joined_arrays
 
 
 def _numbers(

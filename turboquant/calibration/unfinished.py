@@ -123,7 +123,7 @@ class Unfinished:
         }
         parts = {**{name: one.arrays() for name, one in sums.items()}, "arrays": self.arrays}
         parts |= {f"moments.{name}": one.arrays() for name, one in self.moments.items()}
-        arrays = {f"{part}/{name}": array for part, held in parts.items() for name, array in held.items()}
+        arrays = {f"{part}/{name}": array for part, arrays_of in parts.items() for name, array in arrays_of.items()}
         write_arrays(self.file, FORMAT, described, arrays)
 
     def _load(self, file: Path) -> None:

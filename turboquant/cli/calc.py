@@ -227,20 +227,20 @@ def _budget(model: Model, chosen: argparse.Namespace, tokens: int | None, memory
 
     if chosen.profile is None:
         raise ValueError("--profile must be a file of `turboquant measure` where --quality is given, got none")
-    given = {"--tokens": tokens, "--memory": chosen.memory, "--quality": chosen.quality}
-    if sum(value is not None for value in given.values()) != 2:
-        named = ", ".join(f"{name} {value}" for name, value in given.items() if value is not None) or "none"
+    limits = {"--tokens": tokens, "--memory": chosen.memory, "--quality": chosen.quality}
+    if sum(value is not None for value in limits.values()) != 2:
+        named = ", ".join(f"{name} {value}" for name, value in limits.items() if value is not None) or "none"
         raise ValueError(f"two of --tokens, --memory and --quality must be given with --profile, got {named}")
     profile = Profile.of(chosen.profile)
     packed = [one for one in model.layers if one.kind != "none"]
     if len(profile.layers) != len(packed):
         raise ValueError(f"--profile must be of this model, which has {len(packed)} layers with keys, got one of "
                          f"{len(profile.layers)}")  # fmt: skip
-    for i, (one, held) in enumerate(zip(packed, profile.moments.layers)):
-        if held.centre.shape != (one.kv_heads, one.head_dim):
-            found = f"{held.centre.shape[0]} of {held.centre.shape[1]}"
+    for i, (one, measured) in enumerate(zip(packed, profile.moments.layers)):
+        if measured.centre.shape != (one.kv_heads, one.head_dim):
+            shape = f"{measured.centre.shape[0]} of {measured.centre.shape[1]}"
             raise ValueError(f"--profile must be of this model, whose layer {i} has {one.kv_heads} KV heads of "
-                             f"{one.head_dim} channels, got one with {found}")  # fmt: skip
+                             f"{one.head_dim} channels, got one with {shape}")  # fmt: skip
     try:
         chosen_bits = solve(model, CacheSpec(), profile.moments, tokens=tokens, quality=chosen.quality,
                             memory=None if memory is None else memory // chosen.batch,
@@ -261,7 +261,7 @@ def _print_table(
     rows = [["", "bytes", "GiB", "to bf16", *fit, step]]
 
     def line(name: str, size: Callable[[int], int], spec: CacheSpec | int) -> None:
-        held = size(tokens)
+        nbytes = size(tokens)
         most = [] if memory is None else [_count(tokens_that_fit(size, memory))]
         try:
             seconds = decode_seconds(model, spec, batch, tokens, gpu, item_bytes)
@@ -269,7 +269,7 @@ def _print_table(
             time = f"{1e3 * seconds:,.3f} ms, {share:4.0%}"
         except NotImplementedError:
             time = "not timed"
-        rows.append([name, f"{held:,}", f"{held / 2**30:,.3f}", f"{bf16 / held:.2f}x", *most, time])
+        rows.append([name, f"{nbytes:,}", f"{nbytes / 2**30:,.3f}", f"{bf16 / nbytes:.2f}x", *most, time])
 
     for name, bytes_ in FULL.items():
         line(name, lambda n, bytes_=bytes_: full_bytes(model, batch, n, bytes_), bytes_)  # type: ignore[misc]
@@ -285,7 +285,7 @@ def _print_table(
 def _plot(model: Model, specs: dict[str, CacheSpec], chosen: argparse.Namespace) -> None:
     """GiB of the cache by tokens of each sequence, from a 64th of `--tokens` on."""
     at = sorted({max(1, chosen.tokens >> i) for i in range(7)})
-    sizes = {name: [full_bytes(model, chosen.batch, n, held) for n in at] for name, held in FULL.items()}
+    sizes = {name: [full_bytes(model, chosen.batch, n, bits) for n in at] for name, bits in FULL.items()}
     sizes |= {name: [sum(packed_parts(model, spec, chosen.batch, n, ITEM_BYTES[chosen.dtype]).values()) for n in at]
               for name, spec in specs.items()}  # fmt: skip
     gib = {name: [size / 2**30 for size in each] for name, each in sizes.items()}

@@ -52,9 +52,9 @@ class _Conversation:
             self.cache = TurboQuantCache(self.model)
         prompt = torch.tensor([asked], device=self.model.device)
         streamer = _Timed(self.tokenizer)
-        made = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), **{CACHE: self.cache},
+        ids = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), **{CACHE: self.cache},
                                    max_new_tokens=tokens, streamer=streamer, **sampling)  # fmt: skip
-        self.ids = made[0].tolist()
+        self.ids = ids[0].tolist()
         said = self.tokenizer.decode(self.ids[len(asked) :], skip_special_tokens=True)
         self.messages.append({"role": "assistant", "content": said})
         report = self.cache.report()

@@ -426,9 +426,9 @@ def esm_scan(chosen: argparse.Namespace) -> int:
     if chosen.heatmap:
         check_picture(chosen.heatmap, "--heatmap")
     if chosen.method != "shared-context":
-        for option, given in (("--spec", chosen.spec), ("--profile", chosen.profile)):
-            if given is not None:
-                raise ValueError(f"{option} must be given with --method shared-context only, got {given}")
+        for option, path in (("--spec", chosen.spec), ("--profile", chosen.profile)):
+            if path is not None:
+                raise ValueError(f"{option} must be given with --method shared-context only, got {path}")
     name = "esm-default" if chosen.spec is None else chosen.spec
     chosen.spec = named_or_bits(name, "--spec")
     if chosen.spec.calibrated and chosen.profile is None:
@@ -683,10 +683,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _in_options(error: Exception, words: Sequence[str]) -> str:
     """What the library says of an argument, said of the option that was given for it, without the function's name."""
     text = re.sub(r"^\w+: (?=`)", "", str(error))
-    found = re.match(r"`(\w+)(\[\d+\])?`", text)
-    option = "" if found is None else f"--{found[1].replace('_', '-')}"
-    given = any(word.partition("=")[0] == option for word in words)
-    return f"{option}{text[found.end() :]}" if found is not None and given else text
+    argument = re.match(r"`(\w+)(\[\d+\])?`", text)
+    option = "" if argument is None else f"--{argument[1].replace('_', '-')}"
+    is_option = any(word.partition("=")[0] == option for word in words)
+    return f"{option}{text[argument.end() :]}" if argument is not None and is_option else text
 
 
 def _show(

@@ -54,10 +54,10 @@ def folder() -> Path:
     beside = Path(__file__).resolve().parents[2] / "demo" / "turboquant_demo"
     if beside.is_dir():
         return beside
-    found = find_spec("turboquant_demo")
-    if found is None or found.origin is None:
+    package = find_spec("turboquant_demo")
+    if package is None or package.origin is None:
         raise ImportError("the model of the demo is not installed. Run: pip install 'turboquant-attention[demo]'")
-    return Path(found.origin).parent
+    return Path(package.origin).parent
 
 
 @dataclass(frozen=True)
@@ -144,10 +144,10 @@ def _measure(model: Any, ids: torch.Tensor, prompt: int, tokens: int, seed: int)
                 top_k=20,
                 streamer=clock,
             )
-            held, stored = _cache_bytes(cache), cache.get_seq_length()
+            nbytes, stored = _cache_bytes(cache), cache.get_seq_length()
             if row.spec is None:
-                full_bytes_per_token = held / stored
-            cells = [f"{held:,}", f"{full_bytes_per_token * stored / held:.2f}"]
+                full_bytes_per_token = nbytes / stored
+            cells = [f"{nbytes:,}", f"{full_bytes_per_token * stored / nbytes:.2f}"]
             cells += ["-", "-"] if row.spec is None else [f"{divergence:.4f}", f"{100 * same:.1f} %"]
             measured.append((row, text[0, prompt:], [*cells, f"{clock.tokens_per_second:.0f}"]))
     return measured

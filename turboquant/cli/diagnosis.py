@@ -104,9 +104,9 @@ def _moments(model: Any, name: str, preset: str, spec: CacheSpec) -> Finding:
         tokenizer, why = found_tokenizer(model)
         source = "the text of the package" if tokenizer is not None else "random token ids: no tokenizer is found"
     folder = cache_folder()
-    kept = f"kept in {folder}" if folder else "not kept, because TURBOQUANT_CACHE is empty"
+    place = f"kept in {folder}" if folder else "not kept, because TURBOQUANT_CACHE is empty"
     way_out = f"pass `tokenizer` to turboquant.patch: {why}" if why else ""
-    return Finding("moments", f"measured on {source}, when a cache is first made; {kept}", way_out)
+    return Finding("moments", f"measured on {source}, when a cache is first made; {place}", way_out)
 
 
 def _window(text: Any, layer: int) -> int:
@@ -136,5 +136,5 @@ def _savings(name: str, text: Any, spec: CacheSpec, tokens: int) -> Finding:
     before = f"{tokens:,} tokens of one sequence: {full / 2**20:,.1f} MiB in bfloat16"
     if model.refused:
         return Finding("cache", f"{before}; packed it is not counted, because {model.refused}")
-    held = sum(packed_parts(model, spec, 1, tokens).values())
-    return Finding("cache", f"{before}, {held / 2**20:,.1f} MiB packed: {full / held:.2f}x smaller")
+    packed = sum(packed_parts(model, spec, 1, tokens).values())
+    return Finding("cache", f"{before}, {packed / 2**20:,.1f} MiB packed: {full / packed:.2f}x smaller")

@@ -199,14 +199,14 @@ def _write(
             writer.writerows([*mutant.row, f"{score:.5f}"] for mutant, score in zip(mutants[1], scores, strict=True))
             continue
         positions = None if mutants is None else {p for mutant in mutants[1] for p in mutant.positions}
-        found = _scanned(model, protein.sequence, chosen, context, positions)
+        scan = _scanned(model, protein.sequence, chosen, context, positions)
         if mutants is None:
-            writer.writerows(_rows(protein.name, found))
+            writer.writerows(_rows(protein.name, scan))
         else:
-            by_position = dict(zip(found.positions, found.scores, strict=True))
+            by_position = dict(zip(scan.positions, scan.scores, strict=True))
             writer.writerows([*mutant.row, f"{summed(mutant, by_position):.5f}"] for mutant in mutants[1])
         if chosen.heatmap:
-            heat_map(found, _numbered(chosen.heatmap, i, len(proteins)), title=protein.name)
+            heat_map(scan, _numbered(chosen.heatmap, i, len(proteins)), title=protein.name)
 
 
 def _scanned(

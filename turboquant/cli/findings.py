@@ -65,15 +65,15 @@ def _core_findings() -> Iterator[Finding]:
 
 
 def _version_of(name: str, needed: bool) -> Finding:
-    found, oldest = installed(name), OLDEST[name]
+    version, oldest = installed(name), OLDEST[name]
     least = ".".join(map(str, oldest))
-    if found == "not installed":
+    if version == "not installed":
         needs = {"torch": "models and operators need it", "transformers": "models need it"}
         how = f"{needs[name]}: pip install '{DISTRIBUTION}[hf]'" if name in needs else f"pip install '{name}>={least}'"
-        return Finding(name, found, how, needed)
-    if _number(found) < oldest:
-        return Finding(name, found, f"it is too old: pip install -U '{name}>={least}'", needed)
-    return Finding(name, found)
+        return Finding(name, version, how, needed)
+    if _number(version) < oldest:
+        return Finding(name, version, f"it is too old: pip install -U '{name}>={least}'", needed)
+    return Finding(name, version)
 
 
 def _number(text: str) -> tuple[int, ...]:
@@ -167,17 +167,17 @@ def _torch_findings(needed: bool) -> Iterator[Finding]:
 
 def vllm_findings(versions: Mapping[str, str], allowed: str | None) -> Iterator[Finding]:
     """Whether vLLM will load `turboquant.vllm`. versions: of each distribution of vLLM. allowed: VLLM_PLUGINS."""
-    found = {name: version for name, version in versions.items() if version != "not installed"}
-    if not found:
+    present = {name: version for name, version in versions.items() if version != "not installed"}
+    if not present:
         yield Finding("vLLM", "not installed")
         return
-    fact = ", ".join(f"{name} {version}" for name, version in found.items())
+    fact = ", ".join(f"{name} {version}" for name, version in present.items())
     if not any(one.name == "turboquant" for one in entry_points(group="vllm.general_plugins")):
         yield Finding("vLLM", f"{fact}; the plug-in is not registered", f"install it again: pip install {DISTRIBUTION}")
     elif allowed is not None and "turboquant" not in allowed.split(","):
         yield Finding("vLLM", f"{fact}; VLLM_PLUGINS leaves the plug-in out", "add turboquant to VLLM_PLUGINS")
     else:
-        advice = "; ".join(said for name, version in found.items() if (said := untested(name, version)))
+        advice = "; ".join(said for name, version in present.items() if (said := untested(name, version)))
         yield Finding("vLLM", f"{fact}; the plug-in is active where an engine asks for it", advice)
 
 

@@ -35,8 +35,8 @@ def mapped(path: str, name: str) -> tuple[Any, tuple[str, ...] | None]:
     try:
         with open(path, "rb") as file:
             if file.read(6) != b"\x93NUMPY":
-                found = Embeddings.load(path)
-                return found.means(), found.names
+                embeddings = Embeddings.load(path)
+                return embeddings.means(), embeddings.names
         x = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:  # also for objects
         why = str(error).rpartition(f"{path!r}: ")[2]  # of `Embeddings.load`, without what it wanted
@@ -183,10 +183,10 @@ def _found(
     """Rows of CSV. names, ids: what queries and vectors are called, where they are called anything."""
     with Progress("index search", len(queries), "queries", shown) as progress:
         for at in range(0, len(queries), _TOGETHER):
-            scores, found = index.search(queries[at : at + _TOGETHER], k, **options)
+            scores, neighbours = index.search(queries[at : at + _TOGETHER], k, **options)
             if not at:  # not before the first search, which finds what is wrong with the arguments
                 yield "query", "rank", "id", "score"
-            for i, (own, its) in enumerate(zip(scores.tolist(), found.tolist(), strict=True), at):
+            for i, (own, its) in enumerate(zip(scores.tolist(), neighbours.tolist(), strict=True), at):
                 for rank, (score, number) in enumerate(zip(own, its, strict=True)):
                     if number >= 0:
                         yield i if names is None else names[i], rank, ids.get(number, number), f"{score:.7g}"
@@ -216,19 +216,19 @@ def info(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _training(found: dict[str, Any] | None) -> dict[str, str]:
+def _training(trained: dict[str, Any] | None) -> dict[str, str]:
     """What training chose, and what the recall of its candidates is about."""
-    if found is None:
+    if trained is None:
         return {"training": "none"}
-    chosen = found["chosen"]
+    chosen = trained["chosen"]
     if chosen == "axes":
-        widths = found["widths"]
+        widths = trained["widths"]
         counts = ", ".join(f"{widths.count(width)} of {width}" for width in sorted(set(widths), reverse=True))
-        chosen += f", widths of groups of 32 in bits: {counts}; power {found['power']:g}"
-        chosen += ", rotated together" if found["together"] else ""
+        chosen += f", widths of groups of 32 in bits: {counts}; power {trained['power']:g}"
+        chosen += ", rotated together" if trained["together"] else ""
     rows = {"training": chosen}
-    if found["recall"]:
-        rows["recall"] = f"of the 10 nearest of {found['queries']:,} rows of the sample, by what was tried"
+    if trained["recall"]:
+        rows["recall"] = f"of the 10 nearest of {trained['queries']:,} rows of the sample, by what was tried"
     return rows
 
 

@@ -205,16 +205,16 @@ def attention(
     for name in ("output_attentions", "head_mask"):
         if options.get(name) is not None and options[name] is not False:
             raise NotImplementedError(f"`{name}` is not supported over packed keys and values: no weights are formed")
-    given = query, key, value
+    tensors = query, key, value
     why = "attention over packed keys and values has no gradient (inference only): train after turboquant.unpatch"
-    refuse_transforms(why, *given)
+    refuse_transforms(why, *tensors)
     with torch.no_grad():
         if isinstance(packed, PackedAttention):
             out = packed.attend(call, turboquant_pass or Pass())
         else:
             out = packed.attend(call)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
-        return without_gradient(out, why, *given), None
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return without_gradient(out, why, *tensors), None
     return out, None
 
 

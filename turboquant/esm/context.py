@@ -99,8 +99,8 @@ class ContextCache:
         self._graphs = self._new_graphs()
 
     def __repr__(self) -> str:
-        held = f"{len(self.lengths)} proteins, {sum(self.lengths)} residues, {self.nbytes} bytes"
-        return f"ContextCache({held}, spec={self.spec!r})"
+        contents = f"{len(self.lengths)} proteins, {sum(self.lengths)} residues, {self.nbytes} bytes"
+        return f"ContextCache({contents}, spec={self.spec!r})"
 
     # ---- properties ----
 
@@ -120,8 +120,8 @@ class ContextCache:
         profile."""
         if self._store is None:
             return 0
-        held = [*self._store.tensors(), *(t for packed in self._packed for t in packed.transforms.values())]
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
+        tensors = [*self._store.tensors(), *(t for packed in self._packed for t in packed.transforms.values())]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
     @property
     def bytes_per_token(self) -> float:
@@ -163,9 +163,9 @@ class ContextCache:
             raise ValueError(f"`proteins` must be a list of at least one protein, got {proteins!r}")
         check_batch_size(batch_size)
         self._check_mode()
-        given = [tokenise(p, self.model.config, f"proteins[{i}]") for i, p in enumerate(proteins)]
-        order = sorted(range(len(given)), key=lambda i: len(given[i]))
-        tokens, row_of = [given[i] for i in order], [order.index(i) for i in range(len(given))]
+        tokenised = [tokenise(p, self.model.config, f"proteins[{i}]") for i, p in enumerate(proteins)]
+        order = sorted(range(len(tokenised)), key=lambda i: len(tokenised[i]))
+        tokens, row_of = [tokenised[i] for i in order], [order.index(i) for i in range(len(tokenised))]
         store = empty(self._base, self._modules, self._packed, tokens, row_of)
         hidden: list[torch.Tensor] = []
         for start in range(0, len(order), batch_size):
@@ -214,8 +214,8 @@ class ContextCache:
             shape, numbers = described(batch)
             on_device = torch.tensor(numbers, dtype=torch.int32, device=store.lengths.device)
             graphs = self._graphs
-            found = graphs.run(self._step, shape, on_device) if graphs else self._step(shape, on_device)
-            for said, states in zip((hidden, logits), found):
+            outputs = graphs.run(self._step, shape, on_device) if graphs else self._step(shape, on_device)
+            for said, states in zip((hidden, logits), outputs):
                 said += [states[b, -len(copy.tokens) :][: copy.asked] for b, copy in enumerate(batch)]
         return Residues(hidden, None if self._head() is None else logits)
 
@@ -237,18 +237,18 @@ class ContextCache:
         proteins: Sequence[int] | None,
     ) -> list[Copy]:
         """The arguments of `decode`, checked."""
-        for name, given in (("residues", residues), ("positions", positions)):
-            if not isinstance(given, Sized):
-                raise TypeError(f"`{name}` must be a list with one entry per copy, got {quoted(given)}")
-        count, held = len(residues), len(store.row_of)
+        for name, argument in (("residues", residues), ("positions", positions)):
+            if not isinstance(argument, Sized):
+                raise TypeError(f"`{name}` must be a list with one entry per copy, got {quoted(argument)}")
+        count, stored = len(residues), len(store.row_of)
         chosen = list(range(count)) if proteins is None else integers(proteins, "proteins")
         if len(positions) != count or len(chosen) != count:
             raise ValueError(f"`residues`, `positions` and `proteins` must have one entry per copy, got {count}, "
                              f"{len(positions)} and {len(chosen)}")  # fmt: skip
         copies = []
         for i, (letters, at, protein) in enumerate(zip(residues, positions, chosen)):
-            if not 0 <= protein < held:
-                raise IndexError(f"`proteins[{i}]` must be in 0..{held - 1}, which are stored, got {protein}")
+            if not 0 <= protein < stored:
+                raise IndexError(f"`proteins[{i}]` must be in 0..{stored - 1}, which are stored, got {protein}")
             tokens = tokenise(letters, self.model.config, f"residues[{i}]")[1:-1]
             row, where = store.row_of[protein], integers(at, f"positions[{i}]")
             copies.append(Copy.of(i, row, len(store.tokens[row]) - 2, tokens, where, self.model.config))
@@ -265,8 +265,8 @@ class ContextCache:
     ) -> torch.Tensor:
         mask = None if real is None or bool(real.all()) else real.long()
         with routed(self._base, NAME), positioned(self._modules, positions) as arguments:
-            found = self._base(inputs_embeds=embeddings, attention_mask=mask, turboquant_context=context, **arguments)
-        return found.last_hidden_state  # type: ignore[no-any-return]
+            output = self._base(inputs_embeds=embeddings, attention_mask=mask, turboquant_context=context, **arguments)
+        return output.last_hidden_state  # type: ignore[no-any-return]
 
     def _head(self) -> Any:
         """The masked-language head of the model, if it has one."""
@@ -293,6 +293,6 @@ class _Storing:
         index = self.cache._layer_of[id(call.module)]
         layer, rows = self.store.layers[index], self.rows
         k, v, lengths = self.shared.real_last(call.key, call.value, call.mask)
-        sinks: dict[str, Any] = {name: held[rows] for name, held in layer.exact().items()}
+        sinks: dict[str, Any] = {name: tensor[rows] for name, tensor in layer.exact().items()}
         store(replace(layer, block_table=layer.block_table[rows], lengths=lengths, **sinks), k, v)
         return plain_attention(call)

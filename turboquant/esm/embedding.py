@@ -56,16 +56,16 @@ class _Job:
     def steps(self) -> list[list[int]]:
         """Proteins that are embedded and written together, of similar length, the longest first."""
         order = sorted(range(len(self.tokens)), key=lambda i: (-len(self.tokens[i]), i))
-        found: list[list[int]] = []
+        steps: list[list[int]] = []
         room = 0
         for i in order:
             wanted = sum(w.stop - w.start + 2 for w in self.windows_of(i))
             if wanted > room:
-                found.append([])
+                steps.append([])
                 room = self.budget
-            found[-1].append(i)
+            steps[-1].append(i)
             room -= wanted
-        return found
+        return steps
 
 
 class _Piece(NamedTuple):
@@ -118,18 +118,18 @@ def embed(
     arrays = placed(part, meta, tensors, fresh=not note.done)
     arrays["names"][:] = np.frombuffer("\n".join(job.names).encode(), np.uint8)
     arrays["lengths"][:] = lengths
-    held = Embeddings(job.names, lengths, job.layers, arrays, plan)
+    embeddings = Embeddings(job.names, lengths, job.layers, arrays, plan)
     with Progress("embed", float(lengths.sum()), "residues", progress) as shown:
         for n, step in enumerate(steps):
             amount = float(lengths[step].sum())
             if n < note.done:
                 shown.skip(amount)
                 continue
-            _write(held, job, step, _states(model, base, job, step), quantizer)
+            _write(embeddings, job, step, _states(model, base, job, step), quantizer)
             note.reached(n + 1, arrays)
             shown.add(amount)
     if part is None or out is None:
-        return held
+        return embeddings
     note.reached(len(steps), arrays, last=True)
     os.replace(part, out)
     os.unlink(note.path)
@@ -193,7 +193,7 @@ def _watched(base: Any, layers: Sequence[int]) -> Iterator[dict[int, torch.Tenso
     seen: dict[int, torch.Tensor] = {}
 
     def hook(layer: int) -> Any:
-        def keep(_module: Any, _given: Any, output: Any) -> None:
+        def keep(_module: Any, _inputs: Any, output: Any) -> None:
             seen[layer] = output[0] if isinstance(output, tuple) else output
 
         return keep
@@ -230,11 +230,11 @@ def _states(model: Any, base: Any, job: _Job, step: Sequence[int]) -> Iterator[t
             mask = None if bool(real.all()) else real.long()
             last = base(inputs_embeds=seen[0], attention_mask=mask, turboquant_context=Plain()).last_hidden_state
         seen[len(base.encoder.layer)] = last
-        kept = [slice(1 + w.first - w.start, 1 + w.last - w.start) for _, w in batch]
-        sums = {layer: torch.stack([_sum(seen[layer][b, rows]) for b, rows in enumerate(kept)]).cpu()
+        inner = [slice(1 + w.first - w.start, 1 + w.last - w.start) for _, w in batch]
+        sums = {layer: torch.stack([_sum(seen[layer][b, rows]) for b, rows in enumerate(inner)]).cpu()
                 for layer in job.layers}  # fmt: skip
         for b, piece in enumerate(batch):
-            rows = {} if job.residues == "none" else {i: seen[i][b, kept[b]].float().cpu() for i in job.layers}
+            rows = {} if job.residues == "none" else {i: seen[i][b, inner[b]].float().cpu() for i in job.layers}
             yield piece, _Part({layer: each[b] for layer, each in sums.items()}, rows)
 
 
@@ -242,28 +242,28 @@ def _states(model: Any, base: Any, job: _Job, step: Sequence[int]) -> Iterator[t
 
 
 def _write(
-    held: Embeddings,
+    embeddings: Embeddings,
     job: _Job,
     step: Sequence[int],
     states: Iterator[tuple[_Piece, _Part]],
     quantizer: Quantizer | None,
 ) -> None:
     """Writes the embeddings of the proteins of a step."""
-    found: dict[int, list[tuple[int, _Part]]] = {i: [] for i in step}
+    parts_of: dict[int, list[tuple[int, _Part]]] = {i: [] for i in step}
     for piece, part in states:
-        found[piece.protein].append((piece.window.first, part))
-    for i, parts in found.items():
+        parts_of[piece.protein].append((piece.window.first, part))
+    for i, parts in parts_of.items():
         parts.sort(key=lambda part: part[0])
         for layer in job.layers:
             total = torch.stack([part.sums[layer] for _, part in parts]).sum(0)
-            held._arrays[f"mean.{layer}"][i] = (total / len(job.tokens[i])).numpy()
+            embeddings._arrays[f"mean.{layer}"][i] = (total / len(job.tokens[i])).numpy()
             if job.residues == "none":
                 continue
             x = torch.cat([part.rows[layer] for _, part in parts])
             if job.residues == "float16":
-                held._rows(i, "residues", layer)[:] = _float16(x, job.names[i])
+                embeddings._rows(i, "residues", layer)[:] = _float16(x, job.names[i])
             if quantizer is not None:
-                held._rows(i, "codes", layer)[:] = quantizer.quantize(x.numpy()).pages
+                embeddings._rows(i, "codes", layer)[:] = quantizer.quantize(x.numpy()).pages
 
 
 def _float16(x: torch.Tensor, name: str) -> NDArray[np.float16]:

@@ -56,8 +56,8 @@ class Embeddings:
         return len(self.names)
 
     def __repr__(self) -> str:
-        kept = {"residues": "residues in float16", "codes": "packed residues"}
-        more = [what for kind, what in kept.items() if f"{kind}.{self.layers[0]}" in self._arrays]
+        names = {"residues": "residues in float16", "codes": "packed residues"}
+        more = [what for kind, what in names.items() if f"{kind}.{self.layers[0]}" in self._arrays]
         return f"<Embeddings: {len(self)} proteins, layers {list(self.layers)}, {', '.join(['means', *more])}>"
 
     def _layer(self, layer: int | None) -> int:
@@ -84,9 +84,9 @@ class Embeddings:
         return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
     def _rows(self, protein: int, kind: str, layer: int | None) -> NDArray[Any]:
-        held = self._held(kind, layer)
+        array = self._held(kind, layer)
         i = integer_in(protein, "`protein`", 0, len(self) - 1)
-        return held[self._starts[i] : self._starts[i + 1]]
+        return array[self._starts[i] : self._starts[i + 1]]
 
     def residues(self, protein: int, layer: int | None = None) -> NDArray[np.float32]:
         """float32 [residues, width] of one protein, by its index, from float16 or codes. ValueError if they were not
@@ -117,7 +117,7 @@ class Embeddings:
                 raise ValueError("it must name layers, and how residues are kept")
             if (kind == "4bit") != (plan is not None):
                 raise ValueError("it must have a plan with packed residues, and only then")
-            arrays = {key: _array(data, held) for key, held in tensors.items()}
+            arrays = {key: _array(data, tensor) for key, tensor in tensors.items()}
             names = tuple(bytes(arrays["names"]).decode().split("\n"))
             lengths = arrays["lengths"]
             if lengths.shape != (len(names),) or not (lengths > 0).all():
@@ -126,8 +126,8 @@ class Embeddings:
             if plan is not None and plan.head_dim != width:
                 raise ValueError(f"its plan must be of {width} numbers, got {plan.head_dim}")
             wanted = described(names, lengths, layers, width, kind, plan)
-            if {key: (held.dtype, held.shape) for key, held in tensors.items()} != {
-                key: (held.dtype, held.shape) for key, held in wanted.items()
+            if {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()} != {
+                key: (tensor.dtype, tensor.shape) for key, tensor in wanted.items()
             }:
                 raise ValueError("its tensors must be of the sizes that its proteins have")
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
@@ -135,10 +135,10 @@ class Embeddings:
         return cls(names, lengths, layers, arrays, plan)
 
 
-def _array(data: NDArray[Any], held: Tensor) -> NDArray[Any]:
-    if held.dtype not in _DTYPES:
-        raise ValueError(f"its tensors must be of {', '.join(_DTYPES)}, got {held.dtype}")
-    return data[held.start : held.start + held.nbytes].view(_DTYPES[held.dtype]).reshape(held.shape)
+def _array(data: NDArray[Any], tensor: Tensor) -> NDArray[Any]:
+    if tensor.dtype not in _DTYPES:
+        raise ValueError(f"its tensors must be of {', '.join(_DTYPES)}, got {tensor.dtype}")
+    return data[tensor.start : tensor.start + tensor.nbytes].view(_DTYPES[tensor.dtype]).reshape(tensor.shape)
 
 
 def described(
@@ -162,14 +162,14 @@ def placed(path: str | None, meta: dict[str, Any], tensors: dict[str, Tensor], f
     """The arrays of embeddings to write to: in memory if `path` is None, otherwise mapped from that file, which is made
     with all of its bytes, so that a full disk shows now, or with `fresh=False` is there."""
     if path is None:
-        return {name: np.zeros(held.shape, _DTYPES[held.dtype]) for name, held in tensors.items()}
+        return {name: np.zeros(tensor.shape, _DTYPES[tensor.dtype]) for name, tensor in tensors.items()}
     where = layout(tensors)
     header = header_of(FORMAT, meta, where)
     if fresh:
         with open(path, "wb") as file:
             file.write(header)
             file.flush()
-            if size := sum(held.nbytes for held in where.values()):
+            if size := sum(tensor.nbytes for tensor in where.values()):
                 os.posix_fallocate(file.fileno(), len(header), size)
     data = np.memmap(path, np.uint8, "r+", len(header))
     return {name: _array(data, where[name]) for name in tensors}

@@ -25,12 +25,12 @@ def packed_layers(
                the meta device
     """
     modules = attentions(checked_model(model))
-    given = None if profile is None else Profile.of(profile)
-    if given is not None:
-        given.check(fingerprint(model))
-    specs, calibration, moments = used_by(spec, given, len(modules))
-    found = moments_for(model, specs, moments) if measured else None
+    loaded = None if profile is None else Profile.of(profile)
+    if loaded is not None:
+        loaded.check(fingerprint(model))
+    specs, calibration, moments = used_by(spec, loaded, len(modules))
+    layer_moments = moments_for(model, specs, moments) if measured else None
     return [
-        PackedAttention(i, module.attention_head_size, one, calibration if one.calibrated else None, found)
+        PackedAttention(i, module.attention_head_size, one, calibration if one.calibrated else None, layer_moments)
         for i, (module, one) in enumerate(zip(modules, specs))
     ]

@@ -57,7 +57,7 @@ def read_mutants(path: str, sequence: str, option: str = "--mutants") -> tuple[l
 
 
 def _changes(text: str, sequence: str, where: str) -> tuple[tuple[int, str], ...]:
-    found: dict[int, str] = {}
+    residues: dict[int, str] = {}
     for mutation in text.split(":"):
         match = _MUTATION.fullmatch(mutation.strip())
         if match is None or match[3] not in AMINO_ACIDS:
@@ -67,10 +67,10 @@ def _changes(text: str, sequence: str, where: str) -> tuple[tuple[int, str], ...
             raise ValueError(f"{where}: {mutation!r} must be at 1..{len(sequence)}, the residues of the protein")
         if sequence[position] != wild:
             raise ValueError(f"{where}: {mutation!r} must replace {sequence[position]!r}, which the protein has there")
-        if position in found:
+        if position in residues:
             raise ValueError(f"{where}: must change each position once, got {text!r}")
-        found[position] = match[3]
-    return tuple(sorted(found.items()))
+        residues[position] = match[3]
+    return tuple(sorted(residues.items()))
 
 
 def summed(mutant: Mutant, scores: Mapping[int, NDArray[np.float32]]) -> float:

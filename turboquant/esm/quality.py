@@ -111,12 +111,12 @@ def evaluate(
         raise TypeError(f"`specs` must be a mapping of names to specs, got {quoted(specs)}")
     if not 0 < mask_share < 1:
         raise ValueError(f"`mask_share` must be above 0 and below 1, got {mask_share}")
-    given = None if profile is None else Profile.of(profile)
+    loaded = None if profile is None else Profile.of(profile)
     batches = _masked_batches(model, sequences, mask_share, seed, batch_size)
     if not any(batch.masked.any() for batch in batches):
         raise ValueError("`mask_share` must mask at least one residue, got none: another `seed`, or more proteins")
     chosen = {name: resolve(spec) for name, spec in specs.items()}
-    packed = {name: _layers(model, spec, given) for name, spec in chosen.items()}
+    packed = {name: _layers(model, spec, loaded) for name, spec in chosen.items()}
     tallies = {name: _Tally() for name in chosen}
     with evaluating(model), Progress("evaluate", len(batches) * (1 + len(chosen)), "runs", progress) as shown:
         for batch in batches:
@@ -200,8 +200,8 @@ def cosine_losses(
     def states(layers: list[PackedAttention] | None) -> torch.Tensor:
         embeddings = embed(base, ids, dropout_factor(ids, real))
         inputs = {"inputs_embeds": embeddings, "attention_mask": real.long()}
-        found: torch.Tensor = base(**inputs, turboquant_context=_Packed(base, layers)).last_hidden_state[real]
-        return found
+        rows: torch.Tensor = base(**inputs, turboquant_context=_Packed(base, layers)).last_hidden_state[real]
+        return rows
 
     with evaluating(model), routed(base, NAME):
         plain = states(None).double()
@@ -233,9 +233,9 @@ def _outputs(
     with routed(base, NAME):
         for ids in (batch.ids, batch.masked_ids):
             embeddings = embed(base, ids, dropout_factor(ids, batch.real))
-            found = base(inputs_embeds=embeddings, attention_mask=batch.real.long(),
+            output = base(inputs_embeds=embeddings, attention_mask=batch.real.long(),
                          turboquant_context=_Packed(base, layers))  # fmt: skip
-            states.append(found.last_hidden_state)
+            states.append(output.last_hidden_state)
     return states[0], model.lm_head(states[1])
 
 
@@ -267,7 +267,7 @@ class _Tally:
     ) -> ProteinEvaluation:
         lengths = [int(n) for batch in batches for n in batch.real.sum(1)]
         width = base.config.hidden_size
-        held = sum(_held_bytes(layer, n, base) for layer in layers for n in lengths)
+        nbytes = sum(_held_bytes(layer, n, base) for layer in layers for n in lengths)
         alone = sum(layer.plan.record_bytes / PAGE_TOKENS for layer in layers) * base.config.num_attention_heads
         numbers = 2 * width * len(layers)
         return ProteinEvaluation(
@@ -281,8 +281,8 @@ class _Tally:
             masked_kl_divergence=self.divergence / self.masked,
             masked_perplexity=math.exp(self.loss / self.masked),
             reference_perplexity=math.exp(self.reference_loss / self.masked),
-            bytes_per_token=held / sum(lengths),
-            effective_bits=8 * held / (sum(lengths) * numbers),
+            bytes_per_token=nbytes / sum(lengths),
+            effective_bits=8 * nbytes / (sum(lengths) * numbers),
             packed_bits=8 * alone / numbers,
         )
 

@@ -61,8 +61,8 @@ class Copy:
     def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Ranges of the stored tokens start to stop that it sees. The first begins at 0 and may be empty."""
         edges = [start - 1, *self.replaced, stop]
-        found = [(before + 1, after) for before, after in pairwise(edges) if after > before + 1]
-        return found if found and found[0][0] == 0 else [(0, 0), *found]
+        ranges = [(before + 1, after) for before, after in pairwise(edges) if after > before + 1]
+        return ranges if ranges and ranges[0][0] == 0 else [(0, 0), *ranges]
 
 
 class Shape(NamedTuple):
@@ -198,8 +198,8 @@ class _Common:
     def attend(self, layer: PackedKV, query: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """query [copies, heads, m, head_dim] -> (out, lse) [2, copies, heads, m, ..]."""
         copies, _, m, _ = query.shape
-        sinks: dict[str, Any] = {name: held.index_select(0, self.rows) for name, held in layer.exact().items()}
+        sinks: dict[str, Any] = {name: tensor.index_select(0, self.rows) for name, tensor in layer.exact().items()}
         seen = replace(layer, block_table=self.table, lengths=self.stops, **sinks)
-        found = attend(query.transpose(0, 1).flatten(1, 2).expand(2, -1, -1, -1), seen, scale, self.starts)
-        out, lse = (x.view(2, -1, copies, m, *x.shape[3:]).transpose(1, 2) for x in found)
+        parts = attend(query.transpose(0, 1).flatten(1, 2).expand(2, -1, -1, -1), seen, scale, self.starts)
+        out, lse = (x.view(2, -1, copies, m, *x.shape[3:]).transpose(1, 2) for x in parts)
         return out, lse

@@ -131,9 +131,9 @@ def joint_marginals(
     batches = [chosen[i : i + batch_size] for i in range(0, len(chosen), batch_size)]
     logits: list[torch.Tensor] = []
     with torch.no_grad(), routed(base, NAME):
-        found = _filled(model, sequence, tokens, spec, profile, context) if shared_context else None
+        filled = _filled(model, sequence, tokens, spec, profile, context) if shared_context else None
         for batch in steps(batches, "scan", "batches", progress):
-            logits += _jointly(model, tokens, batch) if found is None else _masked_in(*found, batch)
+            logits += _jointly(model, tokens, batch) if filled is None else _masked_in(*filled, batch)
     return [_scan(tokens, at, said) for at, said in zip(chosen, logits, strict=True)]
 
 
@@ -214,10 +214,10 @@ def _filled(
         return context, 0
     if context.model is not model:
         raise ValueError("`context` must be of this model, got one of another")
-    held = context.tokens
-    if tokens not in held:
-        raise ValueError(f"`context` must have read this sequence, got one that holds {len(held)} others: encode it")
-    return context, held.index(tokens)
+    encoded = context.tokens
+    if tokens not in encoded:
+        raise ValueError(f"`context` must have read this sequence, got one that holds {len(encoded)} others: encode it")
+    return context, encoded.index(tokens)
 
 
 def _masked_in(cache: ContextCache, protein: int, batch: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:

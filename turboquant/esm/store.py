@@ -28,13 +28,13 @@ class Weights:
 
     def __init__(self, base: Any) -> None:
         self._modules = list(base.modules())
-        self._members = [held for module in self._modules for held in (module._modules, module._parameters)]
+        self._members = [members for module in self._modules for members in (module._modules, module._parameters)]
         self._held = list(base.parameters())
         self._look()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {name: getattr(self, name) for name in ("_modules", "_members", "_held")}  # ids differ in a copy
-        return {**kept, "unchanged": self.unchanged()}
+        fields = {name: getattr(self, name) for name in ("_modules", "_members", "_held")}  # ids differ in a copy
+        return {**fields, "unchanged": self.unchanged()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         unchanged = state.pop("unchanged")

@@ -135,10 +135,10 @@ class Evaluation:
     @property
     def exact(self) -> str:
         """Which tokens were not packed, in words."""
-        kept = [f"{n} {what}" for n, what in ((self.spec.sinks, "sinks"), (self.spec.window, "window")) if n]
+        exact = [f"{n} {what}" for n, what in ((self.spec.sinks, "sinks"), (self.spec.window, "window")) if n]
         if self.spec.overrides:
-            kept.append("overrides by layer")
-        return f"exact: {', '.join(kept)}" if kept else "everything packed"
+            exact.append("overrides by layer")
+        return f"exact: {', '.join(exact)}" if exact else "everything packed"
 
     def __str__(self) -> str:
         free = "" if self.free_running is None else f"{self.free_running}, "
@@ -180,10 +180,10 @@ def evaluate(
     Raises what `turboquant.patch` and `TurboQuantCache` raise, and ValueError or TypeError that names the argument: all
     before anything is run.
     """
-    given = {"spec": spec}
-    found = evaluate_all(model, windows, given, profile=profile, prefill=prefill, chunk=chunk, batch=batch,
+    specs = {"spec": spec}
+    results = evaluate_all(model, windows, specs, profile=profile, prefill=prefill, chunk=chunk, batch=batch,
                          everything_packed=everything_packed, generate=generate, progress=progress)  # fmt: skip
-    return found["spec"]
+    return results["spec"]
 
 
 def evaluate_all(
@@ -237,8 +237,8 @@ def divergence_from(model: Any, ids: torch.Tensor, spec: CacheSpec | str, profil
     ids = ids.to(device_of(model))
 
     def logits(**cache: Any) -> torch.Tensor:
-        found: torch.Tensor = model(input_ids=ids, **asked, **cache).logits
-        return found[:, start - ids.shape[1] :]
+        at_ends: torch.Tensor = model(input_ids=ids, **asked, **cache).logits
+        return at_ends[:, start - ids.shape[1] :]
 
     with _ready(model, {"": resolve(spec)}, profile) as caches:
         reference = logits(use_cache=False)
@@ -268,16 +268,16 @@ def _checked(windows: Any, model: Any) -> torch.Tensor:
 def _ready(model: Any, specs: Mapping[str, CacheSpec], profile: AnyProfile) -> Iterator[Any]:
     """Patches the model, in eval mode and without gradients, and restores it. Yields a function that makes a new cache
     for the name of a spec, with another `prefill` if one is given."""
-    found = None if profile is None else Profile.of(profile)
+    loaded = None if profile is None else Profile.of(profile)
     text = checked_config(model.config)
     used: dict[str, Profile | None] = {}
     for name, spec in specs.items():
         packed, count = packed_indices(text), len(kinds_of(text))
         each = [spec.for_layer(i, count) for i in packed]
-        used[name] = found if any(one.calibrated or one.measured for one in each) else None
+        used[name] = loaded if any(one.calibrated or one.measured for one in each) else None
         used_by(spec, used[name], count, packed)
-    if found is not None:
-        found.check(fingerprint(model))
+    if loaded is not None:
+        loaded.check(fingerprint(model))
 
     def new_cache(name: str, prefill: str | None = None) -> TurboQuantCache:
         spec = specs[name] if prefill is None else specs[name].with_(prefill=prefill)
@@ -434,10 +434,10 @@ def text_windows(text: str, tokenizer: Any, windows: int, length: int) -> torch.
     if len(ids) < windows * length:
         raise ValueError(f"`text` must have {windows} x {length} tokens, got {len(ids)}: "
                          f"{len(ids) // length} windows of that length")  # fmt: skip
-    found = torch.tensor(spaced(ids, windows, length), dtype=torch.int64, device="cpu")
+    rows = torch.tensor(spaced(ids, windows, length), dtype=torch.int64, device="cpu")
     if (first := leading_token(tokenizer)) is not None:
-        found[:, 0] = first
-    return found
+        rows[:, 0] = first
+    return rows
 
 
 def spaced(ids: Sequence[int], windows: int, length: int) -> list[Sequence[int]]:
@@ -452,22 +452,22 @@ def leading_token(tokenizer: Any) -> int | None:
     return bos if bos is not None and list(tokenizer("a")["input_ids"][:1]) == [bos] else None
 
 
-def markdown(found: Mapping[str, Evaluation]) -> str:
+def markdown(results: Mapping[str, Evaluation]) -> str:
     """A table of results, and below it how they were measured."""
     head = ["spec", "KL divergence", "99 %", "99.9 %", "max", "perplexity", "top-1 agreement"]
-    free = [e.free_running for e in found.values() if e.free_running is not None]
+    free = [e.free_running for e in results.values() if e.free_running is not None]
     if free:
         head += ["texts part after", *(f"equal {n:,}" for n in AGREEMENTS)]
     head += ["bits", "bytes per token"]
     rows = [head]
-    for name, e in found.items():
+    for name, e in results.items():
         row = [name, f"{e.kl_divergence:.5f}", f"{e.kl_divergence_p99:.4f}", f"{e.kl_divergence_p999:.4f}",
                f"{e.kl_divergence_max:.3f}", f"{e.perplexity:.3f}", f"{e.top1_agreement:.4f}"]  # fmt: skip
         if free:
             row += _free_cells(e.free_running)
         rows.append([*row, f"{e.effective_bits:.3f}", f"{e.bytes_per_token:,.0f}"])
     notes = dict.fromkeys(f"{e.windows} x {e.length} tokens, {e.exact}, prefill {e.prefill}; perplexity with the full "
-                          f"cache {e.reference_perplexity:.3f}" for e in found.values())  # fmt: skip
+                          f"cache {e.reference_perplexity:.3f}" for e in results.values())  # fmt: skip
     for one in free[:1]:
         notes[f"Greedy texts of {one.tokens:,} tokens after prompts of {one.prompt_tokens:,}: when they part from the "
               "full cache's (median, in tokens), and the share whose first tokens are all equal"] = None  # fmt: skip

@@ -135,9 +135,9 @@ def _is_as_told(module: Any, matrix: torch.Tensor) -> bool:
     """Whether `expand_kv` of a module does with a token what the head of this file says."""
     heads, _, rank = matrix.shape
     key, _ = _sizes(module)
-    made = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     latent, rotary = (
-        torch.randn(1, 1, 1, size, generator=made).to(matrix.device, matrix.dtype)
+        torch.randn(1, 1, 1, size, generator=generator).to(matrix.device, matrix.dtype)
         for size in (rank, module.qk_rope_head_dim)
     )
     keys, values = type(module).expand_kv(module, latent, rotary)

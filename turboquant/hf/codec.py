@@ -139,15 +139,15 @@ class Codec:
         """SHA-256, in hexadecimal digits, of what the bytes depend on: byte format, the plan and spec of each layer, KV
         heads, sinks, and all that was measured. Matrices are made of these, and their last bits differ by CPU."""
         shared = self._shared
-        made = hashlib.sha256(repr((FORMAT, FORMAT_VERSION, self.sinks)).encode())
+        digest = hashlib.sha256(repr((FORMAT, FORMAT_VERSION, self.sinks)).encode())
         for layer in self._layers:
-            made.update(repr((layer.plan.words, layer.kv_heads, layer.spec.to_dict())).encode())
+            digest.update(repr((layer.plan.words, layer.kv_heads, layer.spec.to_dict())).encode())
         measured = None if shared.moments is None else shared.moments.without_costs()
         for one in (measured, shared.calibration):
             for name, array in sorted(({} if one is None else one.arrays()).items()):
-                made.update(repr((name, array.dtype.str, array.shape)).encode())
-                made.update(array_bytes(array))
-        return made.hexdigest()
+                digest.update(repr((name, array.dtype.str, array.shape)).encode())
+                digest.update(array_bytes(array))
+        return digest.hexdigest()
 
     # ---- plain tokens ----
 
@@ -177,20 +177,20 @@ class Codec:
     def _check_sides(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[int, torch.dtype]:
         """(tokens, dtype) of what `encode` is given."""
         sides = {"keys": keys, "values": values}
-        for name, given in sides.items():
-            if not isinstance(given, (Sequence, Tensor)):
-                raise TypeError(f"encode: `{name}` must be a tensor for each layer, got {type(given).__name__}")
-            if len(given) != len(self._layers):
-                raise ValueError(f"encode: `{name}` must have {len(self._layers)} layers, got {len(given)}")
-            for i, x in enumerate(given):
+        for name, layers in sides.items():
+            if not isinstance(layers, (Sequence, Tensor)):
+                raise TypeError(f"encode: `{name}` must be a tensor for each layer, got {type(layers).__name__}")
+            if len(layers) != len(self._layers):
+                raise ValueError(f"encode: `{name}` must have {len(self._layers)} layers, got {len(layers)}")
+            for i, x in enumerate(layers):
                 if not isinstance(x, Tensor):
                     raise TypeError(f"encode: `{name}[{i}]` must be a tensor, got {type(x).__name__}")
         first = keys[0]
         tokens = bounded("codec: `tokens`", int(first.shape[1])) if first.dim() == 3 else 0
         if first.dtype not in _NAMES or first.dtype == torch.uint8:
             raise ValueError(f"encode: `keys[0]` must be float32, float16 or bfloat16, got {first.dtype}")
-        for name, given in sides.items():
-            for i, (layer, x) in enumerate(zip(self._layers, given)):
+        for name, layers in sides.items():
+            for i, (layer, x) in enumerate(zip(self._layers, layers)):
                 wanted = (layer.kv_heads, tokens or "tokens", layer.head_dim)
                 if tuple(x.shape) != wanted:
                     text = ", ".join(map(str, wanted))
@@ -221,7 +221,7 @@ class Codec:
         return self._layers_of(self._read(data), torch.device(device))
 
     def _layers_of(self, part: _Part, device: torch.device) -> list[ops.PackedKV]:
-        made = []
+        layers = []
         for layer, pages in zip(self._layers, part.pages):
             exact = {}
             if part.sinks:
@@ -229,7 +229,7 @@ class Codec:
                     rows = torch.zeros((1, layer.kv_heads, self.sinks, layer.head_dim), dtype=x.dtype, device=device)
                     rows[0, :, : x.shape[1]] = x
                     exact[name] = rows
-            made.append(
+            layers.append(
                 ops.PackedKV(
                     pages=pages.to(device),
                     block_table=torch.arange(len(pages), dtype=torch.int32, device=device)[None],
@@ -240,7 +240,7 @@ class Codec:
                     **exact,
                 )
             )
-        return made
+        return layers
 
     def span(self, data: bytes | bytearray | memoryview) -> tuple[int, int]:
         """(position of the first token, position behind the last one) of encoded data, whose tensors are not read."""
@@ -297,10 +297,10 @@ class Codec:
         """Of a layer whose first packed row is the token at position `start`. Those of a prompt's later parts are not
         kept: there is one for each page."""
         shared = self._shared
-        made = layer_transforms(layer.spec, layer.index, layer.head_dim, device, shared.calibration, shared.moments,
+        parts = layer_transforms(layer.spec, layer.index, layer.head_dim, device, shared.calibration, shared.moments,
                                 later=-start, keep=start in (0, self.sinks))  # fmt: skip
         rotation = random_rotation(layer.spec, layer.head_dim, device)
-        return made if rotation is None else {**made, "rotation": rotation}
+        return parts if rotation is None else {**parts, "rotation": rotation}
 
     def _shape(self, start: int, tokens: int, dtype: torch.dtype) -> dict[str, Place]:
         """The tensors of the data, in order."""
@@ -318,22 +318,22 @@ class Codec:
 
     def _bytes(self, part: _Part) -> bytes:
         places = self._shape(part.start, part.tokens, part.dtype)
-        held: dict[str, memoryview] = {}
+        views: dict[str, memoryview] = {}
         for i, pages in enumerate(part.pages):
             if part.sinks:
-                held |= {f"{i}.sink_{side}": _view(x) for side, x in zip("kv", part.sinks[i])}
-            held[f"{i}.pages"] = _view(pages)
+                views |= {f"{i}.sink_{side}": _view(x) for side, x in zip("kv", part.sinks[i])}
+            views[f"{i}.pages"] = _view(pages)
         meta = {"digest": self.digest, "start": part.start, "tokens": part.tokens, "dtype": _NAMES[part.dtype],
-                "crc32": {name: crc32([data]) for name, data in held.items()}}  # fmt: skip
+                "crc32": {name: crc32([data]) for name, data in views.items()}}  # fmt: skip
         placed = layout(places)
-        return b"".join([header_of(FORMAT, meta, placed), *(held.get(n, bytes(p.nbytes)) for n, p in placed.items())])
+        return b"".join([header_of(FORMAT, meta, placed), *(views.get(n, bytes(p.nbytes)) for n, p in placed.items())])
 
     def _header(self, data: bytes | bytearray | memoryview) -> tuple[int, int, torch.dtype, dict[str, Place], Any, int]:
         """(start, tokens, dtype, places of tensors, their checksums, byte at which the tensors begin)"""
         if not isinstance(data, bytes | bytearray | memoryview):
             raise TypeError(f"`data` must be bytes that a Codec made, got {type(data).__name__}")
         try:
-            meta, found, begin = read_header(BytesIO(memoryview(data).cast("B")), FORMAT)
+            meta, file_tensors, begin = read_header(BytesIO(memoryview(data).cast("B")), FORMAT)
             if meta.get("digest") != self.digest:
                 raise ValueError(f"its digest must be {self.digest[:12]}.., of this spec, profile and shape of model, "
                                  f"got {str(meta.get('digest'))[:12]}..")  # fmt: skip
@@ -342,7 +342,7 @@ class Codec:
                 raise ValueError(f"its `dtype` must be F32, F16 or BF16, got {meta.get('dtype')!r:.80}")
             dtype, sums = _DTYPES[meta["dtype"]], meta.get("crc32")
             wanted = {n: p for n, p in layout(self._shape(start, tokens, dtype)).items() if not n.startswith("pad.")}
-            if wanted != found:
+            if wanted != file_tensors:
                 raise ValueError("its tensors must be those of its tokens")
             if not isinstance(sums, dict) or sums.keys() != wanted.keys():
                 raise ValueError("its checksums must be of its tensors")
@@ -355,11 +355,11 @@ class Codec:
         start, tokens, dtype, places, sums, begin = self._header(data)
         view, tensors = memoryview(data).cast("B"), {}
         for name, place in places.items():
-            held = view[begin + place.start : begin + place.start + place.nbytes]
-            if crc32([held]) != sums[name]:
+            part = view[begin + place.start : begin + place.start + place.nbytes]
+            if crc32([part]) != sums[name]:
                 raise ValueError(f"`data` must be bytes that this Codec made: `{name}` is damaged")
             flat = torch.empty(place.nbytes, dtype=torch.uint8)  # aligned as the operators want it
-            flat.numpy()[:] = np.frombuffer(held, np.uint8)
+            flat.numpy()[:] = np.frombuffer(part, np.uint8)
             tensors[name] = flat.view(_DTYPES[place.dtype]).view(place.shape)
         layers = range(len(self._layers))
         sinks = [(tensors[f"{i}.sink_k"], tensors[f"{i}.sink_v"]) for i in layers] if "0.sink_k" in tensors else []

@@ -168,8 +168,8 @@ class ForwardWithGraphs:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = partial(type(self.__self__).forward, self.__self__)
         cache, ids = given_cache(kwargs), kwargs.get("input_ids")
-        given = {name for name, x in kwargs.items() if x is not None and x is not self._defaults.get(name)}
-        plain = not args and given <= _FOLLOWED | _HARMLESS and kwargs.get("return_dict") is not False
+        arguments = {name for name, x in kwargs.items() if x is not None and x is not self._defaults.get(name)}
+        plain = not args and arguments <= _FOLLOWED | _HARMLESS and kwargs.get("return_dict") is not False
         if not plain or ids is None or not isinstance(cache, TurboQuantCache) or not DecodeGraph.takes(cache, ids):
             return forward(*args, **kwargs)
         graph = self._graphs.get(cache)

@@ -67,8 +67,10 @@ class LatentLayer(PackedLayer):
     def _check(self, latent: torch.Tensor, rotary: torch.Tensor) -> None:
         right = latent.dim() == rotary.dim() == 4 and latent.shape[1] == rotary.shape[1] == 1
         if not right or latent.shape[:3] != rotary.shape[:3] or latent.dtype != rotary.dtype:
-            found = f"{tuple(latent.shape)} {latent.dtype} and {tuple(rotary.shape)} {rotary.dtype}"
-            raise ValueError(f"latents and rotary parts must be [batch, 1, tokens, channels] in one dtype, got {found}")
+            shapes = f"{tuple(latent.shape)} {latent.dtype} and {tuple(rotary.shape)} {rotary.dtype}"
+            raise ValueError(
+                f"latents and rotary parts must be [batch, 1, tokens, channels] in one dtype, got {shapes}"
+            )
         first = self._shared.layers[0]
         after = self.storage.tokens + latent.shape[2]
         others = {layer.tokens for layer in self._shared.layers} if first is self.storage else {self.storage.tokens}

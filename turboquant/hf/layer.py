@@ -43,10 +43,10 @@ def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tensors
 
 
-def indices_of(argument: str, given: Any, masks: bool = False) -> torch.Tensor:
+def indices_of(argument: str, sequences: Any, masks: bool = False) -> torch.Tensor:
     """A list or tensor of integers, and of bools if `masks`, as a tensor. TypeError for anything else."""
     try:
-        indices = torch.as_tensor(given)
+        indices = torch.as_tensor(sequences)
     except (TypeError, ValueError, RuntimeError):
         indices = None
     if indices is not None and indices.dim() == 1:
@@ -54,7 +54,7 @@ def indices_of(argument: str, given: Any, masks: bool = False) -> torch.Tensor:
             return indices.long()
         if indices.dtype in (torch.int64, torch.int32) or (masks and indices.dtype == torch.bool):
             return indices
-    raise TypeError(f"`{argument}` must be integers{' or bools' * masks} [sequences], got {quoted(given)}")
+    raise TypeError(f"`{argument}` must be integers{' or bools' * masks} [sequences], got {quoted(sequences)}")
 
 
 class PackedLayer(CacheLayerMixin):  # type: ignore[misc]

@@ -81,19 +81,19 @@ def _moments_tensors(shapes: list[list[int]]) -> dict[str, Tensor]:
 
 def _states(layers: list[Any]) -> dict[str, torch.Tensor]:
     """The states of a cache's layers, in order, by name; without inputs of convolutions that only `crop` needs."""
-    found = {}
+    tensors = {}
     for i, layer in enumerate(layers):
         if isinstance(layer, StateLayer):
             for j, x in layer.conv_states.items():
                 if x is not None:
-                    found[f"states.{i}.conv.{j}"] = x[..., -layer.conv_kernel_size[j] :]
-            found |= {f"states.{i}.recurrent.{j}": x for j, x in layer.recurrent_states.items() if x is not None}
-    return found
+                    tensors[f"states.{i}.conv.{j}"] = x[..., -layer.conv_kernel_size[j] :]
+            tensors |= {f"states.{i}.recurrent.{j}": x for j, x in layer.recurrent_states.items() if x is not None}
+    return tensors
 
 
-def _units(name: str, held: Tensor) -> int:
+def _units(name: str, tensor: Tensor) -> int:
     """How many parts of a tensor have a checksum of their own: its pages, or 1."""
-    return held.shape[0] if name.endswith(".pages") else 1
+    return tensor.shape[0] if name.endswith(".pages") else 1
 
 
 def _checksums(data: memoryview, units: int) -> list[int]:
@@ -192,11 +192,11 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
         pages = []
         for layer in layers:
             assert layer.table is not None
-            held, rows = layer.table.packed(layer.packed(layer.tokens, layer.padding))
+            packed, rows = layer.table.packed(layer.packed(layer.tokens, layer.padding))
             described["rows"].append(rows)
-            pages.append(len(held))
+            pages.append(len(packed))
             others = (*_exact_tensors(layer), *layer.split.values())
-            parts += [_bytes(tensor) for tensor in (held, *others) if tensor is not None]
+            parts += [_bytes(tensor) for tensor in (packed, *others) if tensor is not None]
         specs = [layer.spec for layer in layers]
         tensors |= _tensors(specs, first.tokens, described["dtype"], len(first.padding), sizes, pages)
         states = _states(cache.layers)
@@ -204,7 +204,7 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
         tensors |= {name: Tensor(dtype, tuple(shape)) for name, (dtype, shape) in described["states"].items()}
         parts += map(_bytes, states.values())
     by_name = dict(zip(tensors, parts, strict=True))
-    described["crc32"] = {name: _checksums(by_name[name], _units(name, held)) for name, held in tensors.items()}
+    described["crc32"] = {name: _checksums(by_name[name], _units(name, packed)) for name, packed in tensors.items()}
     write_tensors(path, FORMAT, described, tensors, {name: [part] for name, part in by_name.items()})
 
 
@@ -339,18 +339,19 @@ class _Reader:
         if self.integer("positions"):
             wanted |= self.layers_tensors(layers)
             wanted |= self.states_tensors(cache.layers)
-        wanted = {name: held for name, held in layout(wanted).items() if not name.startswith("pad.")}
+        wanted = {name: tensor for name, tensor in layout(wanted).items() if not name.startswith("pad.")}
         for name in {**wanted, **self.tensors}:
             _want(wanted.get(name) == self.tensors.get(name), f"`{name:.80}` is not of this cache")
         sums = header["crc32"]
         _want(isinstance(sums, dict) and sums.keys() == wanted.keys(), "`crc32` is not of this cache")
-        tensors = {name: self.bytes_of(name, held, sums[name]) for name, held in wanted.items()}
+        tensors = {name: self.bytes_of(name, tensor, sums[name]) for name, tensor in wanted.items()}
         _want(not any(self.file.read()), "something is written behind its tensors")
         if header["moments"] is not None:
             cache.moments = self.moments(cache, wanted, tensors)
         if header["positions"]:
             views = {
-                name: held.view(_DTYPES[wanted[name].dtype]).view(wanted[name].shape) for name, held in tensors.items()
+                name: tensor.view(_DTYPES[wanted[name].dtype]).view(wanted[name].shape)
+                for name, tensor in tensors.items()
             }
             self.fill_layers(layers, views, devices)
             self.fill_states(cache.layers, views, devices)
@@ -418,14 +419,14 @@ class _Reader:
         ]
         _want(list(described) == [name for name in places if name in described], "`states` are not of its layers")
         tensors = {}
-        for name, held in described.items():
-            right = isinstance(held, list) and len(held) == 2 and held[0] in list(_DTYPES)[:3]
-            right = right and isinstance(held[1], list) and all(type(n) is int and 0 < n < 2**31 for n in held[1])
+        for name, entry in described.items():
+            right = isinstance(entry, list) and len(entry) == 2 and entry[0] in list(_DTYPES)[:3]
+            right = right and isinstance(entry[1], list) and all(type(n) is int and 0 < n < 2**31 for n in entry[1])
             _want(
-                right and 2 <= len(held[1]) <= 6 and held[1][0] == len(self.header["padding"]),
+                right and 2 <= len(entry[1]) <= 6 and entry[1][0] == len(self.header["padding"]),
                 f"`{name}` is out of range",
             )
-            tensors[name] = Tensor(held[0], tuple(held[1]))
+            tensors[name] = Tensor(entry[0], tuple(entry[1]))
         return tensors
 
     def fill_states(self, layers: list[Any], tensors: dict[str, torch.Tensor], devices: list[torch.device]) -> None:
@@ -446,7 +447,7 @@ class _Reader:
             stored = layer.storage
             stored.table = PageTable(PagePool(tensors.pop(f"layers.{i}.pages").to(device)), header["rows"][i])
             rows = {name: tensors.pop(f"layers.{i}.{name}", None) for name in _EXACT}
-            stored.hold_exact({name: found.to(device) for name, found in rows.items() if found is not None})
+            stored.hold_exact({name: tensor.to(device) for name, tensor in rows.items() if tensor is not None})
             rotations = {side: tensors.pop(f"layers.{i}.{side}_rotation", None) for side in ("key", "value")}
             if split := {side: x.to(device) for side, x in rotations.items() if x is not None}:
                 stored.hold_split(split)
@@ -475,14 +476,14 @@ class _Reader:
         """The bytes of a tensor. Between the last one and it there may be only zeros."""
         gap = self.file.read(self.start + place.start - self.file.tell())
         _want(not any(gap), f"something is written before `{name}`")
-        held = torch.empty(place.nbytes, dtype=torch.uint8, device="cpu")
-        data = held.numpy().data
+        buffer = torch.empty(place.nbytes, dtype=torch.uint8, device="cpu")
+        data = buffer.numpy().data
         _want(self.file.readinto(data) == place.nbytes, "it is truncated")
-        found = _checksums(data, _units(name, place))
-        _want(isinstance(sums, list) and len(sums) == len(found), f"`crc32` has not all of `{name}`")
-        for i, (one, claimed) in enumerate(zip(found, sums)):
-            _want(one == claimed, f"`{name}` is damaged" if len(found) == 1 else f"page {i} of `{name}` is damaged")
-        return held
+        computed = _checksums(data, _units(name, place))
+        _want(isinstance(sums, list) and len(sums) == len(computed), f"`crc32` has not all of `{name}`")
+        for i, (one, claimed) in enumerate(zip(computed, sums)):
+            _want(one == claimed, f"`{name}` is damaged" if len(computed) == 1 else f"page {i} of `{name}` is damaged")
+        return buffer
 
 
 def _devices(model: Any, n_layers: int) -> list[torch.device]:

@@ -118,8 +118,8 @@ def checked_config(config: Any) -> Any:
         raise NotImplementedError("ESM-2 is an encoder, which continues no text: use turboquant.esm.ContextCache")
     text = config.get_text_config(decoder=True)
     for refused, why in _CONFIGS:
-        if found := refused(text):
-            raise NotImplementedError(f"{why.format(found)}, got {name}")
+        if reason := refused(text):
+            raise NotImplementedError(f"{why.format(reason)}, got {name}")
     return text
 
 
@@ -131,8 +131,8 @@ def check_model(model: Any) -> Any:
     except NotImplementedError as error:
         raise NotImplementedError(f"{name} cannot be patched: {error}") from None
     for refused, why in _MODELS:
-        if found := refused(model, text):
-            raise NotImplementedError(f"{name} cannot be patched: {why.format(found)}")
+        if reason := refused(model, text):
+            raise NotImplementedError(f"{name} cannot be patched: {why.format(reason)}")
     return text
 
 

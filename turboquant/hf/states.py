@@ -35,9 +35,9 @@ def made_layer(kind: str, arguments: dict[str, Any], index: int, spec: CacheSpec
         return LatentLayer(index, spec, shared, arguments["latent"])
     if "unequal" in arguments:
         return UnequalLayer(index, spec, shared, arguments["unequal"])
-    made = BothLayer(index, spec, shared, states) if has_state(kind) else PackedLayer(index, spec, shared)
-    made.is_shared, made.chunk = bool(arguments.get("is_shared")), arguments.get("chunk", 0)
-    return made
+    layer = BothLayer(index, spec, shared, states) if has_state(kind) else PackedLayer(index, spec, shared)
+    layer.is_shared, layer.chunk = bool(arguments.get("is_shared")), arguments.get("chunk", 0)
+    return layer
 
 
 class StateLayer(_LinearAttentionLayer):  # type: ignore[misc]
@@ -47,8 +47,8 @@ class StateLayer(_LinearAttentionLayer):  # type: ignore[misc]
 
     def states(self) -> Iterator[torch.Tensor]:
         """All tensors of the layer."""
-        for held in (self.conv_states, self.recurrent_states):
-            yield from (state for state in held.values() if state is not None)
+        for by_index in (self.conv_states, self.recurrent_states):
+            yield from (state for state in by_index.values() if state is not None)
 
     def reset(self) -> None:
         """Forgets the states. The next forward may have another batch size, dtype or device."""
@@ -57,10 +57,10 @@ class StateLayer(_LinearAttentionLayer):  # type: ignore[misc]
         self.record_past = recording
 
     def _select(self, sequences: Sequence[int]) -> None:
-        for held in (self.conv_states, self.recurrent_states):
-            for i, state in held.items():
+        for by_index in (self.conv_states, self.recurrent_states):
+            for i, state in by_index.items():
                 if state is not None:
-                    held[i] = state.index_select(0, torch.tensor(list(sequences), device=state.device))
+                    by_index[i] = state.index_select(0, torch.tensor(list(sequences), device=state.device))
 
     @property
     def _batch(self) -> int:
@@ -73,8 +73,8 @@ class StateLayer(_LinearAttentionLayer):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
         """Keeps the sequences `indices` (integers, or a bool for each sequence)."""
-        given = indices_of("indices", indices, masks=True)
-        self._select((given.nonzero().view(-1) if given.dtype == torch.bool else given).tolist())
+        chosen = indices_of("indices", indices, masks=True)
+        self._select((chosen.nonzero().view(-1) if chosen.dtype == torch.bool else chosen).tolist())
 
     def fill(self, part: str, at: int, state: torch.Tensor) -> None:
         """Sets state number `at` of a part, "conv" or "recurrent"."""
@@ -85,17 +85,17 @@ class StateLayer(_LinearAttentionLayer):  # type: ignore[misc]
     def join_states(self, parts: Sequence[StateLayer]) -> None:
         """Holds the states of the sequences of all parts, one after the other; it has those of the first."""
         for name in ("conv_states", "recurrent_states"):
-            held = getattr(self, name)
-            for i, state in held.items():
+            by_index = getattr(self, name)
+            for i, state in by_index.items():
                 if state is not None:
-                    held[i] = torch.cat([getattr(part, name)[i] for part in parts])
+                    by_index[i] = torch.cat([getattr(part, name)[i] for part in parts])
 
     def copy_states(self, other: StateLayer) -> None:
         """Gives another layer copies of all states."""
         for name, x in vars(self).items():
             if isinstance(x, dict):
-                held = {i: state.clone() if isinstance(state, torch.Tensor) else state for i, state in x.items()}
-                setattr(other, name, held)
+                copies = {i: state.clone() if isinstance(state, torch.Tensor) else state for i, state in x.items()}
+                setattr(other, name, copies)
         other.device, other.dtype, other.record_past = self.device, self.dtype, self.record_past
 
     def fork(self, shared: Common) -> StateLayer:

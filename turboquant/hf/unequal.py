@@ -48,9 +48,9 @@ class UnequalLayer(PackedLayer):
         try:
             right = key.dim() == value.dim() == 4 and key.shape[:3] == value.shape[:3] and key.dtype == value.dtype
             if not right or key.shape[3] % self.size or value.shape[3] % self.size:
-                found = f"{tuple(key.shape)} {key.dtype} and {tuple(value.shape)} {value.dtype}"
+                shapes = f"{tuple(key.shape)} {key.dtype} and {tuple(value.shape)} {value.dtype}"
                 raise ValueError(f"layer {self.index}: keys and values must be [batch, kv_heads, tokens, channels] in "
-                                 f"one dtype, with channels in multiples of {self.size}, got {found}")  # fmt: skip
+                                 f"one dtype, with channels in multiples of {self.size}, got {shapes}")  # fmt: skip
             pieces = self._pieces(key, value)
             self._prepare(pieces, pieces[..., :0])
         except Exception:

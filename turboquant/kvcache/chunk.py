@@ -95,7 +95,7 @@ def _plain(
         logits.masked_fill_(hidden if masked is None else hidden | masked, -torch.inf)
         total = logits.logsumexp(-1).clamp_(min=torch.finfo(torch.float32).min)
         weights = logits.sub_(total.unsqueeze(-1)).exp_()
-        found = weights.view(batch, kv_heads, -1, seen) @ v
-        out[:, :, some] = found.view(batch, heads, -1, channels).to(out.dtype)
+        product = weights.view(batch, kv_heads, -1, seen) @ v
+        out[:, :, some] = product.view(batch, heads, -1, channels).to(out.dtype)
         lse[:, :, some] = total.view(batch, heads, -1)
     return out, lse

@@ -104,9 +104,9 @@ class _Room:
     ) -> None:
         self.limit, self.layers, self.now = limit, layers, now
         batch = len(padding)
-        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
                 for _, t in (*shared.tensors(), *(part for layer in layers for part in layer.by_part()))}  # fmt: skip
-        fixed = sum(held.values())
+        fixed = sum(storages.values())
         self.pages, self.fixed = [], fixed
         largest = 0
         for layer in layers:
@@ -147,7 +147,7 @@ class _Room:
 
     def cheapest(self, widths: Sequence[Widths]) -> tuple[int, Widths] | None:
         """The fall that costs least for the bytes it frees: (layer, its new widths)."""
-        found: list[tuple[float, int, int, Widths]] = []
+        steps: list[tuple[float, int, int, Widths]] = []
         for i, layer in enumerate(self.layers):
             like = layer if layer.shape is not None else self.now
             if layer.table is not None and layer.table.pool.tables > 1:
@@ -158,8 +158,8 @@ class _Room:
                     fewer = (to, widths[i][1]) if side == 0 else (widths[i][0], to)
                     freed = self._layer_bytes(i, widths[i]) - self._layer_bytes(i, fewer)
                     cost = added_cost(self.limit.costs[i][side], bits, to, int(layer.spec.tries), like.head_dim)
-                    found.append((cost / freed, 1 - side, i, fewer))  # of equal ones values, then the first layer
-        return min(found)[2:] if found else None
+                    steps.append((cost / freed, 1 - side, i, fewer))  # of equal ones values, then the first layer
+        return min(steps)[2:] if steps else None
 
 
 def _exact_bytes(layer: LayerStorage, like: LayerStorage, after: int, batch: int) -> tuple[int, int]:

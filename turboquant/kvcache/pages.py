@@ -70,8 +70,8 @@ class PagePool:
         """The state, for `restore`."""
         return self.storage, list(self._references), list(self._free), set(self._used_before)
 
-    def restore(self, held: tuple[Any, ...]) -> None:
-        self.storage, self._references, self._free, self._used_before = held
+    def restore(self, state: tuple[Any, ...]) -> None:
+        self.storage, self._references, self._free, self._used_before = state
 
     def take(self, count: int) -> list[int]:
         """`count` free pages, zeroed, with one reference each. The storage grows by the missing pages or by 1/64."""
@@ -234,8 +234,8 @@ class PageTable:
         rows = [list(row) for row in self.rows]
 
         def undo() -> None:
-            self.rows, self.tensor, self.ready, held = before
-            pool.restore(held)
+            self.rows, self.tensor, self.ready, state = before
+            pool.restore(state)
 
         try:
             shared = [

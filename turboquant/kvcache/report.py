@@ -113,7 +113,7 @@ class CacheReport:
 
     def _largest(self) -> str:
         """Why a cache is large: its largest part, in words."""
-        part, size = max(self.parts.items(), key=lambda held: held[1])
+        part, size = max(self.parts.items(), key=lambda part_size: part_size[1])
         longer = "a longer text is smaller"
         if part == "pages":
             return f"because pages are allocated whole, {PAGE_TOKENS} tokens each: {longer}"
@@ -136,7 +136,7 @@ def _ranges(numbers: list[int]) -> str:
 def layer_tensors(stored: LayerStorage) -> Iterator[tuple[str, torch.Tensor]]:
     """(part, tensor) of all tensors that belong to this layer alone."""
     yield from stored.by_part()
-    yield from (("past windows", held) for _, pair in stored.past.snapshots for held in pair)
+    yield from (("past windows", tensor) for _, pair in stored.past.snapshots for tensor in pair)
 
 
 def layer_report(stored: LayerStorage) -> LayerReport:

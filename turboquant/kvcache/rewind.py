@@ -39,9 +39,9 @@ class PastWindows:
         window, end = ring[0].shape[2], before + fresh[0].shape[2]
         for after in range(end - -(-_DRAFT // window) * window, end, window):
             if after > before:
-                held = ring[0].clone(), ring[1].clone()
-                _copy(fresh, held, max(before, after - window), after, padding, before)
-                self.add(after, held)
+                copies = ring[0].clone(), ring[1].clone()
+                _copy(fresh, copies, max(before, after - window), after, padding, before)
+                self.add(after, copies)
 
     def reaches(self, keep: int, positions: int, window: int, first: int) -> bool:
         """Whether the ring of `keep` positions can be built from that of `positions` and the snapshots.

@@ -105,10 +105,10 @@ class Common:
 
     @layers.setter
     def layers(self, layers: Iterable[Layer]) -> None:
-        held = list(layers)
-        for rank, layer in enumerate(held):
+        ranked = list(layers)
+        for rank, layer in enumerate(ranked):
             layer.rank = rank
-        self._layers = [weakref.ref(layer) for layer in held]
+        self._layers = [weakref.ref(layer) for layer in ranked]
 
     def layer(self, rank: int) -> Layer | None:
         return self._layers[rank]() if 0 <= rank < len(self._layers) else None

@@ -223,12 +223,12 @@ class LayerTensors(PackedKV):
         sides = "kv" if self.has_values else "k"
         for side, need, most in (("sink", sinks, self.spec.sinks), ("window", window, self.spec.window)):
             for name in (f"{side}_{part}" for part in sides):
-                held = nothing if (present := getattr(self, name)) is None else present
-                if (rows := with_room(held.shape[2], need, most)) > held.shape[2]:
+                tensor = nothing if (present := getattr(self, name)) is None else present
+                if (rows := with_room(tensor.shape[2], need, most)) > tensor.shape[2]:
                     if side == "sink":  # zeros behind the rows there are
-                        grown[name] = torch.nn.functional.pad(held, (0, 0, 0, rows - held.shape[2]))
+                        grown[name] = torch.nn.functional.pad(tensor, (0, 0, 0, rows - tensor.shape[2]))
                     else:
-                        grown[name] = laid_out(held, rows, self.spec.sinks)
+                        grown[name] = laid_out(tensor, rows, self.spec.sinks)
         self.hold_exact(grown)
 
     def ring(self) -> tuple[torch.Tensor, torch.Tensor] | None:

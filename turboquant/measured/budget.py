@@ -85,9 +85,9 @@ def solve(
     ValueError for other than two of the three, for what no widths of 2 to 6 bits reach, and for a quality without
     costs or divergence; NotImplementedError for a model whose packed cache is not counted.
     """
-    given = {"tokens": tokens, "memory": memory, "quality": quality}
-    if sum(value is not None for value in given.values()) != 2:
-        named = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None) or "none"
+    limits = {"tokens": tokens, "memory": memory, "quality": quality}
+    if sum(value is not None for value in limits.values()) != 2:
+        named = ", ".join(f"{name}={value!r}" for name, value in limits.items() if value is not None) or "none"
         raise ValueError(f"two of `tokens`, `memory` and `quality` must be given, got {named}")
     if quality is not None and (isinstance(quality, bool) or not isinstance(quality, Real)):
         raise TypeError(f"`quality` must be a divergence in nats, got {quoted(quality)}")
@@ -159,17 +159,17 @@ class _Choice:
         if step in self._known:
             return self._known[step]
         average = step / (2 * len(self.layers))
-        found = np.zeros((len(self.layers), 2), np.int64)
+        bits = np.zeros((len(self.layers), 2), np.int64)
         for one in dict.fromkeys(self.layers):
             alike = [i for i, other in enumerate(self.layers) if other == one]
             if self.costs is None:
-                found[alike] = uniform_widths(average, len(alike))
+                bits[alike] = uniform_widths(average, len(alike))
                 continue
             low = int(average)
             least, most = max(low - 1, 1 if low == LEAST else LEAST), min(MOST_SIDE_BITS, -int(-average // 1) + 1)
-            found[alike] = side_widths(self.costs[alike], average, self.tries, one.head_dim, least, most)
-        self._known[step] = found
-        return found
+            bits[alike] = side_widths(self.costs[alike], average, self.tries, one.head_dim, least, most)
+        self._known[step] = bits
+        return bits
 
     def made(self, step: int) -> CacheSpec:
         bits = {layer: {"key_bits": int(key), "value_bits": int(value)}

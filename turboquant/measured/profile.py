@@ -179,8 +179,8 @@ def used_by(
     calibration = None
     if profile is not None and any(s.calibrated for s in each):
         if profile.calibration is None:
-            made = "make one with turboquant.calibrate(model), or `turboquant calibrate`"
-            raise ValueError(f"`profile` must be calibrated for this spec, got one of turboquant.measure: {made}")
+            way_out = "make one with turboquant.calibrate(model), or `turboquant calibrate`"
+            raise ValueError(f"`profile` must be calibrated for this spec, got one of turboquant.measure: {way_out}")
         calibration = profile.calibration
     elif profile is not None and not any(s.measured for s in each):
         raise ValueError('`profile` must be None for a spec that uses none, without centre="wave", metric="query" and '

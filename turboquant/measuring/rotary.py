@@ -278,9 +278,9 @@ def _from_turns(turns: np.ndarray, positions: list[int]) -> Rotary | None:
 def _increment(angles: np.ndarray, positions: list[int]) -> int | None:
     """2^-32 turns per position, from the angles at 1, 2, 4, ..., each known up to whole turns."""
     angle = float(angles[0])
-    for found, position in zip(angles[1:], positions[1:]):
-        turns = round((position * angle - found) / TURN)
-        refined = (found + TURN * turns) / position
+    for measured, position in zip(angles[1:], positions[1:]):
+        turns = round((position * angle - measured) / TURN)
+        refined = (measured + TURN * turns) / position
         if abs(refined - angle) * position > 0.3:
             return None
         angle = refined

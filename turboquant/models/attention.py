@@ -112,10 +112,10 @@ class MaskRequest:
         runs = (new[:, 1:] & ~new[:, :-1]).sum(1) + new[:, 0]  # of real tokens, one after the other
         behind = (~new).flip(1).long().cumprod(1).sum(1) * (runs > 0)
         counts = (~mask[:, :before]).sum(1), (~mask).sum(1), behind, runs
-        stored, padding, ends, found = torch.stack(counts).tolist()
-        if broken := sum(n > 1 for n in found):
+        stored, padding, ends, n_runs = torch.stack(counts).tolist()
+        if broken := sum(n > 1 for n in n_runs):
             raise ValueError("`attention_mask` must mask positions in front of the new tokens of a sequence or behind "
-                             f"them, got masked ones between tokens in {broken} of {len(found)} sequences")  # fmt: skip
+                             f"them, got masked ones between tokens in {broken} of {len(known)} sequences")  # fmt: skip
         if before and tuple(stored) != known:
             raise ValueError("`attention_mask` must mask as many stored positions of each sequence as were padding, "
                              f"{list(known)}, got {stored}")  # fmt: skip

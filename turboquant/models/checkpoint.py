@@ -30,10 +30,10 @@ def checkpoint_folder(model: str, revision: str | None = None) -> Path:
     from transformers.utils import cached_file
 
     try:
-        found = cached_file(model, "config.json", revision=revision, local_files_only=True)
+        config_file = cached_file(model, "config.json", revision=revision, local_files_only=True)
     except (OSError, ValueError) as error:
         raise FileNotFoundError(f"{model!r} is no folder and not in the Hugging Face hub's cache") from error
-    return Path(str(found)).parent
+    return Path(str(config_file)).parent
 
 
 def checkpoint_digest(folder: str | os.PathLike[str]) -> str:

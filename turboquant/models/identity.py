@@ -55,7 +55,7 @@ def describe(config: Any) -> dict[str, Any]:
     if getattr(text, "rope_theta", None) is not None:
         rope.setdefault("rope_theta", text.rope_theta)
     rope.setdefault("rope_type", rope.pop("type", "default"))
-    without = {"no_rope_layers": list(kept)} if (kept := getattr(text, "no_rope_layers", None)) else {}
+    without = {"no_rope_layers": list(exceptions)} if (exceptions := getattr(text, "no_rope_layers", None)) else {}
     return {
         **without,
         "model_type": text.model_type,

@@ -96,8 +96,8 @@ def cost_texts(model: Any, tokenizer: Any, drawn: Sample) -> list[torch.Tensor]:
 def protein_sample(model: Any, tokenizer: Any = None, text: str | None = None) -> Sample:
     """The proteins of the package for an ESM-2 model, cut where it has fewer positions. ValueError for a tokenizer or
     text, of which it takes none."""
-    for name, given in (("tokenizer", tokenizer), ("text", text)):
-        if given is not None:
+    for name, argument in (("tokenizer", tokenizer), ("text", text)):
+        if argument is not None:
             raise ValueError(f"`{name}` must be None for an ESM-2 model, which is measured on proteins, got one")
     most = model.config.max_position_embeddings - 4
     sequences = (protein.sequence[:most] for protein in read_fasta(_TEXTS / "proteins.fasta"))

@@ -87,15 +87,15 @@ def patch(
     chosen = _chosen(spec, bits, uniform, prefill)
     base = checked_base_model(model)
     _check_dtype(base)
-    given = None if profile is None else Profile.of(profile)
+    loaded = None if profile is None else Profile.of(profile)
     check_tokenizer(tokenizer)
     if any(value is not None for value in (tokens, memory, quality)):
         if bits is not None:
             raise ValueError(f"`bits` must be None where `memory` or `quality` chooses them, got {bits!r}")
         if uniform:
             raise ValueError("`uniform` must be False where `memory` or `quality` chooses bits, got True")
-        chosen = budgeted(base, chosen, given, tokenizer, tokens, memory, quality)
-    _family(base).patch(base, chosen, given, cuda_graphs, tokenizer)
+        chosen = budgeted(base, chosen, loaded, tokenizer, tokens, memory, quality)
+    _family(base).patch(base, chosen, loaded, cuda_graphs, tokenizer)
     return model
 
 

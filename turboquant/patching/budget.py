@@ -45,11 +45,11 @@ def budgeted(
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _budget_moments(model: Any, tokenizer: Any, given: Moments | None) -> Moments:
+def _budget_moments(model: Any, tokenizer: Any, measured: Moments | None) -> Moments:
     """The moments given, or the model's own, with the divergence that a forecast starts from, where they have costs. It
     is measured if it is missing, and kept with the model's own moments, in memory."""
-    moments = own_moments(model, tokenizer) if given is None else given
+    moments = own_moments(model, tokenizer) if measured is None else measured
     complete = with_divergence_of(moments, model, tokenizer)
-    if given is None and complete is not moments:
+    if measured is None and complete is not moments:
         keep_moments(model, complete)
     return complete

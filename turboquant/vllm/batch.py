@@ -104,12 +104,12 @@ class ExactRows:
             if self._left(end, past):
                 continue
             if past < end:
-                held = self.tails.written(block, max(past, begin) - begin, end - begin)
-                rows[page % 2] = held.row
+                tail = self.tails.written(block, max(past, begin) - begin, end - begin)
+                rows[page % 2] = tail.row
             else:
-                found = self.tails.find(block)
-                if found is None or found.stop < PAGE:
+                earlier = self.tails.find(block)
+                if earlier is None or earlier.stop < PAGE:
                     continue
-                held = found
-            if held.first <= max(0, length - self.window - begin):
-                reads[page % 2] = held.row
+                tail = earlier
+            if tail.first <= max(0, length - self.window - begin):
+                reads[page % 2] = tail.row

@@ -48,9 +48,9 @@ class PackedImpl(backend.PackedImpl):
     backend = PackedBackend
     supports_quant_query_input = False
 
-    def adopt(self, layer: Any, made: Layer) -> None:
-        super().adopt(layer, made)
-        layer.get_kv_cache_spec = _sized(layer.get_kv_cache_spec, made.plan.record_bytes // PAGE)
+    def adopt(self, layer: Any, prepared: Layer) -> None:
+        super().adopt(layer, prepared)
+        layer.get_kv_cache_spec = _sized(layer.get_kv_cache_spec, prepared.plan.record_bytes // PAGE)
 
 
 def _sized(spec_of: Callable[[Any], Any], token_bytes: int) -> Callable[[Any], Any]:

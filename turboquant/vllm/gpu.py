@@ -61,9 +61,9 @@ class GpuBuilder(Builder):
         if self.sinks is not None:
             begins = bool(((past == 0) & (counts > 0)).any())
             enters = self.drafts or bool(((bounds - 1) // PAGE > (past - 1) // PAGE).any())
-            found = self.sinks.rows_of(m.query_start_loc, m.seq_lens, m.block_table_tensor, m.max_query_len,
+            row_of = self.sinks.rows_of(m.query_start_loc, m.seq_lens, m.block_table_tensor, m.max_query_len,
                                        begins=begins, enters=enters)  # fmt: skip
-            rows = self.sink_rows[: m.num_reqs].copy_(found)
+            rows = self.sink_rows[: m.num_reqs].copy_(row_of)
             self._count()
         whole = Batch(m.query_start_loc, m.seq_lens, m.block_table_tensor, rows, None, None, 0, m.max_query_len)
         few = self.reorder_batch_threshold or 1
@@ -89,10 +89,10 @@ def dense_attention(
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 
     window = [attention.sliding_window - 1, 0] if causal and attention.sliding_window else None
-    found = flash_attn_varlen_func(
+    output = flash_attn_varlen_func(
         q, k, v, max_seqlen_q=most_q, cu_seqlens_q=q_loc, max_seqlen_k=most_k, cu_seqlens_k=k_loc,
         softmax_scale=attention.scale, causal=causal, window_size=window, softcap=attention.softcap,
         return_softmax_lse=True, out=out, fa_version=get_flash_attn_version(head_size=q.shape[-1]),
     )  # fmt: skip
-    lse: torch.Tensor = found[1]
+    lse: torch.Tensor = output[1]
     return lse

@@ -107,11 +107,11 @@ class Engine:
     @classmethod
     def of(cls, config: Any) -> Engine:
         """For a `VllmConfig`. ValueError for what it may not have."""
-        given = (config.additional_config or {}).get("turboquant")
-        if given is None:
+        options = (config.additional_config or {}).get("turboquant")
+        if options is None:
             raise ValueError("--attention-backend CUSTOM is turboquant's here and needs --additional-config "
                              "'{\"turboquant\": {}}', or leave it out")  # fmt: skip
-        settings = Settings.of(given)
+        settings = Settings.of(options)
         check_engine(config)
         check_exact(settings.exact[1], getattr(getattr(config, "device_config", None), "device_type", "cpu"))
         parallel = config.parallel_config
@@ -141,9 +141,9 @@ class Engine:
             self.say('"profile" of turboquant is null: keys are packed without wave and metric, which costs quality; '
                      f"`turboquant measure {model.model}` makes a profile")  # fmt: skip
         needed = any(self.settings.spec.for_layer(i, len(self.numbers)).measured for i in range(len(self.numbers)))
-        given = profile if needed or self.settings.spec.calibrated else None
+        its_profile = profile if needed or self.settings.spec.calibrated else None
         n_layers = max(self.numbers) + 1
-        self._specs, *rest = used_by(self.settings.spec, given, n_layers, list(self.numbers))
+        self._specs, *rest = used_by(self.settings.spec, its_profile, n_layers, list(self.numbers))
         self._of_profile, self._profile = (rest[0], rest[1]), profile
         if getattr(self.config, "lora_config", None) is not None:
             self.say("adapters run with the profile of the base model")
@@ -172,12 +172,12 @@ class Engine:
             transforms["rotation"] = matrix
         transforms = self._own(transforms, kv_heads)
         sinks, window = self.settings.exact
-        made = Layer(spec.plan(head_dim, *sizes), transforms, kv_heads,
+        layer = Layer(spec.plan(head_dim, *sizes), transforms, kv_heads,
                      self._rows(kv_heads, sinks, head_dim, dtype, device),
                      self._rows(kv_heads, RING if window else 0, head_dim, dtype, device))  # fmt: skip
-        self._take(made.exact_bytes)
-        self.layers[name] = made
-        return made
+        self._take(layer.exact_bytes)
+        self.layers[name] = layer
+        return layer
 
     def _own(self, transforms: dict[str, torch.Tensor], kv_heads: int) -> dict[str, torch.Tensor]:
         """The part of this rank's heads. With more ranks than heads, ranks share one."""
@@ -201,13 +201,13 @@ class Engine:
         """Rows are part of the memory that was given to the cache, where that is a number of bytes. Otherwise the
         engine measures what is left, after this."""
         cache = self.config.cache_config
-        given = getattr(cache, "kv_cache_memory_bytes", None)
-        if given is None or not nbytes:
+        limit = getattr(cache, "kv_cache_memory_bytes", None)
+        if limit is None or not nbytes:
             return
-        if given <= nbytes:
+        if limit <= nbytes:
             raise ValueError(f"turboquant: the memory of the cache must be larger than its rows of exact tokens, "
                              f"{self.rows} rows: lower --max-num-seqs, or \"sinks\" and \"window\"")  # fmt: skip
-        cache.kv_cache_memory_bytes = given - nbytes
+        cache.kv_cache_memory_bytes = limit - nbytes
 
     def summary(self, blocks: int, block_size: int) -> str:
         """The line of the log that says what was built."""
@@ -229,9 +229,9 @@ _engines: dict[int, tuple[weakref.ref[Any], Engine]] = {}
 def engine_of(config: Any) -> Engine:
     """The engine of a `VllmConfig`; copies of it share their compilation_config."""
     shared = config.compilation_config
-    held = _engines.get(id(shared))
-    if held is None or held[0]() is not shared:
+    entry = _engines.get(id(shared))
+    if entry is None or entry[0]() is not shared:
         for key in [key for key, (of, _) in _engines.items() if of() is None]:
             del _engines[key]
-        held = _engines[id(shared)] = weakref.ref(shared), Engine.of(config)
-    return held[1]
+        entry = _engines[id(shared)] = weakref.ref(shared), Engine.of(config)
+    return entry[1]

@@ -113,10 +113,10 @@ def write_schedule(
 
 def _shared(attention: Attention, batch: Batch, tail_rows: torch.Tensor | None) -> dict[str, object]:
     """Arguments of both operators: how the batch is cut, the layer's transforms, and rows of exact tokens."""
-    found: dict[str, object] = dict(attention.transforms)
-    found |= {"query_start_loc": batch.query_start_loc, "max_query_len": batch.max_query_len}
+    arguments: dict[str, object] = dict(attention.transforms)
+    arguments |= {"query_start_loc": batch.query_start_loc, "max_query_len": batch.max_query_len}
     for name, exact, rows, of in (("sink", attention.sinks, batch.sink_rows, "sink_rows"),
                                   ("window", attention.tails, tail_rows, "tail_rows")):  # fmt: skip
         if exact is not None and rows is not None:
-            found |= {f"{name}_k": exact.k, f"{name}_v": exact.v, of: rows}
-    return found
+            arguments |= {f"{name}_k": exact.k, f"{name}_v": exact.v, of: rows}
+    return arguments

@@ -17,8 +17,8 @@ _PLAIN_DTYPES = ("auto", "float16", "bfloat16", "float32")
 
 def check_engine(config: Any) -> None:
     """ValueError for a `VllmConfig` that packed caches do not serve, naming each reason and what to do."""
-    if found := list(_of_engine(config)):
-        raise ValueError("; ".join(found))
+    if reasons := list(_of_engine(config)):
+        raise ValueError("; ".join(reasons))
 
 
 def _of_engine(config: Any) -> Iterator[str]:

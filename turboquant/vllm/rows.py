@@ -41,22 +41,22 @@ class _Table:
         self._free = list(range(rows))
 
     def _used(self, block: int) -> Held | None:
-        held = self.of.pop(block, None)
-        if held is not None:
-            self.of[block] = held
-        return held
+        row = self.of.pop(block, None)
+        if row is not None:
+            self.of[block] = row
+        return row
 
     def _new(self, block: int, first: int, stop: int) -> Held:
         self.drop(block)
         row = self._free.pop() if self._free else self.of.pop(next(iter(self.of))).row
-        held = self.of[block] = Held(row, first, stop)
-        return held
+        block_row = self.of[block] = Held(row, first, stop)
+        return block_row
 
     def drop(self, block: int) -> None:
         """The block's page is written without its row."""
-        held = self.of.pop(block, None)
-        if held is not None:
-            self._free.append(held.row)
+        row = self.of.pop(block, None)
+        if row is not None:
+            self._free.append(row.row)
 
 
 class Sinks(_Table):
@@ -69,20 +69,20 @@ class Sinks(_Table):
     def written(self, block: int, start: int, stop: int) -> int:
         """Tokens start..stop - 1 of a sequence are written to its first block. The row that takes those below `size`,
         or -1 if the block has none with the tokens before them."""
-        held = self._used(block)
+        row = self._used(block)
         if start == 0:
-            held = held or self._new(block, 0, 0)
-        elif held is None or held.stop < min(start, self.size):
+            row = row or self._new(block, 0, 0)
+        elif row is None or row.stop < min(start, self.size):
             self.drop(block)
             return -1
         if start < self.size:
-            held.stop = min(stop, self.size)
-        return held.row
+            row.stop = min(stop, self.size)
+        return row.row
 
     def find(self, block: int) -> int:
         """The row of a first block that is full, or -1."""
-        held = self._used(block)
-        return held.row if held is not None and held.stop >= self.size else -1
+        row = self._used(block)
+        return row.row if row is not None and row.stop >= self.size else -1
 
 
 class Tails(_Table):
@@ -95,12 +95,12 @@ class Tails(_Table):
     def written(self, block: int, start: int, stop: int) -> Held:
         """Tokens start..stop - 1 of a page are written: its row takes them. A start before what was written last
         replaces that: drafts that were rejected."""
-        held = self._used(block)
-        follows = held is not None and 0 < start <= held.stop
-        held = held or self._new(block, start, stop)
-        first = min(held.first, start) if follows else start
-        held.first, held.stop = max(first, stop - self.size), stop
-        return held
+        row = self._used(block)
+        follows = row is not None and 0 < start <= row.stop
+        row = row or self._new(block, start, stop)
+        first = min(row.first, start) if follows else start
+        row.first, row.stop = max(first, stop - self.size), stop
+        return row
 
     def find(self, block: int) -> Held | None:
         """The row of a block and what it has."""

@@ -31,14 +31,14 @@ class Settings:
     profile: str | None = FIND
 
     @classmethod
-    def of(cls, given: object) -> Settings:
+    def of(cls, options: object) -> Settings:
         """From ``{"spec": PRESET, "profile": FILE or null, "sinks": 4, "window": 0}``, all optional. Other keys are
         fields of `CacheSpec` that differ from the preset; keys of "overrides" are layers, as text. TypeError or
         ValueError that names the entry."""
-        if not isinstance(given, Mapping):
+        if not isinstance(options, Mapping):
             raise TypeError(f'"turboquant" in --additional-config must be a mapping, such as {{"spec": "default"}}, '
-                            f"got {given!r}")  # fmt: skip
-        fields = dict(given)
+                            f"got {options!r}")  # fmt: skip
+        fields = dict(options)
         name, profile = fields.pop("spec", "default"), fields.pop("profile", FIND)
         if not isinstance(name, str):
             raise TypeError(f'"spec" of turboquant must be the name of a preset, got {name!r}')
@@ -59,13 +59,13 @@ class Settings:
 
 def _from_json(fields: dict[str, Any]) -> dict[str, Any]:
     """JSON has lists for tuples, and text for the numbers of layers."""
-    made = {key: tuple(x) if isinstance(x, list) and key != "overrides" else x for key, x in fields.items()}
-    if isinstance(overrides := made.get("overrides"), Mapping):
+    converted = {key: tuple(x) if isinstance(x, list) and key != "overrides" else x for key, x in fields.items()}
+    if isinstance(overrides := converted.get("overrides"), Mapping):
         try:
-            made["overrides"] = {int(layer): _from_json(dict(changed)) for layer, changed in overrides.items()}
+            converted["overrides"] = {int(layer): _from_json(dict(changed)) for layer, changed in overrides.items()}
         except (TypeError, ValueError):
             raise ValueError(f'"overrides" of turboquant must map layers to fields, got {overrides!r}') from None
-    return made
+    return converted
 
 
 def _checked(spec: CacheSpec) -> CacheSpec:

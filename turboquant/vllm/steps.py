@@ -182,8 +182,8 @@ def _decoded(
         row = batch.sink_rows
         for exact, decoded in ((attention.sinks.k, k), (attention.sinks.v, v)):
             begin = decoded[: exact.shape[2]]
-            held = exact[row.clamp(min=0)][0].transpose(0, 1)[: len(begin)]
-            begin.copy_(torch.where(row >= 0, held, begin))
+            exact_rows = exact[row.clamp(min=0)][0].transpose(0, 1)[: len(begin)]
+            begin.copy_(torch.where(row >= 0, exact_rows, begin))
     return k, v
 
 
@@ -207,7 +207,7 @@ def reserve(attention: Attention, query: torch.Tensor, kv_heads: int, requests: 
     rest = query[: LEAST_ROWS[-1] // group] if decodes else query
     size = max(attend_workspace(attention, query[: requests * few], kv_heads, requests, length, few),
                attend_workspace(attention, rest, kv_heads, 1, length, len(rest)))  # fmt: skip
-    held = [query.new_empty(2, *query.shape), query.new_empty(size, dtype=torch.uint8)]
+    buffers = [query.new_empty(2, *query.shape), query.new_empty(size, dtype=torch.uint8)]
     if decodes:
-        held.append(query.new_empty(2 * SCRATCH_BYTES, dtype=torch.uint8))  # decoded, and what decoding it takes
-    del held
+        buffers.append(query.new_empty(2 * SCRATCH_BYTES, dtype=torch.uint8))  # decoded, and what decoding it takes
+    del buffers

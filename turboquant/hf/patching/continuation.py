@@ -35,30 +35,31 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         cache.known_ids = ids.to(torch.int32)
     out = getattr(type(model), METHOD)(model, *args, **kwargs)
     texts = out if isinstance(out, torch.Tensor) else out["sequences"]
-    held = cache if isinstance(out, torch.Tensor) else given_cache(out)
+    used = cache if isinstance(out, torch.Tensor) else given_cache(out)
     # None: beams were reordered; another number: several texts for each prompt.
-    if isinstance(held, TurboQuantCache) and held.known_ids is not None and len(held.known_ids) == len(texts):
-        held.known_ids = texts.to(torch.int32) if isinstance(ids, torch.Tensor) else None
+    if isinstance(used, TurboQuantCache) and used.known_ids is not None and len(used.known_ids) == len(texts):
+        used.known_ids = texts.to(torch.int32) if isinstance(ids, torch.Tensor) else None
     return out
 
 
 def check(cache: TurboQuantCache, ids: torch.Tensor) -> None:
     """Of ids [batch, tokens] for a filled cache: ValueError if they are no more than it holds, a warning if they begin
     with others. Reads the device once."""
-    held, known = cache.get_seq_length(), cache.known_ids
-    if not held:
+    stored, known = cache.get_seq_length(), cache.known_ids
+    if not stored:
         return
-    if ids.shape[1] <= held:
+    if ids.shape[1] <= stored:
         raise ValueError(
-            f"`input_ids` must be the whole text so far, longer than the {held} positions that the cache holds, got "
+            f"`input_ids` must be the whole text so far, longer than the {stored} positions that the cache holds, got "
             f"{ids.shape[1]} tokens"
         )
     if known is not None and len(known) == len(ids):
-        length = min(held, known.shape[1])
+        length = min(stored, known.shape[1])
         others = (ids[:, :length] != known[:, :length].to(ids.device)).any(0).nonzero()
         if len(others):
             _warn(
-                f"must begin with the {held} tokens that the cache holds, got others from position {int(others[0])} on"
+                f"must begin with the {stored} tokens that the cache holds, got others from position {int(others[0])}"
+                " on"
             )
 
 

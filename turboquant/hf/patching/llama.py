@@ -170,17 +170,17 @@ def _prepare_cache_for_generation(
     kind = getattr(generation_config, "cache_implementation", None)
     cache = given_cache(model_kwargs)
     wanted = cache is None and generation_config.use_cache is not False
-    made = wanted and kind is None
-    if wanted and not made:
+    makes_one = wanted and kind is None
+    if wanted and not makes_one:
         notices.named_cache(self, self._turboquant, kind)
-    if made:
+    if makes_one:
         cache = model_kwargs[CACHE] = _new_cache(self)
     assisted = any(argument == GenerationMode.ASSISTED_GENERATION for argument in (*args, *kwargs.values()))
     if isinstance(cache, TurboQuantCache):
         refuse_prefix(self)
     if isinstance(cache, TurboQuantCache) and (assisted or getattr(generation_config, "is_assistant", False)):
         cache.activate_past_recording()  # transformers 4.57 leaves that to the cache
-    if made:
+    if makes_one:
         return None
     return getattr(type(self), _METHOD)(self, generation_config, model_kwargs, *args, **kwargs)
 
@@ -227,8 +227,8 @@ def _compare(cache: TurboQuantCache, state: _Patch) -> None:
 
 def _new_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Tokens of each sequence in a forward; 0 where they are not found."""
-    given = args[0] if args else next((kwargs[name] for name in _INPUTS if kwargs.get(name) is not None), None)
-    return int(given.shape[1]) if isinstance(given, torch.Tensor) and given.dim() > 1 else 0
+    inputs = args[0] if args else next((kwargs[name] for name in _INPUTS if kwargs.get(name) is not None), None)
+    return int(inputs.shape[1]) if isinstance(inputs, torch.Tensor) and inputs.dim() > 1 else 0
 
 
 def _give_cache(
@@ -239,16 +239,16 @@ def _give_cache(
     if state is None:  # another thread has just called `unpatch`
         return None
     at = state.cache_position
-    given = next((x for x in args[at : at + 1] if x is not None), given_cache(kwargs))
+    passed = next((x for x in args[at : at + 1] if x is not None), given_cache(kwargs))
     ids = args[0] if args else kwargs.get("input_ids")
-    if isinstance(given, TurboQuantCache):
-        continuation.remember_first(given, ids)
-        _compare(given, state)
-        given.was_read()
-        given.begin()
-    elif given is not None and "cache" not in state.said:
-        notices.foreign_cache(model, state, type(given).__name__)
-    if given is not None:
+    if isinstance(passed, TurboQuantCache):
+        continuation.remember_first(passed, ids)
+        _compare(passed, state)
+        passed.was_read()
+        passed.begin()
+    elif passed is not None and "cache" not in state.said:
+        notices.foreign_cache(model, state, type(passed).__name__)
+    if passed is not None:
         by_name = renamed(kwargs, state.cache_name)
         return None if by_name is kwargs else (args, by_name)
     if model.training:
@@ -273,21 +273,21 @@ def _follow(
     model: Any, names_of_arguments: list[str], decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """The text decoder of `model` runs. If it is a part, only here are the positions of an image's tokens known."""
-    given = {**dict(zip(names_of_arguments, args)), **kwargs}
-    state, cache = getattr(model, "_turboquant", None), given_cache(given)
+    arguments = {**dict(zip(names_of_arguments, args)), **kwargs}
+    state, cache = getattr(model, "_turboquant", None), given_cache(arguments)
     if state is None or not isinstance(cache, TurboQuantCache) or not cache.waves:
         return
     if not cache.get_seq_length() or not ("positions" in state.said or torch.compiler.is_compiling()):
-        _turn(model, state, cache, given)
+        _turn(model, state, cache, arguments)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _turn(model: Any, state: _Patch, cache: TurboQuantCache, given: dict[str, Any]) -> None:
-    positions, new, first = given.get("position_ids"), _new_tokens((), given), not cache.get_seq_length()
+def _turn(model: Any, state: _Patch, cache: TurboQuantCache, arguments: dict[str, Any]) -> None:
+    positions, new, first = arguments.get("position_ids"), _new_tokens((), arguments), not cache.get_seq_length()
     images = getattr(positions, "ndim", 0) == 3
     if positions is not None and images:
         positions = positions[-3:]  # some models have their own count in front
-    off = follow(cache, new, positions, padding_mask(given.get("attention_mask"))) if new else 0
+    off = follow(cache, new, positions, padding_mask(arguments.get("attention_mask"))) if new else 0
     if not (images and first):
         notices.positions_off(model, state, off, images)
 
