@@ -47,7 +47,7 @@ static tq_new_tokens queries_of(const tq_attend_params *a, int32_t b)
 
 static int64_t row_position(const attend_job *job, int32_t b, int64_t row)
 {
-    return (int64_t)job->a->layer.lengths[b] - queries_of(job->a, b).tokens + row / job->group;
+    return (int64_t)job->a->layer.lengths[b] - queries_of(job->a, b).tokens + row / job->heads_per_kv;
 }
 
 static int is_empty(range r) { return r.lo >= r.hi; }
@@ -70,7 +70,7 @@ static int mark_visible(range r, int64_t first, int32_t n, int columns, uint8_t 
 /** The place of a row in q, out or lse. */
 static int64_t place_of(const attend_job *job, const attend_task *t, int64_t row, tq_row_strides s)
 {
-    int64_t head = (int64_t)t->h * job->group + row % job->group, token = row / job->group;
+    int64_t head = (int64_t)t->h * job->heads_per_kv + row % job->heads_per_kv, token = row / job->heads_per_kv;
     if (!job->a->query_start_loc) return t->b * s.batch + head * s.head + token * s.token;
     return head * s.head + (queries_of(job->a, t->b).first + token) * s.token;
 }
@@ -490,7 +490,7 @@ static attend_task task_at(const attend_job *job, int64_t i)
     t.first_row = i % job->chunks * CHUNK_ROWS;
     t.h = (int32_t)(i / job->chunks % job->a->layer.kv_heads);
     t.b = (int32_t)(i / job->chunks / job->a->layer.kv_heads);
-    int64_t rows = (int64_t)job->group * queries_of(job->a, t.b).tokens - t.first_row;
+    int64_t rows = (int64_t)job->heads_per_kv * queries_of(job->a, t.b).tokens - t.first_row;
     t.rows = rows < 0 ? 0 : rows < CHUNK_ROWS ? (int32_t)rows : CHUNK_ROWS;
     return t;
 }

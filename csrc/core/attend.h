@@ -17,13 +17,13 @@ typedef struct {
         value_tiles[TQ_PAGE_TOKENS / TQ_TILE * TQ_MAX_HEAD_DIM / TQ_TILE];
     int64_t query_operand_bytes, weight_operand_bytes; /* of one row */
     int precise;                                       /* 22-bit operands: for float32 queries and tiles of 16 */
-    int32_t group, chunks, chunk_rows, splits, threads;
+    int32_t heads_per_kv, chunks, chunk_rows, splits, threads;
     tq_row_strides out_strides, lse_strides;
     tq_wave wave;
     uint8_t *workspace;
 } attend_job;
 
-/** Rows first_row .. first_row + rows - 1 of (query token, query head of the group), token by token. */
+/** Rows first_row .. first_row + rows - 1 of (query token, query head of the KV head), token by token. */
 typedef struct {
     int32_t b, h, split, rows;
     int64_t first_row;

@@ -11,8 +11,8 @@ static int32_t ceil_div(int64_t a, int64_t b) { return (int32_t)((a + b - 1) / b
 void tq_attend_lay_out(attend_job *job)
 {
     const tq_attend_params *a = job->a;
-    job->group = a->layer.kv_heads ? a->query_heads / a->layer.kv_heads : 1;
-    job->chunks = ceil_div((int64_t)job->group * a->query_tokens, CHUNK_ROWS);
+    job->heads_per_kv = a->layer.kv_heads ? a->query_heads / a->layer.kv_heads : 1;
+    job->chunks = ceil_div((int64_t)job->heads_per_kv * a->query_tokens, CHUNK_ROWS);
     int64_t tasks = (int64_t)a->layer.batch * a->layer.kv_heads * job->chunks;
     int64_t tokens = tq_capacity(job->plan, &a->layer); /* of a sequence, at most */
     double work = (double)tokens * a->layer.batch * a->query_heads * a->query_tokens * job->plan->head_dim;
@@ -31,7 +31,7 @@ void tq_attend_lay_out(attend_job *job)
         tq_value_tiles(job->plan, &job->value_groups, job->value_tiles);
     }
     job->precise = a->layer.dtype == TQ_F32 || tq_tile_is_16(job->plan);
-    int64_t rows = (int64_t)job->group * a->query_tokens;
+    int64_t rows = (int64_t)job->heads_per_kv * a->query_tokens;
     job->chunk_rows = rows < CHUNK_ROWS ? (int32_t)rows : CHUNK_ROWS;
     int64_t tasks_in_flight = tasks * job->splits;
     if (tasks_in_flight < job->threads) job->threads = tasks_in_flight > 1 ? (int32_t)tasks_in_flight : 1;

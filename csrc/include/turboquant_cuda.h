@@ -76,8 +76,7 @@ TQ_API tq_status tq_cuda_append_kernel(const tq_plan *plan, const tq_append_para
  *             (attend/fused/cut.cu); from 9 rows on only if there are not many more blocks than multiprocessors. With
  *             head_dim 97..128 and up to 8 rows it also runs where up to 1,024 sequences differ in length: each (sequence,
  *             KV head) gets as many blocks as its length needs, by tq_cuda_schedule or, in a call without a schedule, one
- *             more small kernel. It is
- *             1.0 to 1.8 times as fast, with a window up to 2.7 times (attend_harness time, against hopper-line).
+ *             more small kernel (csrc/cuda/measured.md: FUSED before SPLIT).
  *  Moments:   with amplitudes of norm 1,000 and softmax_scale * |q| = 1, the wave's part of a logit is within 1e-3 of
  *             float64, at any position (attend/rows/wave.cuh).
  *  Alignment: q, out, sinks, window and fresh tokens to four of their numbers (8 or 16 bytes), their strides to

@@ -99,9 +99,9 @@ tq_status fill_args(const tq_plan &plan, const tq_attend_params &p, Launch *l, t
         return fail(error, TQ_E_VALUE, "max_pages", -1, p.layer.max_pages,
                     "fewer: a block table has 2^32 entries at most");
     a.page_bytes = (uint32_t)page_bytes;
-    a.group = p.layer.kv_heads ? p.query_heads / p.layer.kv_heads : 0;
-    a.by_group = divisor_of(a.group);
-    int64_t rows = (int64_t)a.group * p.query_tokens;
+    a.heads_per_kv = p.layer.kv_heads ? p.query_heads / p.layer.kv_heads : 0;
+    a.by_heads_per_kv = divisor_of(a.heads_per_kv);
+    int64_t rows = (int64_t)a.heads_per_kv * p.query_tokens;
     if (rows > INT32_MAX / 2) return fail(error, TQ_E_VALUE, "query_tokens", -1, p.query_tokens, "fewer");
     a.rows = p.layer.batch && (!p.query_start_loc || p.total_tokens) ? (int32_t)rows : 0;
     fill_ragged(plan, p, &a);

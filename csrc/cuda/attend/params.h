@@ -9,7 +9,7 @@
  * for up to 16 rows, attend_fused_many_rows for up to 128.
  *
  * How the work on pages is cut:
- *   row       (query token, query head) that reads one KV head: row = token * group + head. Row r of a tile of rows is
+ *   row       (query token, query head) that reads one KV head: row = token * heads_per_kv + head. Row r of a tile of rows is
  *             column pair (2 (r % 4), 2 (r % 4) + 1) of block r / 4 of the tensor-core products: its high and its low 8
  *             bits.
  *   unit      half a page or a page: two or four token tiles (fewer where a page has no more)
@@ -44,7 +44,6 @@ constexpr int END_ROWS = 16;          /* the most rows of a block of prepare or 
 constexpr int QUERY_BASE = 254;       /* a query number is hi * 254 + lo, both in -127..127 */
 constexpr int QUERY_LIMIT = 127 * QUERY_BASE + QUERY_BASE / 2 - 1; /* the largest whose hi rounds to 127 */
 constexpr int32_t FAR_BACK = 1 << 30;                              /* as many positions as there can be */
-constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.69314718055994531f;
 
 /** Small types: a multiprocessor's first cache of constants has 2 KB, for all arguments together. */
 struct SideArgs {
@@ -143,12 +142,13 @@ struct AttendArgs {
     bool sees_all;                   /* units have one size, and only causality hides tokens */
     bool varies;                     /* what rows see follows from more arrays than lengths and starts */
     int32_t unpacked_sinks, unpacked_window; /* positions before and behind the packed ones: tq_unpacked_sinks */
-    int32_t recent;                      /* exact positions up to its own that a row sees, sinks apart; FAR_BACK: all */
-    const uint8_t *absent_record;        /* read where an entry of a block table names no page: NO_PAGE everywhere */
-    uint32_t page_limit;                 /* pages that an entry of a block table can name */
-    uint32_t page_bytes;                 /* stride of pages */
-    Divisor by_group, by_slots, by_page; /* divisions by query heads per KV head, slots of a ring, tokens of a page */
-    int32_t group, rows, tile_rows, row_tiles, team_warps, teams, stages, stage_bytes;
+    int32_t recent;               /* exact positions up to its own that a row sees, sinks apart; FAR_BACK: all */
+    const uint8_t *absent_record; /* read where an entry of a block table names no page: NO_PAGE everywhere */
+    uint32_t page_limit;          /* pages that an entry of a block table can name */
+    uint32_t page_bytes;          /* stride of pages */
+    Divisor by_heads_per_kv, by_slots,
+        by_page; /* divisions by query heads per KV head, slots of a ring, tokens of a page */
+    int32_t heads_per_kv, rows, tile_rows, row_tiles, team_warps, teams, stages, stage_bytes;
     int32_t exact_parts, exact_tokens;  /* parts of each KV head (attend_fused: 1 if any), tokens of a part */
     int32_t prepare_rows, combine_rows; /* rows of a block; they divide tile_rows */
     int32_t team_rows;                  /* attend_many_rows, attend_fused_many_rows: rows of a team; 0 otherwise */

@@ -69,8 +69,7 @@ struct Variant {
     static constexpr int WARP_BYTES = BETWEEN_BYTES + (QUERY_IN_SHARED ? ROW_QUADS * GROUPS * 256 : 0);
 };
 
-/** The same kernel of attend_fused for sequences of any lengths. Kernels of its own: with that code in all, equal lengths took up to 6 % longer
- *  (measured.md). */
+/** The same kernel of attend_fused for sequences of any lengths: its code would slow kernels for equal lengths down (measured.md). */
 template <class V> struct Ragged : V {
     static constexpr bool RAGGED = true;
 };

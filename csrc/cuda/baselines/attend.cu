@@ -153,9 +153,9 @@ struct SetView {
 /** Positions of the set's first and last row; if it has no row, two of a row that there is not. */
 __device__ __forceinline__ Range positions_of(const AttendArgs &a, const RowSet &s, const Sequence &seq)
 {
-    const int rows = a.group * queries_of(a, s.b).count, first = s.row_tile * SET_ROWS,
+    const int rows = a.heads_per_kv * queries_of(a, s.b).count, first = s.row_tile * SET_ROWS,
               last = min(first + SET_ROWS, rows) - 1;
-    return {seq.first_position + first / a.group, seq.first_position + last / a.group};
+    return {seq.first_position + first / a.heads_per_kv, seq.first_position + last / a.heads_per_kv};
 }
 
 __device__ __forceinline__ SetView view_of(const AttendArgs &a, const RowSet &s, const Sequence &seq)
@@ -509,10 +509,10 @@ tq_status make_args(const tq_plan &plan, const tq_attend_params &p, char *base, 
     a.head_dim = plan.head_dim;
     a.groups = plan.groups;
     a.page_tokens = plan.page_tokens;
-    a.group = p.layer.kv_heads ? p.query_heads / p.layer.kv_heads : 0;
-    a.by_group = divisor_of(a.group);
+    a.heads_per_kv = p.layer.kv_heads ? p.query_heads / p.layer.kv_heads : 0;
+    a.by_heads_per_kv = divisor_of(a.heads_per_kv);
     fill_ragged(plan, p, &a);
-    const int64_t capacity = tq_capacity(&plan, &p.layer), rows = (int64_t)a.group * p.query_tokens;
+    const int64_t capacity = tq_capacity(&plan, &p.layer), rows = (int64_t)a.heads_per_kv * p.query_tokens;
     if (capacity > INT32_MAX / 2)
         return fail(error, TQ_E_VALUE, "max_pages", -1, p.layer.max_pages, "fewer: positions are 32-bit");
     if (rows > INT32_MAX / 2) return fail(error, TQ_E_VALUE, "query_tokens", -1, p.query_tokens, "fewer");

@@ -96,6 +96,12 @@ __device__ __forceinline__ float exp2_fast(float x) /* 2 ulp; exp2(-inf) = 0 */
     return y;
 }
 
+/** tanh to 2e-7 absolute, enough for a logit. */
+__device__ __forceinline__ float tanh_fast(float x)
+{
+    return 1.0f - __fdividef(2.0f, 1.0f + exp2_fast(fminf(2 * LOG2_E * x, 126.0f)));
+}
+
 /* ---- programmatic dependent launch (compute capability 9.0; elsewhere kernels do not overlap) ---- */
 
 /** Waits until all earlier kernels have ended and their writes are visible. */

@@ -28,6 +28,8 @@ struct alignas(16) float4 {
 namespace tq
 {
 
+constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.69314718055994531f;
+
 /** Fills *error (may be NULL) and returns status, so that a check is one line. */
 inline tq_status fail(tq_error *error, tq_status status, const char *argument, int64_t index, double got,
                       const char *wants)

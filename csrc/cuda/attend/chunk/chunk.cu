@@ -39,8 +39,8 @@ size_t lay_out(const tq_plan &plan, const tq_attend_params &p, const DeviceFacts
     a.batch = p.layer.batch, a.heads = p.layer.kv_heads, a.max_pages = p.layer.max_pages;
     a.head_dim = plan.head_dim, a.groups = plan.groups;
     a.query_tokens = p.query_tokens, a.total_tokens = p.total_tokens;
-    a.group = a.heads ? p.query_heads / a.heads : 0;
-    a.rows = a.group * p.query_tokens;
+    a.heads_per_kv = a.heads ? p.query_heads / a.heads : 0;
+    a.rows = a.heads_per_kv * p.query_tokens;
     a.tile_rows = a.rows > TEAM_ROWS ? 2 * TEAM_ROWS : TEAM_ROWS;
     a.tiles = (a.rows + a.tile_rows - 1) / a.tile_rows;
     a.segments = a.batch * a.heads * a.tiles;

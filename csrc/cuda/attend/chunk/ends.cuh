@@ -28,8 +28,8 @@ struct RowPlace {
         b = segment / a.tiles / a.heads;
         const int32_t row = tile * a.tile_rows + in_tile;
         const Queries queries = queries_of(a, b);
-        token = row / a.group;
-        head = h * a.group + row - token * a.group;
+        token = row / a.heads_per_kv;
+        head = h * a.heads_per_kv + row - token * a.heads_per_kv;
         at = queries.first + token;
         is_real = row < a.rows && token < queries.count;
     }

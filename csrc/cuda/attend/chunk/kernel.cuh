@@ -198,12 +198,6 @@ __device__ __forceinline__ void produce(const Args &a, uint8_t *shared, const Ba
 
 // ---- consumers ----
 
-/** tanh to 2e-7 absolute. */
-__device__ __forceinline__ float tanh_fast(float x)
-{
-    return 1.0f - __fdividef(2.0f, 1.0f + exp2_fast(fminf(2 * LOG2_E * x, 126.0f)));
-}
-
 /** The softmax of a thread's two rows: of s[4 i + 2 r + c], row r has columns 8 i + 2 t + c. */
 struct Softmax {
     float reference[2], sum[2], factor[2]; /* factor: of earlier sums, since the reference moved */

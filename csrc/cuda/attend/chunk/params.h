@@ -1,6 +1,6 @@
 /* The arguments of the kernels for many query tokens.
  *
- *   row       (query token, query head) of a KV head: row = token * group + head
+ *   row       (query token, query head) of a KV head: row = token * heads_per_kv + head
  *   segment   (sequence, KV head, tile of rows): all packed pages of the sequence
  *   line      the pages of all segments, one after the other, cut into equal pieces, one for each block
  *   part      what a block leaves of a segment: a row's reference, sum of weights, and weighted values */
@@ -13,8 +13,6 @@ namespace tq
 {
 namespace chunk
 {
-
-constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.69314718055994531f;
 
 /** A row as it is prepared: base-2 logit = scale * 2^e * product + bias - variance * (key scale)^2. */
 struct Row {
@@ -34,11 +32,11 @@ struct Args {
     int64_t page_bytes, record_bytes;
     uint32_t page_limit;
     int32_t batch, heads, max_pages, head_dim, groups, rotation; /* heads: of keys and values */
-    int32_t query_tokens, total_tokens, group, rows; /* group: query heads of a KV head; rows: of a KV head, at most */
-    int32_t tile_rows, tiles, segments;              /* tiles: of a KV head, at most */
-    int32_t blocks;                                  /* that have the pages */
-    int32_t ring, slot_bytes;                        /* packed pages in shared memory */
-    int32_t wave_room;                               /* bytes behind them, for a page's rows of the wave */
+    int32_t query_tokens, total_tokens, heads_per_kv, rows;      /* rows: of a KV head, at most */
+    int32_t tile_rows, tiles, segments;                          /* tiles: of a KV head, at most */
+    int32_t blocks;                                              /* that have the pages */
+    int32_t ring, slot_bytes;                                    /* packed pages in shared memory */
+    int32_t wave_room;                                           /* bytes behind them, for a page's rows of the wave */
     int32_t dtype;
     const void *q;
     void *out;
@@ -88,7 +86,7 @@ struct Share {
 
     __device__ __forceinline__ Share(const Args &a, int32_t b)
         : length(length_of(a, b)), pages((length + PAGE - 1) / PAGE),
-          tiles((queries_of(a, b).count * a.group + a.tile_rows - 1) / a.tile_rows)
+          tiles((queries_of(a, b).count * a.heads_per_kv + a.tile_rows - 1) / a.tile_rows)
     {
     }
     __device__ __forceinline__ int32_t units(const Args &a) const { return pages * tiles * a.heads; }

@@ -10,7 +10,7 @@ namespace
 
 constexpr int SHARE_WARPS = 32;
 /* What a block's start and end take, in rounds, and the share of the longest block that runs when others have ended: about what was best of a
- * simulation of five ragged batches. Twice as much of either changed some measured times by up to 10 %, either way. */
+ * simulation of five ragged batches (measured.md). */
 constexpr float START_ROUNDS = 1.5f, TAIL = 0.2f;
 
 /** The most units, or pages with run 2, that a warp has one after the other: each warp of share_kernel tries another number. */

@@ -32,12 +32,6 @@ __device__ __forceinline__ Range seen_by(const RowArgs &row, int32_t end)
     return {row.packed_lo, min(row.packed_hi, end)};
 }
 
-/** tanh to 2e-7 absolute, enough for a logit. */
-__device__ __forceinline__ float tanh_fast(float x)
-{
-    return 1.0f - __fdividef(2.0f, 1.0f + exp2_fast(fminf(2 * LOG2_E * x, 126.0f)));
-}
-
 /** The soft-cap of scores: products with keys, before scale and bias of the row. */
 struct SoftCap {
     float cap, inverse;

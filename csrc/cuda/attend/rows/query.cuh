@@ -31,8 +31,8 @@ struct RowPlace {
 __device__ __forceinline__ RowPlace find_row(const AttendArgs &a, const RowSet &s, int i)
 {
     const int32_t row = s.row_tile * a.tile_rows + s.first + i,
-                  token = a.p.query_tokens == 1 ? 0 : a.by_group.quotient(row),
-                  head = s.h * a.group + row - token * a.group;
+                  token = a.p.query_tokens == 1 ? 0 : a.by_heads_per_kv.quotient(row),
+                  head = s.h * a.heads_per_kv + row - token * a.heads_per_kv;
     if (!a.p.query_start_loc) return {token, token, head, row < a.rows};
     const Queries queries = queries_of(a, s.b);
     return {token, queries.first + token, head, row < a.rows && token < queries.count};

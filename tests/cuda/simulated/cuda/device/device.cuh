@@ -8,6 +8,7 @@
 #define prmt of_asm_prmt
 #define reciprocal of_asm_reciprocal
 #define exp2_fast of_asm_exp2_fast
+#define tanh_fast of_asm_tanh_fast
 #define bf16_of_float of_asm_bf16_of_float
 #define bf16_of_floats of_asm_bf16_of_floats
 #define barrier_init of_asm_barrier_init
@@ -22,6 +23,7 @@
 #undef prmt
 #undef reciprocal
 #undef exp2_fast
+#undef tanh_fast
 #undef bf16_of_float
 #undef bf16_of_floats
 #undef barrier_init
@@ -40,6 +42,7 @@ namespace tq
 
 inline float reciprocal(float x) { return 1 / x; }
 inline float exp2_fast(float x) { return exp2f(x); }
+inline float tanh_fast(float x) { return tanhf(x); }
 inline uint16_t bf16_of_float(float x)
 {
     const uint32_t bits = __float_as_uint(x);
