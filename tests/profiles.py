@@ -40,12 +40,22 @@ def profile_of(given: Any) -> Any:
         return given
     if given.moments:
         return Profile(given.moments["model"], given)
-    heads, channels = given.kv_heads, given.head_dim
-    none = np.zeros((heads, 0), np.float32)
-    plain = LayerMoments("constant", np.zeros((0, 2), np.int32), np.zeros(0, np.uint32), none.reshape(heads, 0, 2),
-                         np.zeros((heads, channels), np.float32), np.ones((heads, channels), np.float32),
-                         none.reshape(heads, 0, channels), none)  # fmt: skip
-    return Profile(Moments((plain,) * given.layers, given.fingerprint, 1), given)
+    plain = []
+    for heads, channels in given.sizes:
+        none = np.zeros((heads, 0), np.float32)
+        plain.append(
+            LayerMoments(
+                "constant",
+                np.zeros((0, 2), np.int32),
+                np.zeros(0, np.uint32),
+                none.reshape(heads, 0, 2),
+                np.zeros((heads, channels), np.float32),
+                np.ones((heads, channels), np.float32),
+                none.reshape(heads, 0, channels),
+                none,
+            )
+        )
+    return Profile(Moments(tuple(plain), given.fingerprint, 1), given)
 
 
 def load(path: Any) -> Calibration:

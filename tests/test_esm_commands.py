@@ -228,7 +228,7 @@ def test_groups_of_equal_bits_are_mixed_as_one():
         np.testing.assert_allclose(np.einsum("hij,hkj->hik", rotation, rotation), np.eye(64)[None].repeat(2, 0),
                                    atol=1e-5)  # fmt: skip
         assert (values[:, 0] == values[:, 1]).all()
-        np.testing.assert_allclose(np.square(steps).sum(1), np.square(found.steps()[1, 0]).sum(1), rtol=1e-5)
+        np.testing.assert_allclose(np.square(steps).sum(1), np.square(found.steps(1)[0]).sum(1), rtol=1e-5)
 
 
 def test_keys_of_esm_get_a_bit_in_every_group():

@@ -20,14 +20,14 @@ import torch
 
 from ..arguments import bounded, quoted
 from ..measured.axes import plan_axes, singular_axes, variance_along
-from ..measured.calibration import Calibration
+from ..measured.calibration import Calibration, layered
 from ..measured.kmeans import kmeans_table
 from ..measured.profile import Profile
 from ..measuring import passes
 from ..measuring.passes import Batch, count_tokens, counted_mask, gradients, of_tokens, real_mask
 from ..measuring.tap import Tap, tapped
 from ..models.families import family_of
-from ..models.identity import fingerprint
+from ..models.identity import fingerprint, layer_sizes
 from ..models.routing import evaluating, text_config
 from ..models.tokens import check_vocabulary, token_ids, vocabulary
 from ..progress import Progress, clock, log
@@ -59,8 +59,8 @@ def _measure_costs(model: Any, tap: Tap, batches: Sequence[Batch], run: Unfinish
 # ---- tables of levels ----
 
 
-def _measure_tables(model: Any, tap: Tap, batch: Batch, axes: np.ndarray, progress: bool) -> np.ndarray:
-    """[layers, 2, kv_heads, 9] of one batch: K-means of keys along their singular axes [layers, kv_heads, head_dim,
+def _measure_tables(model: Any, tap: Tap, batch: Batch, axes: Sequence[np.ndarray], progress: bool) -> list[np.ndarray]:
+    """[2, kv_heads, 9] of each layer, of one batch: K-means of keys along their singular axes [kv_heads, head_dim,
     head_dim], and of plain values."""
     tables: dict[tuple[int, int], np.ndarray] = {}
     real = real_mask(batch)
@@ -78,7 +78,7 @@ def _measure_tables(model: Any, tap: Tap, batch: Batch, axes: np.ndarray, progre
     with Progress("calibrate, tables of levels", len(axes), "layers", progress) as shown:
         passes.forward(model, batch)
     tap.hook = None
-    return np.stack([np.stack([tables[layer, side] for side in range(2)]) for layer in range(len(axes))])
+    return [np.stack([tables[layer, side] for side in range(2)]) for layer in range(len(axes))]
 
 
 # ---- calibrate ----
@@ -147,10 +147,10 @@ def calibrate(
     tokens = sum(count_tokens(batch, family.skipped) for batch in counted)
     tests = _checked_held_out(model, held_out)
     averages = checked_averages(averages)
-    if tokens <= mark["head_dim"]:
-        raise ValueError(
-            f"`batches` must hold more tokens than a head has channels ({mark['head_dim']}), got {tokens}: more text"
-        )
+    channels = max(channels for _, channels in layer_sizes(mark))
+    if tokens <= channels:
+        wants = f"`batches` must hold more tokens than a head has channels ({channels})"
+        raise ValueError(f"{wants}, got {tokens}: more text")
     probes = counted[: bounded("calibrate: `sensitivity_batches`", sensitivity_batches)]
     run = Unfinished(_identity(mark, [counted, tests], len(probes), seed), checkpoint)
     if progress:
@@ -214,18 +214,24 @@ def _learned(
     with tapped(model) as tap:
         with _progress("keys and values", batches, progress) as shown:
             _measure_moments(model, tap, batches, run, shown, layers)
-        mean, second = run.keys_and_values.means(layers)
-        covariance = second - mean[..., :, None] * mean[..., None, :]
-        singular = singular_axes(mean[:, 0], covariance[:, 0])
-        tables = run.array("tables", lambda: _measure_tables(model, tap, batches[0], singular, progress))
+        means, seconds = run.keys_and_values.means(layers)
+        covariances = [second - mean[..., :, None] * mean[..., None, :] for mean, second in zip(means, seconds)]
+        singular = [singular_axes(mean[0], covariance[0]) for mean, covariance in zip(means, covariances)]
+        tables = run.by_layer("tables", lambda: _measure_tables(model, tap, batches[0], singular, progress), layers)
         with _progress("what errors cost", probes, progress) as shown:
             _measure_costs(model, tap, probes, run, shown, seed)
-    cost = run.gradients.means(layers)[1] / 2
-    axes = plan_axes(covariance, cost)
-    arrays = (mean, covariance, axes, variance_along(axes, covariance), variance_along(axes, cost), tables)
-    parts: Any = dict(zip(("centre", "covariance", "axes", "variance", "sensitivity", "tables"), arrays))
-    return Calibration(**{name: x.astype(np.float32) for name, x in parts.items()}, fingerprint=mark,
-                       tokens=run.keys_and_values.tokens, seed=seed, source=source)  # fmt: skip
+    costs = [second / 2 for second in run.gradients.means(layers)[1]]
+    axes = [plan_axes(covariance, cost) for covariance, cost in zip(covariances, costs)]
+    parts: dict[str, list[np.ndarray]] = {
+        "centre": means,
+        "covariance": covariances,
+        "axes": axes,
+        "variance": [variance_along(one, covariance) for one, covariance in zip(axes, covariances)],
+        "sensitivity": [variance_along(one, cost) for one, cost in zip(axes, costs)],
+        "tables": tables,
+    }
+    arrays = {name: layered([x.astype(np.float32) for x in of_layers]) for name, of_layers in parts.items()}
+    return Calibration(**arrays, fingerprint=mark, tokens=run.keys_and_values.tokens, seed=seed, source=source)
 
 
 def _text_of_the_package(model: Any, tokenizer: Any, why: str, held_out: Any) -> list[Batch]:

@@ -42,19 +42,16 @@ class SecondMoments:
             first, second = sums[0].to(first.device) + first, sums[1].to(first.device) + second
         self.sums[layer, side] = first, second
 
-    def means(self, layers: int) -> tuple[F64, F64]:
-        """([layers, 2, kv_heads, head_dim], [.., head_dim, head_dim]): means of vectors and of outer products."""
-        first, second = [], []
-        for at in ((layer, side) for layer in range(layers) for side in range(2)):
-            one, two = (t.cpu().numpy() for t in self.sums[at])
-            if not np.isfinite(two).all():
-                raise ValueError(f"`model` must give finite {self.what}, got others in layer {at[0]}")
-            first.append(one / self.tokens)
-            second.append(two / self.tokens)
-        if len({x.shape for x in second}) > 1:
-            raise NotImplementedError("layers whose heads differ in number or channels cannot be calibrated")
-        shape = layers, 2, *first[0].shape
-        return np.stack(first).reshape(shape), np.stack(second).reshape(*shape, shape[-1])
+    def means(self, layers: int) -> tuple[list[F64], list[F64]]:
+        """Of each layer means of vectors, [2, kv_heads, head_dim], and of outer products, [.., head_dim, head_dim]."""
+        both: tuple[list[F64], list[F64]] = [], []
+        for layer in range(layers):
+            sides = [[t.cpu().numpy() for t in self.sums[layer, side]] for side in range(2)]
+            if not all(np.isfinite(second).all() for _, second in sides):
+                raise ValueError(f"`model` must give finite {self.what}, got others in layer {layer}")
+            for means, sums in zip(both, zip(*sides)):
+                means.append(np.stack(sums) / self.tokens)
+        return both
 
     def arrays(self) -> dict[str, F64]:
         """The sums of layer i and side j under "i.j.first" and "i.j.second"."""
@@ -102,6 +99,14 @@ class Unfinished:
             self.arrays[name] = compute()
             self.save()
         return self.arrays[name]
+
+    def by_layer(self, name: str, compute: Callable[[], list[NDArray[Any]]], layers: int) -> list[NDArray[Any]]:
+        """The same of an array for each layer."""
+        names = [f"{name}.{i}" for i in range(layers)]
+        if any(one not in self.arrays for one in names):
+            self.arrays.update(zip(names, compute(), strict=True))
+            self.save()
+        return [self.arrays[one] for one in names]
 
     def measured(self, name: str, measure: Callable[[], Moments]) -> Moments:
         """Moments that were measured before, or are now, and then kept."""

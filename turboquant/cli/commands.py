@@ -167,9 +167,9 @@ def calibrate(chosen: argparse.Namespace) -> int:
     profile.save(chosen.out)
     Path(checkpoint).unlink(missing_ok=True)  # not before the result is on the disk, which may be full
     size, calibration = Path(chosen.out).stat().st_size, profile.calibration
-    layers, heads, channels = calibration.layers, calibration.kv_heads, calibration.head_dim
-    print(f"{chosen.out}: {calibration.tokens:,} tokens, {layers} layers, {heads} KV heads of {channels} channels, "
-          f"{size:,} bytes")  # fmt: skip
+    sizes = dict.fromkeys(calibration.sizes)
+    heads = " or ".join(f"{heads} KV heads of {channels} channels" for heads, channels in sizes)
+    print(f"{chosen.out}: {calibration.tokens:,} tokens, {calibration.layers} layers, {heads}, {size:,} bytes")
     print(f"\n{_calibration_table(calibration, chosen)}")
     return 0
 

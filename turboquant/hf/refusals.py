@@ -136,8 +136,11 @@ def check_model(model: Any) -> Any:
     return text
 
 
-def head_dims_of(model: Any, text: Any) -> set[int]:
-    """The channels of a head, of all layers."""
+def head_dims_of(model: Any, text: Any, layer: int | None = None) -> set[int]:
+    """The channels of a head, of all layers, or of one of those that have keys, where the configuration knows it."""
+    known = layer_sizes(describe(text))
+    if layer is not None and len({*known}) > 1:
+        return {known[layer][1]}
     sizes = (getattr(m, "head_dim", None) for m in attention_modules(model))
     own = set() if piece_size(text) else {size for size in sizes if isinstance(size, int)}
-    return own or {size for _, size in layer_sizes(describe(text))}
+    return own or {size for _, size in known}

@@ -89,8 +89,9 @@ class LayerTensors(PackedKV):
                                       f"{MAX_CUDA_BLOCKS_DIM} channels, got {head_dim}: choose another, such as "
                                       "'default', or call turboquant.unpatch(model)")  # fmt: skip
         calibration = self.shared.calibration
-        if calibration is not None and (calibration.kv_heads, calibration.head_dim) != (kv_heads, head_dim):
-            wants = f"{calibration.kv_heads} KV heads of {calibration.head_dim} channels of the calibration"
+        if calibration is not None and calibration.sizes[self.rank] != (kv_heads, head_dim):
+            heads, channels = calibration.sizes[self.rank]
+            wants = f"{heads} KV heads of {channels} channels of the calibration"
             raise ValueError(f"layer {self.index}: keys must have the {wants}, got {kv_heads} of {head_dim}")
         self.reset()
         self.plan, self.dtype, self.device = plan, dtype, device

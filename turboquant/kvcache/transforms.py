@@ -117,18 +117,19 @@ def _of_calibration(
     """Rotation and steps of rotation="calibrated"; rotations by singular vectors or outliers, with the rows of a
     sketch; the centre; a table of levels."""
     arrays: dict[str, NDArray[Any]] = {}
+    _, channels = calibration.sizes[layer]
     if spec.rotation == "calibrated":
-        widths = group_widths(getattr(spec, f"{side}_bits"), calibration.head_dim, spec.group)
+        widths = group_widths(getattr(spec, f"{side}_bits"), channels, spec.group)
         arrays[f"{side}_rotation"], arrays[f"{side}_steps"] = calibration.merged(layer, i, widths, spec.group)
     if spec.centre == "calibrated":
-        arrays[f"{side}_centre"] = calibration.centre[layer, i]
+        arrays[f"{side}_centre"] = calibration.centre[layer][i]
     rotation = None
     if spec.rotation_of(side) == "svd":
         rotation = calibration.singular_axes(layer)[i]
     elif is_split(spec, side) and spec.outliers == "calibrated":
         rotation = split_rotation(spec, side, calibration.second_moment(layer)[i])
     if rotation is not None:
-        matrix = side_matrix(spec, side, calibration.head_dim, rotation)
+        matrix = side_matrix(spec, side, channels, rotation)
         assert matrix is not None
         arrays[f"{side}_rotation"] = matrix
     if getattr(spec, f"{side}_levels") == "table":
@@ -137,5 +138,5 @@ def _of_calibration(
                 "`profile` must have tables of levels for this spec, got one made without: calibrate again"
             )
         columns = LEVELS + (side == "key" and spec.sketch == "sign")
-        arrays[f"{side}_steps"] = calibration.tables[layer, i, :, :columns]
+        arrays[f"{side}_steps"] = calibration.tables[layer][i, :, :columns]
     return arrays

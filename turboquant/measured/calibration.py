@@ -10,6 +10,10 @@ root of its mean variance). Bits are given greedily to the groups of all layers 
 is largest. This is reverse water-filling (Cover and Thomas, Elements of Information Theory, section 10.3.3). E(b) is
 the error of b bits (`errors`). The sensitivity is measured: the Kullback-Leibler divergence that a unit of squared
 error along an axis causes.
+
+Where layers differ in KV heads or head_dim (Gemma 4), a bit costs more bytes in some of them, and those may hold fewer
+tokens (sliding windows). So layers share bits with those of their own size alone: each size keeps to the average, and a
+cache has the bytes of the average however long it is.
 """
 
 from __future__ import annotations
@@ -36,15 +40,22 @@ from .distortion import errors
 from .kmeans import COLUMNS
 from .moments import Moments
 
-__all__ = ["Calibration", "allocate", "layer_specs"]
+__all__ = ["Calibration", "allocate", "layer_specs", "layered"]
 
 F32 = NDArray[np.float32]
+Layered = F32 | tuple[F32, ...]  # of all layers: see `layered`
+
+
+def layered(layers: Sequence[NDArray[Any]]) -> Any:
+    """Arrays of all layers: stacked, or a tuple of them where their shapes differ."""
+    return np.stack(layers) if len({layer.shape for layer in layers}) == 1 else tuple(layers)
 
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """What was measured on one model. Arrays are float32, [layers, 2 (keys, values), ...]; two are equal if they are
-    the same object.
+    """What was measured on one model. Arrays are float32, [layers, 2 (keys, values), ...]; where layers differ in
+    kv_heads or head_dim, a tuple has the array of each layer instead. Two calibrations are equal if they are the same
+    object.
 
     centre        [layers, 2, kv_heads, head_dim]: means, in the units of keys (after RoPE) and values.
     covariance    [layers, 2, kv_heads, head_dim, head_dim].
@@ -69,39 +80,42 @@ class Calibration:
     Raises ValueError that names what is wrong: a shape, a dtype, a number that is not finite, a negative variance.
     """
 
-    centre: F32
-    covariance: F32
-    axes: F32
-    variance: F32
-    sensitivity: F32
+    centre: Layered
+    covariance: Layered
+    axes: Layered
+    variance: Layered
+    sensitivity: Layered
     fingerprint: dict[str, Any]
     tokens: int
     seed: int = 0
     source: str = ""
-    tables: F32 | None = None
+    tables: Layered | None = None
     moments: Mapping[str, Moments] = field(default_factory=dict)
     windows: tuple[int, ...] = ()
     side_costs: F32 | None = None
     trials: tuple[Trial, ...] = ()
 
     def __post_init__(self) -> None:
-        shape = self.centre.shape
-        if len(shape) != 4 or shape[1] != 2 or 0 in shape:
-            raise ValueError(f"`centre` must be [layers, 2, kv_heads, head_dim], got shape {shape}")
-        square = (*shape, shape[-1])
-        wanted = {"centre": shape, "covariance": square, "axes": square, "variance": shape, "sensitivity": shape}
+        shapes = _shapes(self.centre)
+        if not shapes or any(len(shape) != 3 or shape[0] != 2 or 0 in shape for shape in shapes):
+            raise ValueError(f"`centre` must be [layers, 2, kv_heads, head_dim], got shape {_told(self.centre)}")
+        squares = [(*shape, shape[-1]) for shape in shapes]
+        wanted = {"centre": shapes, "covariance": squares, "axes": squares, "variance": shapes, "sensitivity": shapes}
         if self.tables is not None:
-            wanted["tables"] = (*shape[:3], COLUMNS)
+            wanted["tables"] = [(*shape[:2], COLUMNS) for shape in shapes]
         if self.side_costs is not None:
-            wanted["side_costs"] = (len(self.windows), *shape[:2])
+            wanted["side_costs"] = [(self.layers, 2)] * len(self.windows)
         for name, expected in wanted.items():
-            array = getattr(self, name)
-            if array.shape != expected:
-                raise ValueError(f"`{name}` must have shape {expected}, got {array.shape}")
-            if array.dtype != np.float32 or not np.isfinite(array).all():
-                raise ValueError(f"`{name}` must be finite float32")
-            if name in ("variance", "sensitivity", "side_costs") and array.min() < 0:
-                raise ValueError(f"`{name}` must not be negative, got {array.min()}")
+            held = getattr(self, name)
+            if _shapes(held) != expected:
+                alike = len({*expected}) == 1
+                shape = (len(expected), *expected[0]) if alike else expected
+                raise ValueError(f"`{name}` must have shape {shape}, got {_told(held)}")
+            for array in held if isinstance(held, tuple) else (held,):
+                if array.dtype != np.float32 or not np.isfinite(array).all():
+                    raise ValueError(f"`{name}` must be finite float32")
+                if name in ("variance", "sensitivity", "side_costs") and array.min() < 0:
+                    raise ValueError(f"`{name}` must not be negative, got {array.min()}")
         if not isinstance(self.fingerprint, dict):
             raise ValueError(f"`fingerprint` must be a mapping, got {self.fingerprint!r}")
         if {*self.moments} not in (set(), {"model", "text"}) or bool(self.moments) != (self.side_costs is not None):
@@ -125,7 +139,8 @@ class Calibration:
         bounded("Calibration: `seed`", self.seed)
 
     def __repr__(self) -> str:
-        shape = f"layers={self.layers}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"
+        heads, channels = ([*dict.fromkeys(each)] for each in zip(*self.sizes))
+        shape = f"layers={self.layers}, kv_heads={_listed(heads)}, head_dim={_listed(channels)}"
         return f"Calibration({shape}, tokens={self.tokens}, seed={self.seed}, source={self.source!r})"
 
     def _repr_html_(self) -> str:
@@ -134,46 +149,42 @@ class Calibration:
     @property
     def layers(self) -> int:
         """Layers of the model."""
-        return int(self.centre.shape[0])
+        return len(self.centre)
 
     @property
-    def kv_heads(self) -> int:
-        """KV heads of a layer."""
-        return int(self.centre.shape[2])
+    def sizes(self) -> list[tuple[int, int]]:
+        """(KV heads, channels of a head) of each layer."""
+        return [(shape[1], shape[2]) for shape in _shapes(self.centre)]
 
-    @property
-    def head_dim(self) -> int:
-        """Channels of a head."""
-        return int(self.centre.shape[-1])
+    def alike(self) -> list[list[int]]:
+        """The layers of each size."""
+        sizes = self.sizes
+        return [[i for i, size in enumerate(sizes) if size == one] for one in dict.fromkeys(sizes)]
 
-    def groups(self, group: int = GROUP) -> int:
-        """How many groups of `group` channels a head has."""
-        return -(-self.head_dim // group)
+    def groups(self, group: int = GROUP) -> list[int]:
+        """How many groups of `group` channels a head of each layer has."""
+        return [-(-channels // group) for _, channels in self.sizes]
 
-    def group_variance(self, group: int = GROUP) -> NDArray[np.float64]:
-        """Mean variance of each group, [layers, 2, kv_heads, groups]; of a short last group, over its own channels."""
-        starts = np.arange(0, self.head_dim, group)
-        return self._sums(self.variance, group) / np.minimum(group, self.head_dim - starts)
+    def group_variance(self, layer: int, group: int = GROUP) -> NDArray[np.float64]:
+        """Mean variance of each group of a layer, [2, kv_heads, groups]; of a short last group, over its own
+        channels."""
+        variance = self.variance[layer]
+        channels = np.minimum(group, variance.shape[-1] - np.arange(0, variance.shape[-1], group))
+        means: NDArray[np.float64] = _sums(variance, group) / channels
+        return means
 
-    def _sums(self, of_axes: F32, group: int) -> NDArray[np.float64]:
-        """[.., head_dim] -> [.., groups], each over the axes of a group."""
-        return np.add.reduceat(of_axes.astype(np.float64), np.arange(0, self.head_dim, group), axis=-1)
-
-    def steps(self, group: int = GROUP) -> F32:
-        """The fixed step of each group, [layers, 2, kv_heads, groups]: the root of its variance. It is never 0, so that
-        constant channels can be divided by it."""
-        variance = self.group_variance(group)
+    def steps(self, layer: int, group: int = GROUP) -> F32:
+        """The fixed step of each group of a layer, [2, kv_heads, groups]: the root of its variance. It is never 0, so
+        that constant channels can be divided by it."""
+        variance = self.group_variance(layer, group)
         floor = np.maximum(variance.max(-1, keepdims=True) * 1e-10, 1e-12)
         steps: F32 = np.sqrt(np.maximum(variance, floor)).astype(np.float32)
         return steps
 
-    def rotations(self) -> F32:
-        """[layers, 2, kv_heads, head_dim, head_dim]: in each group a random-sign Hadamard over its axes."""
-        return np.stack([self.rotation(layer) for layer in range(self.layers)])
-
     def rotation(self, layer: int) -> F32:
-        """[2, kv_heads, head_dim, head_dim], of one layer."""
-        turned: F32 = np.matmul(group_mix(self.head_dim, self.seed), self.axes[layer])
+        """[2, kv_heads, head_dim, head_dim] of a layer: in each group a random-sign Hadamard over its axes."""
+        axes = self.axes[layer]
+        turned: F32 = np.matmul(group_mix(axes.shape[-1], self.seed), axes)
         return turned
 
     def merged(self, layer: int, side: int, bits: Sequence[int], group: int = GROUP) -> tuple[F32, F32]:
@@ -183,13 +194,14 @@ class Calibration:
         Separate Hadamards would not reduce the squared error. One Hadamard spreads it evenly over the axes of both
         groups, instead of where the variance and most of the query are.
         """
-        steps = self.steps(group)[layer, side].astype(np.float64)
-        mix = np.zeros((self.head_dim, self.head_dim), np.float32)
+        steps = self.steps(layer, group)[side].astype(np.float64)
+        _, channels = self.sizes[layer]
+        mix = np.zeros((channels, channels), np.float32)
         for start, stop in runs(bits):
-            at = slice(start * group, min(stop * group, self.head_dim))
+            at = slice(start * group, min(stop * group, channels))
             mix[at, at] = _signed_hadamard(at.stop - at.start, self.seed + at.start)
             steps[:, start:stop] = np.sqrt(np.square(steps[:, start:stop]).mean(-1, keepdims=True))
-        turned: F32 = np.matmul(mix, self.axes[layer, side])
+        turned: F32 = np.matmul(mix, self.axes[layer][side])
         return turned, steps.astype(np.float32)
 
     def singular_axes(self, layer: int) -> F32:
@@ -202,25 +214,30 @@ class Calibration:
         moment: NDArray[np.float64] = variance + self.centre[layer].astype(np.float64) ** 2
         return moment
 
-    def _check_average(self, name: str, average: float, groups: int) -> None:
+    def _check_average(self, name: str, average: float, group: int) -> None:
+        groups, channels = min(self.groups(group)), min(channels for _, channels in self.sizes)
         if not 1 <= groups * average <= groups * BUDGET_BITS:  # a NaN is refused as well
             raise ValueError(f"`{name}` must be in {1 / groups:.4g}..{BUDGET_BITS} bits for heads of "
-                             f"{self.head_dim} channels, got {average}")  # fmt: skip
+                             f"{channels} channels, got {average}")  # fmt: skip
 
-    def bits(self, average: float, group: int = GROUP) -> NDArray[np.int64]:
-        """Bits of each group of `group` channels, [layers, 2, groups], for an average of at most `average` code bits
-        over all groups of all layers.
+    def bits(self, average: float, group: int = GROUP) -> NDArray[np.int64] | tuple[NDArray[np.int64], ...]:
+        """Bits of each group of `group` channels, [layers, 2, groups] (`layered`), for an average of at most `average`
+        code bits over all groups of the layers of each size.
 
         Scales are not counted: 16 bits per token, head and side. ValueError for an average that no plan of this model
         can have.
         """
-        # The Hadamard of a group spreads its error evenly: every axis has the group's mean variance times E(bits).
-        energy = (self.group_variance(group) * self._sums(self.sensitivity, group)).sum(2)
-        groups = self.groups(group)
-        self._check_average("average", average, groups)
+        self._check_average("average", average, group)
         # Rare keys of ESM-2 lie far out, at 8 steps, along axes of little variance; zero bits would lose them.
         whole_keys = self.fingerprint.get("model_type") == "esm"
-        return allocate(energy, group_bits_of(average, self.layers, groups), whole_keys, widths_of(group))
+        found: dict[int, NDArray[np.int64]] = {}
+        for layers in self.alike():
+            # The Hadamard of a group spreads its error evenly: every axis has the group's mean variance times E(bits).
+            costs = [(self.group_variance(i, group) * _sums(self.sensitivity[i], group)).sum(1) for i in layers]
+            budget = group_bits_of(average, len(layers), self.groups(group)[layers[0]])
+            found |= zip(layers, allocate(np.stack(costs), budget, whole_keys, widths_of(group)))
+        bits: NDArray[np.int64] = layered([found[i] for i in range(self.layers)])
+        return bits
 
     def method(self, spec: CacheSpec) -> tuple[str, int]:
         """(method, channels of a group) of a spec with a budget: the method that it names, or the one that did best.
@@ -245,16 +262,18 @@ class Calibration:
         return best.method, best.group
 
     def side_bits(self, average: float, method: str, window: int, tries: int = 0) -> list[list[int]]:
-        """Bits of keys and values of each layer, [layers][2], for an average of at most `average` code bits, this
-        many exact tokens at the end and an encoder with so many tries."""
+        """Bits of keys and values of each layer, [layers][2], for an average of at most `average` code bits over the
+        layers of each size, this many exact tokens at the end and an encoder with so many tries."""
         if not self.moments and method != "none":
             raise ValueError(f"`profile` must have moments for the method {method!r}, got one without: pass "
                              "`held_out` to turboquant.calibrate, of a model that can be measured")  # fmt: skip
-        if self.side_costs is None or "widths" not in method:
-            widths = uniform_widths(average, self.layers)
-        else:
-            costs = self.side_costs[self.windows.index(_nearest(self.windows, window))]
-            widths = side_widths(costs, average, tries, self.head_dim)
+        widths = np.zeros((self.layers, 2), np.int64)
+        for layers in self.alike():
+            if self.side_costs is None or "widths" not in method:
+                widths[layers] = uniform_widths(average, len(layers))
+            else:
+                costs = self.side_costs[self.windows.index(_nearest(self.windows, window)), layers]
+                widths[layers] = side_widths(costs, average, tries, self.sizes[layers[0]][1])
         return [[int(key), int(value)] for key, value in widths]
 
     def moments_of(self, spec: CacheSpec) -> Moments | None:
@@ -269,11 +288,12 @@ class Calibration:
 
         ValueError if there is no plan that small.
         """
-        scales = 2 * 2 * self.layers * self.kv_heads
-        bit = group // 8 * self.kv_heads * 2 * self.layers  # bytes of one bit of one group in all of them
-        average = (bytes_per_token - scales) / (bit * self.groups(group))
-        least = scales + bit
-        if not average * self.groups(group) >= 1:
+        groups, heads = self.groups(group), [heads for heads, _ in self.sizes]
+        scales = 2 * 2 * sum(heads)
+        bit = group // 8 * 2 * sum(one * each for one, each in zip(heads, groups))  # bytes of an average bit
+        average = (bytes_per_token - scales) / bit
+        if not average * min(groups) >= 1:
+            least = scales + bit // min(groups)
             raise ValueError(f"`bytes_per_token` must be at least {least} for this model, got {bytes_per_token}")
         return min(average, float(BUDGET_BITS))
 
@@ -293,9 +313,15 @@ class Calibration:
         }
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """The arrays that are not None, by name; moments of the text under "moments.text.0.NAME"."""
-        every = {name: getattr(self, name) for name in (*_ARRAYS, *_OPTIONAL)}
-        arrays = {name: array for name, array in every.items() if array is not None}
+        """The arrays that are not None, by name; those of layer 0 alone, where layers differ in size, under "NAME.0";
+        moments of the text under "moments.text.0.NAME"."""
+        arrays: dict[str, NDArray[Any]] = {}
+        for name in (*_ARRAYS, *_OPTIONAL):
+            held = getattr(self, name)
+            if isinstance(held, tuple):
+                arrays |= {f"{name}.{i}": array for i, array in enumerate(held)}
+            elif held is not None:
+                arrays[name] = held
         if (text := self._of_text()) is not None:
             arrays |= {f"moments.text.{name}": array for name, array in text.arrays().items()}
         return arrays
@@ -304,7 +330,15 @@ class Calibration:
     def of_arrays(cls, described: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], model: Moments) -> Calibration:
         """What `described` and `arrays` were made of, with the moments of the model. KeyError, TypeError or ValueError
         for other contents."""
-        own = {key: array for key, array in arrays.items() if not key.startswith("moments.")}
+        own: dict[str, Any] = {}
+        for key, array in arrays.items():
+            name, _, layer = key.partition(".")
+            if name == "moments":
+                continue
+            own[name] = {**own.get(name, {}), int(layer): array} if layer else array
+        for name, held in own.items():
+            if isinstance(held, dict):
+                own[name] = tuple(held[i] for i in range(len(held)))
         moments = {"model": model} if described["windows"] else {}
         if (told := described["text"]) is not None:
             start = "moments.text."
@@ -327,6 +361,26 @@ _ARRAYS = ("centre", "covariance", "axes", "variance", "sensitivity")
 _OPTIONAL = ("tables", "side_costs")
 _DESCRIBED = ("fingerprint", "tokens", "seed", "source", "windows")
 assert {*_ARRAYS, *_OPTIONAL, *_DESCRIBED, "moments", "trials"} == {field.name for field in fields(Calibration)}
+
+
+def _shapes(held: Layered) -> list[tuple[int, ...]]:
+    """The shape of each layer's array."""
+    arrays = held if isinstance(held, tuple) or held.ndim else ()
+    return [array.shape for array in arrays]
+
+
+def _told(held: Layered) -> str:
+    return str(_shapes(held) if isinstance(held, tuple) else held.shape)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """One number, or several in the order of layers."""
+    return "/".join(map(str, numbers))
+
+
+def _sums(of_axes: F32, group: int) -> NDArray[np.float64]:
+    """[.., head_dim] -> [.., groups], each over the axes of a group."""
+    return np.add.reduceat(of_axes.astype(np.float64), np.arange(0, of_axes.shape[-1], group), axis=-1)
 
 
 def _nearest(windows: Iterable[int], window: int) -> int:
@@ -368,8 +422,8 @@ def layer_specs(
         if not calibration.moments:
             plain |= {"centre": "none", "metric": "none"}
         return [s.with_(**plain, key_bits=k, value_bits=v) for s, (k, v) in zip(each, widths)]
-    calibration._check_average("budget", spec.budget, calibration.groups(group))
-    bits = calibration.bits(spec.budget, group).tolist()
+    calibration._check_average("budget", spec.budget, group)
+    bits = [each.tolist() for each in calibration.bits(spec.budget, group)]
     axes: dict[str, Any] = {"budget": None, "method": "chosen", "rotation": "calibrated", "group": group}
     axes |= {"centre": "calibrated", "metric": "none", "variance_term": False}
     return [s.with_(**axes, key_bits=tuple(b[0]), value_bits=tuple(b[1])) for s, b in zip(each, bits)]

@@ -13,7 +13,6 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from . import esm
-from .identity import describe, layer_sizes
 from .kinds import latent_size, sources_of, unequal_size
 from .outputs import DrawnTokens
 from .routing import text_config, uses_interface
@@ -33,8 +32,6 @@ _NOT_MEASURED: tuple[_Refusal, ...] = (
 )  # fmt: skip
 _NOT_CALIBRATED: tuple[_Refusal, ...] = (
     (lambda model: model.get_output_embeddings() is None, "it has no head, which gives the next token's logits"),
-    (lambda model: len({*layer_sizes(describe(model.config))}) > 1,
-     "its layers have different head_dims or numbers of KV heads"),
     (lambda model: any(source != i for i, source in enumerate(sources_of(text_config(model)))),
      "its layers share keys and values"),
 )  # fmt: skip

@@ -152,8 +152,8 @@ def check(model: Any, spec: CacheSpec, profile: Profile | None) -> tuple[Calibra
         moments_for(model, specs, moments)  # the configuration first: its differences are told in words
     if profile is not None and profile.calibration is None:
         profile.check(fingerprint(model))
-    for one in specs:
-        for head_dim in head_dims_of(model, text):
+    for i, one in enumerate(specs):
+        for head_dim in head_dims_of(model, text, i):
             one.plan(head_dim)
     return calibration, moments
 
