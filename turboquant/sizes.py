@@ -99,7 +99,7 @@ def layer_of(kind: str, kv_heads: int, head_dim: int, window: int, shared: bool)
 
 
 def refused(layers: Sequence[Layer]) -> str:
-    """Why the bytes are not counted: sizes that differ by layer, or heads that are too wide."""
+    """Why the bytes are not counted: kinds of layers, or heads that are too wide."""
     kinds = {one.kind for one in layers}
     if "latent" in kinds:
         return "its attention is latent"
@@ -107,10 +107,7 @@ def refused(layers: Sequence[Layer]) -> str:
         return "some of its layers attend in chunks"
     if any(one.shared for one in layers):
         return "some of its layers share keys and values"
-    sizes = {(one.kv_heads, one.head_dim) for one in layers if one.kind != "none"}
-    if len(sizes) > 1:
-        return "its layers have different heads"
-    widest = max(head_dim for _, head_dim in sizes)
+    widest = max(one.head_dim for one in layers)
     return f"its head_dim is {widest}, at most {MAX_HEAD_DIM} can be packed" if widest > MAX_HEAD_DIM else ""
 
 
