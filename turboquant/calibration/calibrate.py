@@ -63,9 +63,11 @@ def _measure_tables(model: Any, tap: Tap, batch: Batch, axes: Sequence[np.ndarra
     """[2, kv_heads, 9] of each layer, of one batch: K-means of keys along their singular axes [kv_heads, head_dim,
     head_dim], and of plain values."""
     tables: dict[tuple[int, int], np.ndarray] = {}
-    real = real_mask(batch)
+    real, read = real_mask(batch), passes.layer_read(model)
 
-    def hook(module: torch.nn.Module, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    def hook(module: torch.nn.Module, call: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        if ((layer := read(module, call)), 0) in tables:
+            return  # another layer reads them again
         for side, x in enumerate((key, value)):
             rows = x.transpose(1, 2)[real.to(x.device)] if real is not None else x.transpose(1, 2).flatten(0, 1)
             heads = rows.transpose(0, 1).float().cpu().numpy()  # [kv_heads, tokens, head_dim]
@@ -330,26 +332,30 @@ def _numbers(batches: Sequence[Batch]) -> int:
 def _measure_moments(
     model: Any, tap: Tap, batches: Sequence[Batch], run: Unfinished, shown: Progress, layers: int
 ) -> None:
-    sums = run.keys_and_values
+    sums, read = run.keys_and_values, passes.layer_read(model)
     shown.skip(_numbers(batches[: sums.batches]))
     for batch in batches[sums.batches :]:
-        real = counted_mask(batch, family_of(model).skipped)
+        real, seen = counted_mask(batch, family_of(model).skipped), set[int]()
 
         def hook(
             module: torch.nn.Module,
-            layer: int,
+            call: int,
             query: torch.Tensor,
             key: torch.Tensor,
             value: torch.Tensor,
             real: torch.Tensor | None = real,
+            seen: set[int] = seen,
         ) -> None:
+            if (layer := read(module, call)) in seen:
+                return  # another layer reads them again
+            seen.add(layer)
             sums.add(layer, 0, key, real)
             sums.add(layer, 1, value, real)
 
         tap.hook = hook
         passes.forward(model, batch)
-        if len(tap.order) != layers:
-            raise NotImplementedError(f"{type(model).__name__} cannot be calibrated: the attention of {len(tap.order)} "
+        if len(seen) != layers:
+            raise NotImplementedError(f"{type(model).__name__} cannot be calibrated: the attention of {len(seen)} "
                                       f"of its {layers} layers goes through AttentionInterface")  # fmt: skip
         sums.tokens += count_tokens(batch, family_of(model).skipped)
         sums.batches += 1

@@ -12,9 +12,7 @@ from numpy.typing import NDArray
 
 from ..measured.moments import Moments
 from ..models.families import SINKS, family_of
-from ..models.kinds import sources_of
 from ..models.placement import is_offloaded
-from ..models.routing import text_config
 from ..progress import steps
 from ..spec import CacheSpec
 from .passes import gradients, of_tokens
@@ -36,6 +34,7 @@ def side_costs(model: Any, ids: torch.Tensor, moments: Moments, seed: int, windo
     the product of two means would be another number.
     """
     skip, costs = family_of(model).skipped, np.zeros((len(moments.layers), 2))
+    found = set()
     positions = np.arange(skip, ids.shape[1])
     with tapped(model) as tap:
         for layer, side, x, gradient in gradients(model, tap, {"input_ids": ids}, seed, window):
@@ -47,10 +46,11 @@ def side_costs(model: Any, ids: torch.Tensor, moments: Moments, seed: int, windo
             rows = gradient * x.norm(dim=-1, keepdim=True)
             if (layer, side) == (0, 1):
                 rows = of_tokens(rows, ids[:, skip:], None)
+            found.add(layer)
             costs[layer, side] = float(rows.square().sum()) / (2 * x.shape[-1])
-        if len(tap.order) != len(costs):
-            raise NotImplementedError(f"the attention of {len(tap.order)} of its {len(costs)} layers goes through "
-                                      "AttentionInterface")  # fmt: skip
+    if len(found) != len(costs):
+        raise NotImplementedError(f"the attention of {len(found)} of its {len(costs)} layers goes through "
+                                  "AttentionInterface")  # fmt: skip
     return costs / max(len(positions), 1)
 
 
@@ -91,6 +91,4 @@ def _refused(model: Any) -> str:
         return "its weights are not on one device"
     if any(weight.is_inference() for weight in model.parameters()):
         return "its weights were made in inference mode"
-    if any(source != i for i, source in enumerate(sources_of(text_config(model)))):
-        return "its layers share keys and values"
     return ""

@@ -20,10 +20,13 @@ from torch.utils.checkpoint import checkpoint as run_again
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..models.families import SINKS, family_of
+from ..models.kinds import packed_indices, sources_of
 from ..models.placement import device_of, is_offloaded
+from ..models.routing import text_config
 from .tap import Tap
 
-__all__ = ["Batch", "count_tokens", "counted_mask", "forward", "gradients", "of_tokens", "real_mask"]
+__all__ = ["Batch", "count_tokens", "counted_mask", "forward", "gradients", "layer_read", "of_tokens",
+           "real_mask"]  # fmt: skip
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -60,6 +63,16 @@ def _score(model: Any, output: torch.Tensor, real: torch.Tensor | None, seed: in
     return scores.sum() if real is None else scores[real.to(scores.device)].sum()
 
 
+def layer_read(model: Any) -> Callable[[torch.nn.Module, int], int]:
+    """Of an attention module and its place in the order of calls: which layer's keys and values it reads, counted among
+    the layers that have some. Its own, where layers share none."""
+    sources = sources_of(text_config(model))
+    if sources == list(range(len(sources))):
+        return lambda module, call: call
+    own = {layer: rank for rank, layer in enumerate(packed_indices(text_config(model)))}
+    return lambda module, call: own[sources[module.layer_idx]]  # type: ignore[index]
+
+
 def of_tokens(gradient: torch.Tensor, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
     """[1, kv_heads, n, head_dim] of a gradient [batch, kv_heads, tokens, head_dim]: summed over equal tokens of a
     sequence. Values of the first layer depend on the token alone. Equal tokens have equal values and equal errors,
@@ -76,19 +89,21 @@ def of_tokens(gradient: torch.Tensor, ids: torch.Tensor, real: torch.Tensor | No
 def gradients(
     model: Any, tap: Tap, batch: Batch, seed: int, window: int = 0
 ) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
-    """(layer, side, keys or values, gradient of `_score` with respect to them) of all layers, layer by layer; tensors
-    [batch, kv_heads, tokens, head_dim].
+    """(layer, side, keys or values, gradient of `_score` with respect to them) of all layers that have some, layer by
+    layer; tensors [batch, kv_heads, tokens, head_dim]. What several layers read has one error in all of them.
 
     window   how many of the last tokens a query sees without errors; 0: errors are everywhere. With a window, the first
              SINKS tokens have none either.
     """
     tensors: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+    read = layer_read(model)
 
     def hook(
-        module: torch.nn.Module, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        module: torch.nn.Module, call: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = read(module, call)
         for side, x in enumerate((key, value)):
-            if (layer, side) not in tensors:  # or the layer runs again, in the backward pass
+            if (layer, side) not in tensors:  # or the layer runs again, in the backward pass, or another one reads them
                 tensors[layer, side] = x.detach(), torch.zeros_like(x, requires_grad=True)
         return key + tensors[layer, 0][1], value + tensors[layer, 1][1]
 

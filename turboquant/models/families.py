@@ -13,7 +13,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from . import esm
-from .kinds import latent_size, sources_of, unequal_size
+from .kinds import latent_size, unequal_size
 from .outputs import DrawnTokens
 from .routing import text_config, uses_interface
 from .texts import Sample, kinds, protein_sample, sample
@@ -32,8 +32,6 @@ _NOT_MEASURED: tuple[_Refusal, ...] = (
 )  # fmt: skip
 _NOT_CALIBRATED: tuple[_Refusal, ...] = (
     (lambda model: model.get_output_embeddings() is None, "it has no head, which gives the next token's logits"),
-    (lambda model: any(source != i for i, source in enumerate(sources_of(text_config(model)))),
-     "its layers share keys and values"),
 )  # fmt: skip
 
 
