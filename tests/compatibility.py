@@ -1,15 +1,17 @@
 """Writes docs/compatibility.md: a table of features by versions, with the outcome of each feature's tests.
 
-    python tests/compatibility.py        runs the tests with the installed versions and fills in their column
+    python tests/compatibility.py           runs the tests with the installed versions and fills in their column
+    python tests/compatibility.py WORD ...  only the rows whose feature has one of these words; others stay
 
 `make test-compat` does so for every version it tries. A cell is "yes" if all tests of the feature passed, "no" if one
-failed, "-" if they could not run.
+failed, "-" if they could not run, and empty before they ran.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,8 @@ FILE = ROOT / "docs" / "compatibility.md"
 HEAD = """# What works with which version
 
 Written by `python tests/compatibility.py` from the tests named in it; `make test-compat` fills in a column for each
-version. "-" is a feature whose tests could not run, for want of a GPU most often. Another torch, from 2.10 on:
+version. "-" is a feature whose tests could not run, for want of a GPU or in this transformers; an empty cell has not
+been run yet. Another torch, from 2.10 on:
 `make test-compat COMPAT_TORCH=torch==2.10.0`.
 Diverse beam search, contrastive search and DoLa are not in transformers since 4.57, but code on the hub.
 What does not work says so in an error that [troubleshooting.md](troubleshooting.md) lists.
@@ -34,6 +37,7 @@ results at a larger error: with 2 bits, 4 positions make the divergence of SmolL
 looked at, because that would synchronise the device. With `centre="none"` positions do not matter.
 
 """
+# Names of tests in TESTS, or parts of them, or the file that has all tests of a feature.
 FEATURES = {
     "11 architectures, window over everything: exact": "test_a_wide_window_gives_the_same_text",
     "11 architectures, packed: close; sliding layers free pages": "test_packed_logits_are_close",
@@ -56,6 +60,9 @@ FEATURES = {
     "layers on two GPUs": "test_layers_on_two_devices",
     "same text over threads, runs and processes": "test_the_same",
     "patch twice, two models, copies, threads": "test_patch_twice or test_two_models or test_a_copy_of or test_threads",
+    "images and sound in the prompt (Gemma 3 and 4, Qwen3-VL, LLaVA, Voxtral)": "test_multimodal.py",
+    "hybrids with states (Qwen3.5, LFM2, Falcon-H1)": "test_hybrids.py",
+    "latents (MLA: DeepSeek V3, Kimi-Linear)": "test_latent.py",
     "training, no cache, attention weights: as before": "test_training or without_a_cache",
     "custom masks, gradients: a clear error": "test_custom_masks or test_masks or test_there_is_no",
     "other architectures: a clear error": "test_unsupported_models",
@@ -64,28 +71,35 @@ TESTS = [f"test_{name}.py" for name in ("generate", "cache", "pages", "patch", "
 
 
 class Outcomes(dict[str, str]):
-    """A pytest plugin that keeps the outcome of each test, by its name and parameters."""
+    """A pytest plugin that keeps the outcome of each test, by its file, name and parameters."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        name = report.nodeid.partition("::")[2]
+        name = report.nodeid.rpartition("tests/")[2]
         if report.failed:
             self[name] = "failed"
         elif report.skipped or report.when == "call":
             self.setdefault(name, report.outcome)
 
 
-def outcomes() -> Outcomes:
-    """The outcomes of all tests that FEATURES names."""
-    files = [str(ROOT / "tests" / name) for name in TESTS]
+def outcomes(expressions: Iterable[str]) -> Outcomes:
+    """The outcomes of the tests that some values of FEATURES name."""
+    files = [one for one in expressions if one.endswith(".py")]
+    named = [one for one in expressions if one not in files]
     found = Outcomes()
-    code = pytest.main(["-q", "-p", "no:cacheprovider", "-k", " or ".join(FEATURES.values()), *files], [found])
-    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        sys.exit(f"the tests did not run: pytest ended with {code!r}")
+    for names, options in ((files, ["-m", "not slow"]), (TESTS if named else [], ["-k", " or ".join(named)])):
+        paths = [str(ROOT / "tests" / name) for name in names]
+        code = pytest.main(["-q", "-p", "no:cacheprovider", *options, *paths], [found]) if paths else pytest.ExitCode.OK
+        if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            sys.exit(f"the tests did not run: pytest ended with {code!r}")
     return found
 
 
 def cell(expression: str, found: Outcomes) -> str:
-    mine = {what for name, what in found.items() if any(part in name for part in expression.split(" or "))}
+    def counts(test: str) -> bool:
+        file, _, name = test.partition("::")
+        return file == expression or (file in TESTS and any(part in name for part in expression.split(" or ")))
+
+    mine = {what for test, what in found.items() if counts(test)}
     if not mine:
         sys.exit(f"no test is called {expression}")
     return "no" if "failed" in mine else "yes" if "passed" in mine else "-"
@@ -100,14 +114,15 @@ def columns() -> dict[str, dict[str, str]]:
     return {version: {row[0]: row[i] for row in rows[2:]} for i, version in enumerate(rows[0]) if i}
 
 
-def main() -> int:
+def main(words: Sequence[str] = ()) -> int:
     table = columns() if FILE.exists() else {}
+    chosen = {f: tests for f, tests in FEATURES.items() if not words or any(word in f for word in words)}
     version = f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}"
-    found = outcomes()
-    table[version] = {feature: cell(expression, found) for feature, expression in FEATURES.items()}
+    found = outcomes(chosen.values())
+    table[version] = table.get(version, {}) | {f: cell(expression, found) for f, expression in chosen.items()}
     versions = sorted(table, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
     lines = ["| | " + " | ".join(versions) + " |", "|---" * (1 + len(versions)) + "|"]
-    lines += [f"| {f} | " + " | ".join(table[v].get(f, "-") for v in versions) + " |" for f in FEATURES]
+    lines += [f"| {f} | " + " | ".join(table[v].get(f, "") for v in versions) + " |" for f in FEATURES]
     # The sections below the table, which tests/upstream writes.
     behind = re.search(r"(?ms)^## .*", FILE.read_text()) if FILE.exists() else None
     FILE.write_text(HEAD + "\n".join(lines) + "\n" + (f"\n{behind[0]}" if behind else ""))
@@ -115,4 +130,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

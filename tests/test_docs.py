@@ -133,7 +133,7 @@ def test_the_compatibility_page_is_that_of_the_script() -> None:
     names = re.findall(r"^def (test_\w+)", text, re.M)
     for expression in compatibility.FEATURES.values():
         for part in expression.split(" or "):
-            assert any(part in name for name in names), part
+            assert (ROOT / "tests" / part).is_file() or any(part in name for name in names), part
 
 
 def test_every_public_name_is_described() -> None:

@@ -321,6 +321,12 @@ UNSUPPORTED = {
         "AttentionInterface",
     ),
     "BLOOM": ("BloomForCausalLM", dict(hidden_size=16, n_layer=1, n_head=2, vocab_size=16), "ALiBi"),
+    "Falcon with ALiBi": (
+        "FalconForCausalLM",
+        dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=16, alibi=True),
+        "ALiBi",
+    ),
+    "MPT": ("MptForCausalLM", dict(d_model=16, n_layers=1, n_heads=2, vocab_size=16), "ALiBi"),
     "Mamba": ("MambaForCausalLM", dict(hidden_size=16, num_hidden_layers=1, vocab_size=16), ""),
     "head_dim 520": ("LlamaForCausalLM", {**SMALL, "head_dim": 520}, "its head_dim is 520, at most 512"),
     "Llama 3.2 Vision": (
