@@ -87,12 +87,14 @@ class LatentLayer(PackedLayer):
         self._prepare(heads, nothing)
         stored, exact = self.storage, self.spec.prefill == "exact"
         stored.begin()
-        parts = [stored.history(), heads] if exact and stored.tokens else [heads]
+        parts = [*stored.history(), heads] if exact else []
         padding = (0,) * batch
         lengths = self._shared.lengths(stored.tokens + new, padding, stored.device)
         stored.store(heads, heads, nothing, lengths, padding, 0, None)
-        whole = torch.cat(parts, 2) if exact else stored.history()
-        return whole.transpose(1, 2).reshape(batch, 1, -1, channels)
+        parts = parts or stored.history()
+        whole = heads.new_empty(batch, sum(part.shape[2] for part in parts), *heads.shape[1::2])
+        torch.cat([part.transpose(1, 2) for part in parts], 1, out=whole)
+        return whole.view(batch, 1, -1, channels)
 
     def fork(self, shared: Common) -> LatentLayer:
         """The same layer for another cache, whose layers have `shared` in common."""

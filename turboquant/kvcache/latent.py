@@ -17,8 +17,8 @@ _dequantize = torch.ops.turboquant.dequantize.default
 class LatentStorage(PieceStorage):
     """Latents and rotary parts, [batch, heads, tokens, head_dim]."""
 
-    def history(self) -> torch.Tensor:
-        """All that is stored, in order, decoded: [batch, heads, tokens, head_dim]."""
+    def history(self) -> list[torch.Tensor]:
+        """All that is stored, decoded, in parts one behind the other: each [batch, heads, tokens, head_dim]."""
         sinks = min(self.spec.sinks, self.tokens)
         window = min(self.spec.window, self.tokens - sinks)
         packed = self.tokens - sinks - window
@@ -35,4 +35,4 @@ class LatentStorage(PieceStorage):
         if window and self.window_k is not None:
             rows = torch.arange(self.tokens - window, self.tokens, device=self.device) % self.window_k.shape[2]
             parts.append(self.window_k.index_select(2, rows))
-        return torch.cat(parts, 2)
+        return parts
