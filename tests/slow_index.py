@@ -37,9 +37,44 @@ def levels_of(u, bits):
     return book["levels"][book["code_of_rank"][ranks]] * np.float32(book["step"])
 
 
+SIZES = np.array([1, 0.84375, 0.9375, 1.0625, 1.1875, 1.25, 1.3125, 1.4375], np.float32)
+
+
+def lane_sums(x):
+    """Sums of rows of float32 as the core adds them: lanes of 32, then halves."""
+    lanes = np.zeros((len(x), 32), np.float32)
+    for at in range(0, x.shape[1], 32):
+        lanes[:, : x.shape[1] - at] += x[:, at : at + 32]
+    while lanes.shape[1] > 1:
+        lanes = lanes[:, : lanes.shape[1] // 2] + lanes[:, lanes.shape[1] // 2 :]
+    return lanes[:, 0]
+
+
+def sized(bits, lead, steps):
+    """Whether rows have sizes."""
+    return len({*bits.tolist()}) == len({*lead.tolist()}) == len({*steps.tolist()}) == 1 and (
+        bits[0] in (3, 4, 5, 6, 8) and lead[0] in (1, 2)
+    )
+
+
+def sizes_of(u, bits):
+    """The size of each row of u."""
+    if bits == 8:
+        ordered = np.sort(SIZES[SIZES >= 1])
+        fits = np.abs(u).max(axis=1, keepdims=True) * ordered <= np.float32(127 / 32)
+        return ordered[np.maximum(fits.sum(axis=1), 1) - 1]
+    best, gains = np.ones(len(u), np.float32), np.zeros(len(u), np.float32)
+    for size in SIZES[:5]:
+        c = np.rint(levels_of(u * size, bits) / np.float32(_core.index_step(bits))).astype(np.float32)
+        along = lane_sums(u * c)
+        gain = along * (along / lane_sums(c * c))
+        best, gains = np.where(gain > gains, size, best), np.maximum(gain, gains)
+    return best
+
+
 def encode(bits, lead, steps, z):
-    """(levels, scales) of rotated rows z. Levels are in units of u, or, where all groups that have bits have 8 and none
-    leads, of the largest |u| over 127 / 32."""
+    """(levels, scales) of rotated rows z. Levels are in units of u over the row's size, or, where all groups that have
+    bits have 8 and none leads, of the largest |u| over 127 / 32."""
     step, coded = np.repeat(steps, 32)[: z.shape[1]], np.repeat(bits, 32)[: z.shape[1]] > 0
     t = (z / step).astype(np.float32)
     rms = np.sqrt((t[:, coded].astype(np.float64) ** 2).mean(axis=1))
@@ -48,6 +83,8 @@ def encode(bits, lead, steps, z):
     if not any(lead) and {*bits.tolist()} <= {0, 8}:
         largest = np.abs(np.where(coded, t, 0)).max(axis=1) * (1 / np.where(rms > 0, rms, 1)).astype(np.float32)
         v = u * np.where(largest > 0, np.float32(127 / 32) / np.where(largest > 0, largest, 1), 1)[:, None]
+    elif sized(bits, lead, steps):
+        v = u * sizes_of(u, int(bits[0]))[:, None]
     levels = np.concatenate([levels_of(v[:, 32 * g : 32 * g + 32], b) for g, b in enumerate(bits)], axis=1)
     weight = np.where(coded, step.astype(np.float64), 0) ** 2
     product = (weight * u * levels).sum(1)

@@ -105,7 +105,9 @@ def test_rows_by_definition(lead, last):
     assert codes.shape == (70, bits @ bytes_a_bit - planes) and signs.shape == (2, planes, 64) and offsets is None
     assert not signs[1, :, 6:].any()
     levels, expected = encode(bits, lead, steps, z)
-    assert np.allclose(scales, expected, rtol=1e-6)
+    words, wanted = scales.view(np.int32), expected.astype(np.float32).view(np.int32)
+    nearest = (wanted + 256 - (words & 511) & ~511) | words & 511  # the floats whose lowest 9 bits are the classes
+    assert np.allclose(scales, expected, rtol=2**-15) and (words == nearest).mean() > 0.95
     leading = np.ascontiguousarray(signs.transpose(0, 2, 1).reshape(128, -1)[:70])
     step = np.repeat(steps, 32)[:dim]
     decoded = _core.index_decode(dim, bits, lead, steps, codes, leading, scales)
@@ -458,16 +460,19 @@ SENTENCES = Path(__file__).parent / "data" / "sentences.npy"
     [(1, 0.65, 0.70, 0.81), (2, 0.81, 0.825, 0.90), (3, 0.885, 0.89, 0.935), (4, 0.93, 0.935, 0.955)],
 )
 def test_recall_on_sentences(bits, untrained, mean, axes):
-    """Recall at 10 with embeddings of real sentences (tests/data): 100 are queries and 700 are in the index."""
+    """Recall at 10 with embeddings of real sentences (tests/data), of four rotations: 100 are queries, 700 are in the
+    index."""
     x = np.load(SENTENCES).astype(np.float32)
     x /= np.linalg.norm(x, axis=1, keepdims=True)
     queries, x = x[:100], x[100:]
     truth = np.argsort(-(queries @ x.T), axis=1)[:, :10]
     for training, floor in ((None, untrained), (False, mean), (True, axes)):
-        index = INDEX(384, bits)
-        if training is not None:
-            index.train(x, axes=training)
-        index.add(x)
-        found = index.search(queries, 10)[1]
-        recall = np.mean([len(np.intersect1d(a, b)) / 10 for a, b in zip(found, truth, strict=True)])
-        assert recall >= floor
+        recalls = []
+        for seed in range(4):
+            index = turboquant.Index(384, bits, seed=seed)
+            if training is not None:
+                index.train(x, axes=training)
+            index.add(x)
+            found = index.search(queries, 10)[1]
+            recalls.append(np.mean([len(np.intersect1d(a, b)) / 10 for a, b in zip(found, truth, strict=True)]))
+        assert np.mean(recalls) >= floor, recalls

@@ -353,7 +353,7 @@ def test_files_of_others(tmp_path, small):
     refuses(tmp_path, small.replace(b"cache-5", b"cache-4"), "its format must be turboquant-cache-5, got '.*cache-4'")
     refuses(tmp_path, small.replace(b"cache-5", b"cache-1"), "cache-1', which commit 14a37f9 of turboquant reads")
     turboquant.Index(8, 4).save(tmp_path / "index")
-    refuses(tmp_path, (tmp_path / "index").read_bytes(), "its format must be turboquant-cache-5, got '.*index-5'")
+    refuses(tmp_path, (tmp_path / "index").read_bytes(), "its format must be turboquant-cache-5, got '.*index-6'")
     save_file({"layers.0.pages": torch.zeros(1)}, tmp_path / "weights")
     refuses(tmp_path, (tmp_path / "weights").read_bytes(), "it is not one that turboquant wrote")
     with pytest.raises(FileNotFoundError, match="`path` must be a cache file, got 'absent'"):

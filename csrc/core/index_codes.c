@@ -82,10 +82,11 @@ typedef struct {
     const int32_t *lists; /* [n], or NULL */
     uint8_t *codes, *signs;
     float *scales, *offsets;
-    float *workspace;        /* [threads, 2, 64, padded]; with lists [threads, 3, 64, padded] */
-    float residuals[2][256]; /* of codes, for the noise under each bound; all groups have the same bits and lead */
-    double expected[2];      /* mean of their squares; 0: the noise is not measured */
-    atomic_llong first_bad;  /* the first row that is refused, or n */
+    float *workspace; /* [threads, 2, 64, padded]; with lists [threads, 3, 64, padded] */
+    /* of codes, and what the first or the first two leading fields say of them; all groups have the same bits and lead */
+    float levels[256], estimates[2][256];
+    double expected[2];     /* mean squares of the noise under each bound; 0: it is not measured */
+    atomic_llong first_bad; /* the first row that is refused, or n */
 } encode_job;
 
 static void pack_all(const encode_job *job, int64_t row, const uint8_t *codes)
@@ -106,13 +107,16 @@ static void pack_all(const encode_job *job, int64_t row, const uint8_t *codes)
 static const double NOISE[TQ_INDEX_NOISE_CLASSES] = {1, 1.2, 1.5, 1.9, 2.4, 3.2, 4.5, INFINITY};
 
 /** With weights w_j = x_j^2 / |x|^2 and the residuals e of all codes, rotated back: sum w_j e_j^2 over E[e^2], the
- *  square of the noise under the first or the second bound. x [padded]: the centred row. workspace: [padded]. */
-static uint32_t noise_class(const encode_job *job, int32_t bound, const float *x, const uint8_t *codes,
+ *  square of the noise under the first or the second bound, which takes the scale times `factor`. x [padded]: the
+ *  centred row. workspace: [padded]. */
+static uint32_t noise_class(const encode_job *job, int32_t bound, float factor, const float *x, const uint8_t *codes,
                             float *workspace)
 {
     const tq_index_use *use = &job->use;
+    float inverse = 1 / factor;
     double weights[8] = {0}, sums[8] = {0}, weight = 0, sum = 0;
-    for (int32_t j = 0; j < use->channels; j++) workspace[j] = job->residuals[bound][codes[j]];
+    for (int32_t j = 0; j < use->channels; j++)
+        workspace[j] = job->levels[codes[j]] * inverse - job->estimates[bound][codes[j]];
     tq_rotate_vector(use->kernels, use->space->plan, use->space->plan->rotation, NULL, 1, workspace, workspace);
     for (int32_t j = 0; j < use->channels; j += 8)
         for (int32_t k = 0; k < 8; k++) {
@@ -130,30 +134,51 @@ static uint32_t noise_class(const encode_job *job, int32_t bound, const float *x
     return found;
 }
 
-/** The larger class of both bounds. */
-static uint32_t largest_class(const encode_job *job, const float *x, const uint8_t *codes, float *workspace)
+/** The nearest float whose lowest bits are the classes. */
+static float with_classes(float scale, uint32_t noise_class, int32_t k)
 {
+    uint32_t classes = ((uint32_t)k & 63) << 3 | noise_class;
+    uint32_t word;
+    if (!(scale > 0 && scale <= FLT_MAX)) return scale;
+    memcpy(&word, &scale, sizeof word);
+    word = ((word + 256 - classes) & ~(uint32_t)511) | classes;
+    memcpy(&scale, &word, sizeof word);
+    return scale;
+}
+
+/** The larger class of both bounds. */
+static uint32_t largest_class(const encode_job *job, int32_t k, const float *x, const uint8_t *codes, float *workspace)
+{
+    const float factors[2] = {1 + (float)k / 64,
+                              tq_index_next_factor(job->use.layout.even_bits, with_classes(1, 0, k))};
     uint32_t largest = 0;
     for (int32_t bound = 0; bound < 2; bound++) {
         if (!(job->expected[bound] > 0)) continue;
-        uint32_t own = noise_class(job, bound, x, codes, workspace);
+        uint32_t own = noise_class(job, bound, factors[bound], x, codes, workspace);
         if (own > largest) largest = own;
     }
     return largest;
 }
 
-/** The nearest float whose lowest bits are the class. */
-static float with_class(float scale, uint32_t noise_class)
+/** k of a row (turboquant_index.h). z [padded]: the row, rotated. */
+static int32_t leading_class(const encode_job *job, const float *z, const uint8_t *codes)
 {
-    uint32_t word;
-    if (!(scale > 0 && scale <= FLT_MAX)) return scale;
-    memcpy(&word, &scale, sizeof word);
-    word = ((word + 4 - noise_class) & ~(uint32_t)7) | noise_class;
-    memcpy(&scale, &word, sizeof word);
-    return scale;
+    double levels[8] = {0}, estimates[8] = {0}, level = 0, estimate = 0;
+    for (int32_t j = 0; j < job->use.channels; j += 8)
+        for (int32_t i = 0; i < 8; i++) {
+            levels[i] += (double)z[j + i] * job->levels[codes[j + i]];
+            estimates[i] += (double)z[j + i] * job->estimates[0][codes[j + i]];
+        }
+    for (int32_t i = 0; i < 8; i++) {
+        level += levels[i];
+        estimate += estimates[i];
+    }
+    if (!(level > 0 && estimate > 0)) return 0;
+    double k = rint(64 * (level / estimate - 1));
+    return k < -32 ? -32 : k > 31 ? 31 : (int32_t)k;
 }
 
-static void prepare_noise(encode_job *job)
+static void prepare_classes(encode_job *job)
 {
     const tq_index_use *use = &job->use;
     const tq_index_layout *layout = &use->space->layout;
@@ -161,11 +186,10 @@ static void prepare_noise(encode_job *job)
         if (layout->bits[g] != layout->bits[0] || layout->lead[g] != layout->lead[0] ||
             layout->steps[g] != layout->steps[0])
             return;
-    if (use->space->matrix || !use->planes) return;
     for (int32_t bound = 0; bound <= use->layout.next; bound++) {
+        tq_index_estimates(layout->bits[0], layout->lead[0] + bound, job->levels, job->estimates[bound]);
         double expected = tq_index_lead_error(layout->bits[0], layout->lead[0] + bound);
-        job->expected[bound] = expected < 1e-9 ? 0 : expected;
-        tq_index_residuals(layout->bits[0], layout->lead[0] + bound, job->residuals[bound]);
+        if (!use->space->matrix && use->planes) job->expected[bound] = expected < 1e-9 ? 0 : expected;
     }
 }
 
@@ -222,7 +246,8 @@ static void encode_block(void *context, int64_t block, int32_t worker)
     for (int32_t i = 0; i < rows; i++) {
         float *row = z + (int64_t)i * use->padded, scale = use->scan->encode(&use->layout, row, codes);
         const float *x = centred + (int64_t)i * use->padded;
-        job->scales[first + i] = with_class(scale, largest_class(job, x, codes, row));
+        int32_t k = use->layout.sized ? leading_class(job, row, codes) : 0;
+        job->scales[first + i] = use->planes ? with_classes(scale, largest_class(job, k, x, codes, row), k) : scale;
         pack_all(job, first + i, codes);
         if (job->lists)
             offsets[i] -= of_centre(job, codes, job->scales[first + i], centres + (int64_t)i * use->padded, row);
@@ -245,7 +270,7 @@ tq_status tq_index_encode(const tq_index_space *space, const float *x, int64_t n
     job.workspace = malloc(sizeof(float) * (lists ? 3 : 2) * TQ_INDEX_BLOCK * (size_t)threads * (size_t)job.use.padded);
     if (!job.workspace)
         return tq_fail(error, TQ_E_MEMORY, "threads", -1, threads, "few enough for the memory there is");
-    prepare_noise(&job);
+    prepare_classes(&job);
     atomic_init(&job.first_bad, n);
     tq_parallel(blocks, threads, encode_block, &job);
     free(job.workspace);
@@ -276,9 +301,10 @@ void tq_index_factors(const float *scales, const float *offsets, int64_t n, floa
 {
     for (int64_t first = 0; first < n; first += TQ_INDEX_BLOCK, factors += 2) {
         int64_t end = n - first < TQ_INDEX_BLOCK ? n : first + TQ_INDEX_BLOCK;
-        float scale = scales[first], offset = offsets ? offsets[first] : 0;
-        for (int64_t i = first + 1; i < end; i++) {
-            scale = scales[i] > scale ? scales[i] : scale;
+        float scale = 0, offset = offsets ? offsets[first] : 0;
+        for (int64_t i = first; i < end; i++) {
+            float own = tq_leading_scale(scales[i]);
+            scale = own > scale ? own : scale;
             if (offsets) offset = offsets[i] > offset ? offsets[i] : offset;
         }
         factors[0] = scale > 0 ? 1 / scale : 0;

@@ -76,8 +76,15 @@ typedef struct {
     float both_unit, next_unit, both_margin;
 } tq_sign_query;
 
-/** The difference between each level of a code, in units of u, and what its leading bits estimate: residuals [256]. */
-void tq_index_residuals(int32_t bits, int32_t lead, float *residuals);
+/** What the second bound multiplies a scale by. */
+static inline float tq_index_next_factor(int32_t bits, float scale)
+{
+    int32_t k = tq_leading_class(scale);
+    return bits < TQ_WIDE_BITS && k > 0 ? 1 + (float)k / 192 : 1;
+}
+
+/** The level of each code, in units of u, and what its leading bits estimate: [256] each. */
+void tq_index_estimates(int32_t bits, int32_t lead, float *levels, float *estimates);
 
 /** How many tables of 64 bytes there are for this many planes. */
 int32_t tq_sign_tables(int32_t planes);

@@ -114,15 +114,16 @@ double tq_index_lead_error(int32_t bits, int32_t lead)
     return fits[bits][lead].error;
 }
 
-void tq_index_residuals(int32_t bits, int32_t lead, float *residuals)
+void tq_index_estimates(int32_t bits, int32_t lead, float *levels, float *estimates)
 {
     const tq_index_book *book = &tq_index_books()[bits];
-    memset(residuals, 0, 256 * sizeof *residuals);
+    memset(levels, 0, 256 * sizeof *levels);
+    memset(estimates, 0, 256 * sizeof *estimates);
     pthread_once(&fits_once, make_fits);
     for (int32_t code = 0; bits && code < 1 << bits; code++) {
-        residuals[code] = (float)(book->n_levels ? book->levels[code] : code - 128) * book->step;
+        levels[code] = (float)(book->n_levels ? book->levels[code] : code - 128) * book->step;
         for (int32_t f = 0; 2 * f < lead; f++)
-            residuals[code] -= fits[bits][lead].values[f][field_of(code, bits, lead, f)];
+            estimates[code] += fits[bits][lead].values[f][field_of(code, bits, lead, f)];
     }
 }
 

@@ -139,7 +139,8 @@ static float smaller_bound(const tq_index_job *job, const tq_index_rows *rows, i
     const tq_sign_query *b = job->bounds + q;
     int32_t next =
         use->scan->next_sum(&use->layout, rows->codes + row * use->row_bytes, job->queries.q + q * use->padded);
-    float both = ((float)sum * b->both_unit + (float)next * b->next_unit + b->both_margin) * rows->scales[row];
+    float both = ((float)sum * b->both_unit + (float)next * b->next_unit + b->both_margin);
+    both *= rows->scales[row] * tq_index_next_factor(use->layout.even_bits, rows->scales[row]);
     if (rows->offsets) both += rows->offsets[row];
     if (job->values) both += (float)list_value(job, rows, q, row);
     return both < upper ? both : upper;
@@ -160,7 +161,7 @@ static float upper_bound(const tq_index_job *job, const tq_index_rows *rows, int
                          const uint16_t sums[BLOCK])
 {
     const tq_sign_query *b = job->bounds + q;
-    float upper = ((float)sums[row % BLOCK] * b->unit + b->margin) * rows->scales[row];
+    float upper = ((float)sums[row % BLOCK] * b->unit + b->margin) * tq_leading_scale(rows->scales[row]);
     if (rows->offsets) upper += rows->offsets[row];
     return job->values ? upper + (float)list_value(job, rows, q, row) : upper;
 }

@@ -88,13 +88,15 @@ tq_status tq_index_begin(const tq_index_space *space, tq_index_use *use, tq_erro
 tq_scan_layout tq_index_scan_layout(const tq_index_layout *layout)
 {
     int32_t lead = layout->lead[0], groups = tq_index_groups(layout);
-    tq_scan_layout out = {layout, tq_index_books(), groups, layout->channels % 32 / 8, 0, 0, 0};
+    tq_scan_layout out = {layout, tq_index_books(), groups, layout->channels % 32 / 8, 0, 0, 0, 0};
     out.even_bits = lead == 1 || lead == 2 ? layout->bits[0] : 0;
     for (int32_t g = 0; g < groups; g++) {
         out.coded += layout->bits[g] ? tq_index_group_channels(layout, g) : 0;
         if (layout->bits[g] != layout->bits[0] || layout->lead[g] != lead) out.even_bits = 0;
     }
     out.next = lead == 1 && out.even_bits > 1;
+    out.sized = out.even_bits > 2;
+    for (int32_t g = 0; g < groups; g++) out.sized &= layout->steps[g] == layout->steps[0];
     return out;
 }
 

@@ -4,6 +4,7 @@
 #ifndef TQ_SCAN_KERNELS_H
 #define TQ_SCAN_KERNELS_H
 #include "turboquant_index.h"
+#include <string.h>
 
 enum {
     TQ_SCAN_BITS = TQ_MAX_BITS, /* the widest codes that are ranks */
@@ -27,6 +28,7 @@ typedef struct {
     int32_t coded;          /* channels that have bits */
     int32_t even_bits;      /* bits of all groups, if they are equal and 1 or 2 of them lead; else 0 */
     int32_t next;           /* whether the bit behind the leading one gives a second bound: even_bits > lead = 1 */
+    int32_t sized;          /* whether rows have sizes: even_bits is 3 or more, and all steps are equal */
 } tq_scan_layout;
 
 typedef struct {
@@ -66,11 +68,22 @@ typedef struct {
     /** The same for some queries with tables of their own; bit q of the result is of query q. */
     int32_t (*sums_many)(const uint8_t *block, int32_t planes, const uint8_t *const tables[TQ_SCAN_QUERIES],
                          const uint16_t least[TQ_SCAN_QUERIES], uint16_t sums[TQ_SCAN_QUERIES][TQ_SCAN_ROWS]);
-    /** Bit i: whether scales[i] * (sums[i] * unit + add) + offsets[i] >= limit, each operation in float32; offsets may
-     *  be NULL. */
+    /** Bit i: whether tq_leading_scale(scales[i]) * (sums[i] * unit + add) + offsets[i] >= limit, each operation in
+     *  float32; offsets may be NULL. */
     uint64_t (*above)(const uint16_t sums[TQ_SCAN_ROWS], const float *scales, const float *offsets, float unit,
                       float add, float limit);
 } tq_scan_kernels;
+
+/** k of a row (turboquant_index.h), -32 .. 31. */
+static inline int32_t tq_leading_class(float scale)
+{
+    int32_t word;
+    memcpy(&word, &scale, sizeof word);
+    return (word >> 3 & 63) - (word >> 2 & 64);
+}
+
+/** What the first bound takes for a row's scale. */
+static inline float tq_leading_scale(float scale) { return scale * (1 + (float)tq_leading_class(scale) * (1.0f / 64)); }
 
 extern const tq_scan_kernels tq_scan_scalar, tq_scan_avx2, tq_scan_avx512, tq_scan_avx512_vnni, tq_scan_neon;
 #endif

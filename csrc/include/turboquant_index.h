@@ -9,9 +9,14 @@
  *   normal codebook of that width (turboquant.h; at 6 bits 64 Lloyd-Max levels of N(0, 1), rounded to int8 times a step
  *   as the others are), at 8 bits u / TQ_WIDE_STEP + 128 rounded half to even and clamped to 1..255. Where all groups
  *   that have bits have 8, none of which leads, u is first multiplied by 127 TQ_WIDE_STEP / max |u|: nothing is clamped.
+ *   Where all groups have the same step, the same 3 to 6 or 8 bits, of which 1 or 2 lead, rows have sizes: the code is
+ *   that of size * u, where size is one of TQ_INDEX_SIZES. Up to 6 bits it is one of the first five: that whose levels,
+ *   as multiples of the book's step, have the largest fl(<c, u> fl(<c, u> / <c, c>)), and of equal ones the first. These
+ *   sums are float32, of lanes i, i + 32, .., then halves added. At 8 bits it is the largest that clamps nothing, at
+ *   least 1.
  *   scale = rms(t) * sum (step u)^2 / sum (step c)(step u)  makes inner products unbiased (EDEN, arXiv 2108.08842).
- *   u and the scale are 0 where rms(t) is below 2^-126. The lowest 3 bits of a scale's significand are the row's noise
- *   class, below.
+ *   u and the scale are 0 where rms(t) is below 2^-126. Where bits lead, the lowest 3 bits of a scale's significand
+ *   are the row's noise class, and the next 6 say how its leading bits compare, both below.
  *   offset = <mean, x - mean>, for squared distances -|x - mean|^2 / 2.
  * The first lead[g] bits of a code are apart from the others, so that a scan can read them alone.
  *   A row holds the other bits in fields of 8, 4, 2 and 1 bits, the widest and lowest bits first. A field of w bits has
@@ -49,6 +54,13 @@ extern "C" {
  * 1.2, 1.5, 1.9, 2.4, 3.2, 4.5 and infinity; of two bounds the larger class counts. Rows under a dense rotation, and
  * rows whose bits all lead, have class 0. */
 #define TQ_INDEX_NOISE_CLASSES 8
+
+/* A row's scale is that of its levels c, and shrinks as its size grows; what leading bits estimate of the levels, e, does
+ * not grow as much. So a scan's bound takes the scale times 1 + k / 64, k in -32 .. 31 being nearest to <c, u> / <e, u>.
+ * Bits 3 to 8 of the scale hold k; it is 0 where rows have no sizes. The second bound, of 2 bits, takes 1 + k / 192 where
+ * k is above 0 and there are at most 6 bits; otherwise 1. */
+#define TQ_INDEX_SIZES {1.0f, 0.84375f, 0.9375f, 1.0625f, 1.1875f, 1.25f, 1.3125f, 1.4375f}
+#define TQ_INDEX_N_SIZES 8
 
 typedef struct {
     int32_t channels;    /* a multiple of 8 in 8 .. TQ_MAX_DIM; groups = channels / 32 rounded up */
@@ -105,8 +117,8 @@ TQ_API tq_status tq_index_encode(const tq_index_space *space, const float *x, in
 TQ_API tq_status tq_index_decode(const tq_index_layout *layout, const uint8_t *codes, const uint8_t *signs,
                                  const float *scales, int64_t n, float *z, tq_error *error);
 
-/** What a search wants to know of each block of 64 rows: 1 / the largest scale, or 0 if that is 0, and the largest
- *  offset. offsets [n], or NULL: 0. factors: [n / 64 rounded up, 2]. */
+/** What a search wants to know of each block of 64 rows: 1 / the largest scale, times 1 + k / 64, or 0 if
+ *  that is 0, and the largest offset. offsets [n], or NULL: 0. factors: [n / 64 rounded up, 2]. */
 TQ_API void tq_index_factors(const float *scales, const float *offsets, int64_t n, float *factors);
 
 /* A query becomes fixed point, z_j ~ unit * q_j / (steps[g] * tq_index_step(bits[g])), q_j int16, sum of |q_j| at most

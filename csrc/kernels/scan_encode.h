@@ -197,6 +197,31 @@ static inline void get_encode_book(const tq_index_book *book, encode_book *out)
     }
 }
 
+static float largest_magnitude(const float *x, int32_t n)
+{
+    tq_floats most = {0};
+    float at[TQ_LANES], largest = 0;
+    for (int32_t i = 0; i < n; i += TQ_LANES) {
+        tq_floats y = tq_load_floats(x + i);
+        y = tq_select(y < 0.0f, -y, y);
+        most = tq_select(y > most, y, most);
+    }
+    tq_store_floats(at, most);
+    for (int32_t i = 0; i < TQ_LANES; i++) largest = at[i] > largest ? at[i] : largest;
+    return largest;
+}
+
+/** The level of each x, in the book's steps. half is a constant where this is inlined. */
+TQ_INLINE tq_floats level_of(const encode_book *book, int32_t half, tq_floats x)
+{
+    tq_floats magnitude = tq_all(book->least);
+    tq_ints negative = x < 0.0f, key = tq_magnitude_bits(x) + negative;
+    TQ_UNROLL
+    for (int32_t k = 0; k + 1 < half; k++)
+        magnitude += (tq_floats)((key >= book->thresholds[k]) & (tq_ints)tq_all(book->more[k]));
+    return (tq_floats)((tq_ints)magnitude | (negative & INT32_MIN));
+}
+
 /** 32 channels: codes, and levels in place of u. half is a constant where this is inlined. */
 TQ_INLINE void encode_ranks(const encode_book *book, int32_t half, float *u, uint8_t *codes)
 {
@@ -246,31 +271,87 @@ static void encode_group(const tq_scan_layout *layout, int32_t bits, float *u, u
     }
 }
 
+/** How well the codes of size * u point along u: <c, u>^2 / <c, c>. u [32 groups], 0 behind the last channel, which
+ *  `padding` numbers of it are. half is a constant where this is inlined. */
+TQ_INLINE float gain_of(const encode_book *book, int32_t half, const float *u, int32_t n, int32_t padding, float size)
+{
+    tq_floats products[SUM_LANES / TQ_LANES], squares[SUM_LANES / TQ_LANES];
+    float at[2][SUM_LANES];
+    TQ_UNROLL
+    for (int32_t v = 0; v < SUM_LANES / TQ_LANES; v++) products[v] = squares[v] = tq_all(0);
+    for (int32_t i = 0; i < n; i += SUM_LANES) TQ_UNROLL
+    for (int32_t v = 0; v < SUM_LANES / TQ_LANES; v++) {
+        tq_floats x = tq_load_floats(u + i + TQ_LANES * v), level = level_of(book, half, x * size);
+        products[v] += x * level;
+        squares[v] += level * level; /* of integers */
+    }
+    memcpy(at[0], products, sizeof at[0]);
+    memcpy(at[1], squares, sizeof at[1]);
+    at[1][0] -= (float)padding * book->least * book->least;
+    for (int32_t h = SUM_LANES / 2; h; h /= 2)
+        for (int32_t i = 0; i < h; i++) at[0][i] += at[0][i + h], at[1][i] += at[1][i + h];
+    return at[1][0] > 0 ? at[0][0] * (at[0][0] / at[1][0]) : 0;
+}
+
+TQ_INLINE int32_t best_size(const encode_book *book, int32_t half, const float *u, int32_t n, int32_t padding)
+{
+    enum { TRIES = 5 };
+    static const float sizes[TQ_INDEX_N_SIZES] = TQ_INDEX_SIZES;
+    int32_t best = 0;
+    float most = 0;
+    for (int32_t k = 0; k < TRIES; k++) {
+        float gain = gain_of(book, half, u, n, padding, sizes[k]);
+        if (gain > most) most = gain, best = k;
+    }
+    return best;
+}
+
+/** The largest size that clamps nothing, at least 1. */
+static int32_t widest_size(const float *u, int32_t n)
+{
+    static const float sizes[TQ_INDEX_N_SIZES] = TQ_INDEX_SIZES;
+    float largest = largest_magnitude(u, n);
+    int32_t best = 0;
+    for (int32_t k = 1; k < TQ_INDEX_N_SIZES; k++)
+        if (sizes[k] > sizes[best] && largest * sizes[k] <= 127 * TQ_WIDE_STEP) best = k;
+    return best;
+}
+
+/** Which of TQ_INDEX_SIZES u [32 groups] is multiplied by before it gets codes; the layout is sized. */
+static int32_t choose_size(const tq_scan_layout *layout, const float *u)
+{
+    encode_book book;
+    int32_t n = 32 * layout->groups, padding = n - layout->layout->channels;
+    if (layout->even_bits == TQ_WIDE_BITS) return widest_size(u, n);
+    get_encode_book(&layout->books[layout->even_bits], &book);
+    switch (layout->even_bits) {
+    case 3: return best_size(&book, 4, u, n, padding);
+    case 4: return best_size(&book, 8, u, n, padding);
+    case 5: return best_size(&book, 16, u, n, padding);
+    default: return best_size(&book, 32, u, n, padding);
+    }
+}
+
 /** What u is multiplied by before it gets codes. t [32 groups] is u before it is divided by its root mean square.
  *  Where all groups that have bits have 8, none of which leads, the largest |u| becomes the largest level: steps are as
  *  fine as they can be without clipping. A scan's estimate from leading bits would not follow, so otherwise it is 1. */
 static float size_of_codes(const tq_scan_layout *layout, const float *t, float inverse)
 {
     const tq_index_layout *groups = layout->layout;
-    tq_floats most = {0};
-    float at[TQ_LANES], largest = 0;
+    float largest = 0;
     for (int32_t g = 0; g < layout->groups; g++, t += 32) {
         if (!groups->bits[g]) continue;
         if (groups->bits[g] != TQ_WIDE_BITS || groups->lead[g]) return 1;
-        for (int32_t i = 0; i < 32; i += TQ_LANES) {
-            tq_floats x = tq_load_floats(t + i);
-            x = tq_select(x < 0.0f, -x, x);
-            most = tq_select(x > most, x, most);
-        }
+        float own = largest_magnitude(t, 32);
+        largest = own > largest ? own : largest;
     }
-    tq_store_floats(at, most);
-    for (int32_t i = 0; i < TQ_LANES; i++) largest = at[i] > largest ? at[i] : largest;
     largest *= inverse;
     return largest > 0 ? 127 * TQ_WIDE_STEP / largest : 1;
 }
 
 static float scan_encode(const tq_scan_layout *layout, const float *z, uint8_t *codes)
 {
+    static const float sizes[TQ_INDEX_N_SIZES] = TQ_INDEX_SIZES;
     const tq_index_layout *groups = layout->layout;
     float u[32], levels[32], t[TQ_MAX_DIM];
     lane_sums squares = {0}, exact = {0}, products = {0};
@@ -286,7 +367,13 @@ static float scan_encode(const tq_scan_layout *layout, const float *z, uint8_t *
     }
     double rms = sqrt(sum_lanes(&squares) / layout->coded);
     float inverse = rms >= FLT_MIN ? (float)(1 / rms) : 0; /* below it 1 / rms may be infinite */
-    float size = size_of_codes(layout, t, inverse);
+    float size;
+    if (layout->sized) {
+        for (int32_t i = 0; i < 32 * layout->groups; i += TQ_LANES)
+            tq_store_floats(t + i, tq_load_floats(t + i) * inverse);
+        size = sizes[choose_size(layout, t)];
+        inverse = 1;
+    } else size = size_of_codes(layout, t, inverse);
     for (int32_t g = 0; g < layout->groups; g++, codes += 32) {
         if (!groups->bits[g]) {
             memset(codes, 0, 32);

@@ -223,7 +223,7 @@ static void scan_fill_table(const float *const pairs[3], float factor, uint8_t t
     }
 }
 
-/** Which rows have scale * (sum * unit + add) + offset >= limit; every operation is rounded to float32. */
+/** Which rows have leading scale * (sum * unit + add) + offset >= limit; every operation is rounded to float32. */
 static uint64_t scan_above(const uint16_t sums[SCAN_ROWS], const float *scales, const float *offsets, float unit,
                            float add, float limit)
 {
@@ -232,7 +232,10 @@ static uint64_t scan_above(const uint16_t sums[SCAN_ROWS], const float *scales, 
     for (int32_t i = 0; i < SCAN_ROWS; i += 16) {
         __m512 v = _mm512_cvtepi32_ps(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(sums + i))));
         v = _mm512_add_ps(_mm512_mul_ps(v, _mm512_set1_ps(unit)), _mm512_set1_ps(add));
-        v = _mm512_mul_ps(v, _mm512_loadu_ps(scales + i));
+        __m512i k = _mm512_srai_epi32(_mm512_slli_epi32(_mm512_loadu_si512(scales + i), 23), 26);
+        __m512 factor = _mm512_mul_ps(_mm512_cvtepi32_ps(k), _mm512_set1_ps(1.0f / 64));
+        factor = _mm512_add_ps(factor, _mm512_set1_ps(1));
+        v = _mm512_mul_ps(v, _mm512_mul_ps(_mm512_loadu_ps(scales + i), factor));
         if (offsets) v = _mm512_add_ps(v, _mm512_loadu_ps(offsets + i));
         mask |= (uint64_t)_mm512_cmp_ps_mask(v, _mm512_set1_ps(limit), _CMP_GE_OQ) << i;
     }
@@ -240,13 +243,17 @@ static uint64_t scan_above(const uint16_t sums[SCAN_ROWS], const float *scales, 
     for (int32_t i = 0; i < SCAN_ROWS; i += 8) {
         __m256 v = _mm256_cvtepi32_ps(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(sums + i))));
         v = _mm256_add_ps(_mm256_mul_ps(v, _mm256_set1_ps(unit)), _mm256_set1_ps(add));
-        v = _mm256_mul_ps(v, _mm256_loadu_ps(scales + i));
+        __m256i words = _mm256_loadu_si256((const __m256i *)(scales + i));
+        __m256i k = _mm256_srai_epi32(_mm256_slli_epi32(words, 23), 26);
+        __m256 factor = _mm256_mul_ps(_mm256_cvtepi32_ps(k), _mm256_set1_ps(1.0f / 64));
+        factor = _mm256_add_ps(factor, _mm256_set1_ps(1));
+        v = _mm256_mul_ps(v, _mm256_mul_ps(_mm256_loadu_ps(scales + i), factor));
         if (offsets) v = _mm256_add_ps(v, _mm256_loadu_ps(offsets + i));
         mask |= (uint64_t)_mm256_movemask_ps(_mm256_cmp_ps(v, _mm256_set1_ps(limit), _CMP_GE_OQ)) << i;
     }
 #else
     for (int32_t i = 0; i < SCAN_ROWS; i++) {
-        float v = ((float)sums[i] * unit + add) * scales[i];
+        float v = ((float)sums[i] * unit + add) * tq_leading_scale(scales[i]);
         if (offsets) v += offsets[i];
         mask |= (uint64_t)(v >= limit) << i;
     }

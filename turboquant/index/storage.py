@@ -17,7 +17,7 @@ from ..files import Tensor, array_bytes, crc32, numpy_dtype, read_header, tensor
 ROWS = 16_384  # of a segment
 BLOCK = 64  # rows whose leading bits lie together
 UNSORTED = 256  # rows of a segment that are looked through for an id one by one
-FORMAT = "turboquant-index-5"
+FORMAT = "turboquant-index-6"
 
 
 @dataclass
