@@ -396,7 +396,7 @@ harness: $(READY)
 
 test-harness: harness
 	$(HARNESS)/append_harness check
-	$(HARNESS)/attend_blocks_harness
+	$(HARNESS)/attend_baseline_harness
 	$(HARNESS)/chunk_harness check
 	n=$$(env -u OMP_NUM_THREADS nproc); seq 0 $$((n - 1)) | xargs -P $$n -I@ $(HARNESS)/attend_harness check '' @/$$n
 

@@ -3,7 +3,7 @@
  * Threads share the work by (sequence, KV head). The tokens of a tile (32, or 64 with tiles of 16 channels) are encoded
  * at a time: first their codes and scales, then each group's tile is unpacked, merged and packed again, or only packed
  * if all its tokens are new. */
-#include "blocks.h"
+#include "baselines.h"
 #include "wave.h"
 #include <math.h>
 #include <string.h>
@@ -233,8 +233,8 @@ static void encode_token(const append_job *job, worker *w, int is_key, int32_t b
     }
     if (!tq_is_plain(plan)) {
         for (int32_t i = 0; centre && i < plan->head_dim; i++) w->x[i] -= centre[i];
-        tq_block_coder coder = tq_block_coder_of(job->kernels, plan, job->tables->books, t, is_key, h);
-        tq_block_encode(&coder, w->x, w->y, codes, scale);
+        tq_baseline_coder coder = tq_baseline_coder_of(job->kernels, plan, job->tables->books, t, is_key, h);
+        tq_baseline_encode(&coder, w->x, w->y, codes, scale);
         return;
     }
     float *z = rotate_token(job, w, centre, tq_transform_matrix(t, h));

@@ -82,10 +82,10 @@ static const char *query_row(const attend_job *job, const attend_task *t, int64_
     return (const char *)a->q + at * tq_dtype_bytes(a->layer.dtype);
 }
 
-static tq_block_coder coder_of(const attend_job *job, const attend_task *t, int is_key)
+static tq_baseline_coder coder_of(const attend_job *job, const attend_task *t, int is_key)
 {
-    return tq_block_coder_of(job->kernels, job->plan, job->books, is_key ? &job->a->layer.key : &job->a->layer.value,
-                             is_key, t->h);
+    return tq_baseline_coder_of(job->kernels, job->plan, job->books, is_key ? &job->a->layer.key : &job->a->layer.value,
+                                is_key, t->h);
 }
 
 /** Turns a query into the operand of the product with key codes. */
@@ -94,8 +94,8 @@ static void prepare_operand(const attend_job *job, const attend_task *t, attend_
     const tq_plan *plan = job->plan;
     const tq_transform *key = &job->a->layer.key;
     if (!tq_is_plain(plan)) {
-        tq_block_coder coder = coder_of(job, t, 1);
-        tq_block_project(&coder, q, operand);
+        tq_baseline_coder coder = coder_of(job, t, 1);
+        tq_baseline_project(&coder, q, operand);
         return;
     }
     const float *steps = tq_transform_steps(key, t->h);
@@ -177,16 +177,17 @@ static int mark_page(const attend_job *job, const attend_task *t, attend_work *w
 
 /** attend_page for plans that are not plain: each token tile is decoded to rows, keys first. Decoded rows include their
  *  scales, so the softmax step gets scales of 1. */
-static void attend_blocked_page(const attend_job *job, const attend_task *t, attend_work *w, int64_t page, range common)
+static void attend_baseline_page(const attend_job *job, const attend_task *t, attend_work *w, int64_t page,
+                                 range common)
 {
     const tq_kernels *kernels = job->kernels;
     const uint8_t *record = record_of(job, t, page);
     int32_t tokens = job->plan->page_tokens, key_row = TQ_TILE * job->key_groups.n,
             value_row = TQ_TILE * job->value_groups.n;
-    tq_block_coder keys = coder_of(job, t, 1), values = coder_of(job, t, 0);
+    tq_baseline_coder keys = coder_of(job, t, 1), values = coder_of(job, t, 0);
     for (int32_t i = 0; i < tokens; i++) w->scales[i] = 1.0f;
     for (int32_t tile = 0; tile < tokens / TQ_TILE; tile++) {
-        tq_block_decode(&keys, record, tile, 0, TQ_TILE, w->decoded);
+        tq_baseline_decode(&keys, record, tile, 0, TQ_TILE, w->decoded);
         for (int32_t r = 0; r < t->rows; r++) {
             const float *query = (const float *)(w->query_operands + r * job->query_operand_bytes);
             for (int32_t i = 0; i < TQ_TILE; i++)
@@ -203,7 +204,7 @@ static void attend_blocked_page(const attend_job *job, const attend_task *t, att
         else memset(scores, 0, sizeof(float) * (size_t)tokens);
     }
     for (int32_t tile = 0; tile < tokens / TQ_TILE; tile++) {
-        tq_block_decode(&values, record, tile, 0, TQ_TILE, w->decoded);
+        tq_baseline_decode(&values, record, tile, 0, TQ_TILE, w->decoded);
         for (int32_t r = 0; r < t->rows; r++)
             for (int32_t i = 0; i < TQ_TILE; i++) {
                 float weight = w->scores[(int64_t)r * tokens + TQ_TILE * tile + tq_column(i)];
@@ -286,7 +287,7 @@ static void attend_packed(const attend_job *job, const attend_task *t, attend_wo
     int64_t first = all.lo / job->plan->page_tokens, n = (all.hi - 1) / job->plan->page_tokens + 1 - first;
     int64_t last = first + n * (t->split + 1) / job->splits;
     for (int64_t page = first + n * t->split / job->splits; page < last; page++)
-        if (!tq_is_plain(job->plan)) attend_blocked_page(job, t, w, page, common);
+        if (!tq_is_plain(job->plan)) attend_baseline_page(job, t, w, page, common);
         else attend_page(job, t, w, page, page + 1 < last ? record_of(job, t, page + 1) : NULL, common);
 }
 
@@ -442,9 +443,9 @@ static void restore_values(const attend_job *job, const attend_task *t, attend_w
     const tq_plan *plan = job->plan;
     const tq_transform *value = &job->a->layer.value;
     if (!tq_is_plain(plan)) {
-        tq_block_coder coder = coder_of(job, t, 0);
+        tq_baseline_coder coder = coder_of(job, t, 0);
         memcpy(w->decoded, packed, sizeof(float) * TQ_TILE * (size_t)job->value_groups.n);
-        tq_block_restore(&coder, w->decoded, out);
+        tq_baseline_restore(&coder, w->decoded, out);
         return;
     }
     const float *steps = tq_transform_steps(value, t->h);

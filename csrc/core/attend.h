@@ -2,7 +2,7 @@
  * attend.c. */
 #ifndef TQ_ATTEND_H
 #define TQ_ATTEND_H
-#include "blocks.h"
+#include "baselines.h"
 #include "wave.h"
 
 #define CHUNK_ROWS 32 /* the most query rows of a task: their operands and sums stay in a core's L2 */

@@ -1,5 +1,5 @@
 /* Decoding without attention: tq_dequantize for debugging and NumPy, tq_dot for inner products with packed vectors. */
-#include "blocks.h"
+#include "baselines.h"
 #include "wave.h"
 #include <math.h>
 #include <string.h>
@@ -72,16 +72,16 @@ static int32_t tokens_at_once(const tq_side *side)
 }
 
 /** decode_tile and restore_token for plans that are not plain. */
-static void decode_blocked_tile(const decode_side *s, const uint8_t *record, int32_t token_tile, int32_t count,
-                                float *x)
+static void decode_baseline_tile(const decode_side *s, const uint8_t *record, int32_t token_tile, int32_t count,
+                                 float *x)
 {
-    tq_block_coder coder = tq_block_coder_of(s->kernels, s->plan, s->books, s->transform, s->is_key, s->h);
+    tq_baseline_coder coder = tq_baseline_coder_of(s->kernels, s->plan, s->books, s->transform, s->is_key, s->h);
     int32_t step = tokens_at_once(coder.side), d = s->plan->head_dim;
     float rows[ROWS_AT_ONCE];
     for (int32_t i = 0; i < count; i++) {
         int32_t last = i + step < count ? i + step : count;
-        if (i % step == 0) tq_block_decode(&coder, record, token_tile, i, last, rows);
-        tq_block_restore(&coder, rows + i % step * TQ_TILE * coder.side->tiles, x + (int64_t)i * d);
+        if (i % step == 0) tq_baseline_decode(&coder, record, token_tile, i, last, rows);
+        tq_baseline_restore(&coder, rows + i % step * TQ_TILE * coder.side->tiles, x + (int64_t)i * d);
     }
 }
 
@@ -124,7 +124,7 @@ tq_status tq_dequantize(const tq_plan *plan, const tq_layer *layer, int32_t max_
                         for (int32_t j = 0; j < n; j++)
                             restore_token(&s, record, first + j, x + (int64_t)j * plan->head_dim);
                     } else {
-                        decode_blocked_tile(&s, record, first / TQ_TILE, n, x);
+                        decode_baseline_tile(&s, record, first / TQ_TILE, n, x);
                     }
                     for (int32_t j = 0; j < n; j++) add_centre(&s, i + j, x + (int64_t)j * plan->head_dim);
                 }
@@ -195,11 +195,11 @@ static void dot_page(void *context, int64_t page, int32_t worker_index)
 
 /** dot_page for plans that are not plain: decodes a few tokens at a time and multiplies them by the projected
  *  queries. */
-static void dot_blocked_page(void *context, int64_t page, int32_t worker_index)
+static void dot_baseline_page(void *context, int64_t page, int32_t worker_index)
 {
     const dot_job *job = context;
     const tq_plan *plan = job->plan;
-    tq_block_coder coder = tq_block_coder_of(job->kernels, plan, job->books, job->key, 1, 0);
+    tq_baseline_coder coder = tq_baseline_coder_of(job->kernels, plan, job->books, job->key, 1, 0);
     const uint8_t *record = job->pages + page * plan->record_bytes;
     int64_t first = page * plan->page_tokens;
     int32_t count = job->n - first < plan->page_tokens ? (int32_t)(job->n - first) : plan->page_tokens;
@@ -208,7 +208,7 @@ static void dot_blocked_page(void *context, int64_t page, int32_t worker_index)
     (void)worker_index;
     for (int32_t i = 0; i < count; i++) {
         int32_t in_tile = i % TQ_TILE, last = in_tile + step < TQ_TILE ? in_tile + step : TQ_TILE;
-        if (in_tile % step == 0) tq_block_decode(&coder, record, i / TQ_TILE, in_tile, last, rows);
+        if (in_tile % step == 0) tq_baseline_decode(&coder, record, i / TQ_TILE, in_tile, last, rows);
         for (int64_t q = 0; q < job->n_queries; q++) {
             const float *query = (const float *)(job->operands + q * job->operand_bytes);
             job->out[q * job->n + first + i] =
@@ -250,8 +250,8 @@ static float dot_operand(const dot_job *job, const tq_transform *key, const floa
         tq_metric_query(plan, key, 0, metric_query);
     }
     if (!tq_is_plain(plan)) {
-        tq_block_coder coder = tq_block_coder_of(job->kernels, plan, job->books, key, 1, 0);
-        tq_block_project(&coder, query, operand);
+        tq_baseline_coder coder = tq_baseline_coder_of(job->kernels, plan, job->books, key, 1, 0);
+        tq_baseline_project(&coder, query, operand);
         return bias;
     }
     tq_rotate_vector(job->kernels, plan, plan->rotation, key->rotation, 0, query, x);
@@ -307,6 +307,6 @@ tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *quer
     for (int64_t q = 0; q < n_queries; q++)
         biases[q] = dot_operand(&job, key, queries + q * plan->head_dim, (uint8_t *)workspace + q * job.operand_bytes);
     tq_parallel((n + plan->page_tokens - 1) / plan->page_tokens, tq_effective_threads(threads),
-                tq_is_plain(plan) ? dot_page : dot_blocked_page, &job);
+                tq_is_plain(plan) ? dot_page : dot_baseline_page, &job);
     return TQ_OK;
 }

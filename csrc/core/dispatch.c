@@ -211,12 +211,12 @@ const char *tq_kernel_name(const char *operation, const tq_plan *plan)
 {
     const tq_kernels *kernels = chosen_kernels();
     if (!kernels || !operation || !plan) return NULL;
-    static const char *const blocked[][2] = {{"append", "append_blocks"},
-                                             {"attend", "attend_blocks"},
-                                             {"dequantize", "dequantize_blocks"},
-                                             {"dot", "dot_blocks"}};
-    for (size_t i = 0; !tq_is_plain(plan) && i < sizeof blocked / sizeof *blocked; i++)
-        if (strcmp(operation, blocked[i][0]) == 0) return blocked[i][1];
+    static const char *const baselines[][2] = {{"append", "append_baseline"},
+                                               {"attend", "attend_baseline"},
+                                               {"dequantize", "dequantize_baseline"},
+                                               {"dot", "dot_blocks"}};
+    for (size_t i = 0; !tq_is_plain(plan) && i < sizeof baselines / sizeof *baselines; i++)
+        if (strcmp(operation, baselines[i][0]) == 0) return baselines[i][1];
     const char *names[][2] = {{"rotate", kernels->names.rotate},
                               {"append", kernels->names.append},
                               {"attend", kernels->names.attend},

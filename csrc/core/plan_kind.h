@@ -4,7 +4,7 @@
 #include "../include/turboquant.h"
 
 /** Whether the fast kernels run it: both sides have the levels of a codebook, one block, no sketch, and the same
- *  rotation. Other plans have slower code (csrc/core/blocks.c, csrc/cuda/baselines/blocks.cuh). */
+ *  rotation. Other plans have slower code (csrc/core/baselines.c, csrc/cuda/baselines/baselines.cuh). */
 static inline int tq_is_plain(const tq_plan *plan) { return plan->is_plain; }
 /** Tiles of 64 tokens x 16 channels; otherwise 32 x 32. */
 static inline int tq_tile_is_16(const tq_plan *plan) { return plan->group_channels == 16; }

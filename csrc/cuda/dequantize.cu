@@ -6,7 +6,7 @@
 //   3  keys: undo the metric, add the wave; add the centre, write        a warp per token
 //
 // The operations and their order are those of the C core, so the numbers are the same.
-#include "cuda/baselines/blocks.cuh"
+#include "cuda/baselines/baselines.cuh"
 #include "cuda/dequantize.h"
 
 namespace tq
@@ -156,9 +156,9 @@ tq_status tq_cuda_dequantize(const tq_plan *plan, const tq_layer *layer, int32_t
     if (!l.batch || !l.kv_heads || !max_tokens) return TQ_OK;
     if (needed) return dequantize_16bit(*plan, l, max_tokens, dtype, k, v, workspace, (cudaStream_t)stream, error);
     if (!tq_is_plain(plan)) {
-        BlockPlan blocks;
-        block_plan_of(*plan, l, &blocks);
-        return dequantize_blocks(*plan, blocks, l, max_tokens, dtype, k, v, (cudaStream_t)stream, error);
+        BaselinePlan blocks;
+        baseline_plan_of(*plan, l, &blocks);
+        return dequantize_baseline(*plan, blocks, l, max_tokens, dtype, k, v, (cudaStream_t)stream, error);
     }
     const bool dense = plan->rotation == TQ_ROTATION_DENSE;
 

@@ -507,7 +507,7 @@ TQ_API const char *tq_isa(void);
  *  absent. Not safe beside other calls. */
 TQ_API tq_status tq_set_isa(const char *name, tq_error *error);
 /** The kernel that an operation ("rotate", "append", "attend", "dequantize", "dot") of a plan runs, e.g. "attend_avx2",
- *  or "attend_blocks" for the portable code of plans that are not plain; NULL for an unknown operation. */
+ *  or "attend_baseline" for the portable code of plans that are not plain; NULL for an unknown operation. */
 TQ_API const char *tq_kernel_name(const char *operation, const tq_plan *plan);
 
 /** The most threads used: the environment variable TURBOQUANT_NUM_THREADS (read once, on first use), else the CPUs this

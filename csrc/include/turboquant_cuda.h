@@ -31,7 +31,7 @@
 
 /* Channels of a head; TQ_E_UNSUPPORTED for more. */
 #define TQ_CUDA_MAX_HEAD_DIM 512
-#define TQ_CUDA_MAX_BLOCKS_DIM 256 /* of a plan that is not plain */
+#define TQ_CUDA_MAX_BASELINE_DIM 256 /* of a plan that is not plain */
 
 #if defined(__cplusplus)
 extern "C" {

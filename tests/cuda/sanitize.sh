@@ -1,7 +1,7 @@
 #!/bin/bash
 # compute-sanitizer over the CUDA harnesses on a small matrix of cases: make sanitize-harness, which builds them first.
 #
-#   tests/cuda/sanitize.sh FOLDER [TOOL...]    FOLDER: of attend_harness, attend_blocks_harness, chunk_harness and append_harness
+#   tests/cuda/sanitize.sh FOLDER [TOOL...]    FOLDER: of attend_harness, attend_baseline_harness, chunk_harness and append_harness
 #                                              TOOL: memcheck, racecheck, synccheck; the default is all three
 #
 # Prints the last lines of each run when it is over. Ends with an error if any run finds anything.
@@ -67,7 +67,7 @@ for tool in "${tools[@]}"; do
     for filter in "some values zero" "4 queries" "rising logits"; do # wgmma: Hopper alone
         TURBOQUANT_CUDA_PATH=hopper-line run "$tool" attend check "many rows: $filter"
     done
-    for filter in "length 33" "queries, fresh, \"tables" "a wave alone"; do run "$tool" attend_blocks "$filter"; done
+    for filter in "length 33" "queries, fresh, \"tables" "a wave alone"; do run "$tool" attend_baseline "$filter"; done
     TQ_THIN=400 run "$tool" append check
 done
 wait

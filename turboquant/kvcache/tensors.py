@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from ..ops import PackedKV
-from ..plan import MAX_CUDA_BLOCKS_DIM, PAGE_TOKENS, Plan
+from ..plan import MAX_CUDA_BASELINE_DIM, PAGE_TOKENS, Plan
 from ..spec import CacheSpec
 from .exact import exact_rows, laid_out, with_room
 from .pages import PageTable, outside_autograd
@@ -84,9 +84,9 @@ class LayerTensors(PackedKV):
     def start(self, batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         """Empties the storage and fixes its shape. ValueError for a shape that the spec or the calibration refuses."""
         plan = self.plan_for(kv_heads, head_dim)
-        if device.type == "cuda" and head_dim > MAX_CUDA_BLOCKS_DIM and not plan.is_plain:
+        if device.type == "cuda" and head_dim > MAX_CUDA_BASELINE_DIM and not plan.is_plain:
             raise NotImplementedError(f"layer {self.index}: with this spec a GPU packs heads of at most "
-                                      f"{MAX_CUDA_BLOCKS_DIM} channels, got {head_dim}: choose another, such as "
+                                      f"{MAX_CUDA_BASELINE_DIM} channels, got {head_dim}: choose another, such as "
                                       "'default', or call turboquant.unpatch(model)")  # fmt: skip
         calibration = self.shared.calibration
         if calibration is not None and calibration.sizes[self.rank] != (kv_heads, head_dim):

@@ -146,8 +146,8 @@ tq_status launch_append_prefill(const AppendArgs &args, cudaStream_t stream, tq_
 
 // ---- the choice ----
 
-enum class Kernel { BLOCKS, ONE_TOKEN, GENERAL, PREFILL };
-const char *const NAMES[] = {"append_blocks", "append_one_token", "append_general", "append_prefill"};
+enum class Kernel { BASELINE, ONE_TOKEN, GENERAL, PREFILL };
+const char *const NAMES[] = {"append_baseline", "append_one_token", "append_general", "append_prefill"};
 
 /** Whether rows can be read 16 bytes at a time, and have no steps. */
 bool rows_suit_tiles(const tq_append_params &p)
@@ -174,7 +174,7 @@ bool plan_suits_tiles(const tq_plan &plan)
 /** The kernel that packs tokens; README.md has these lines as a table. */
 Kernel choose_kernel(const tq_plan &plan, const tq_append_params &p)
 {
-    if (!tq_is_plain(&plan)) return Kernel::BLOCKS;
+    if (!tq_is_plain(&plan)) return Kernel::BASELINE;
     if (p.tokens == 1 && plan.rotation != TQ_ROTATION_DENSE) return Kernel::ONE_TOKEN;
     const bool tiles = p.tokens > FEW_TOKENS && rows_suit_tiles(p) && plan_suits_tiles(plan) && tq_is_settled(&plan);
     return tiles ? Kernel::PREFILL : Kernel::GENERAL;
@@ -199,7 +199,7 @@ tq_status tq_cuda_append(const tq_plan *plan, const tq_append_params *params, in
                settled = tq_is_settled(plan); // few: what stays exact is copied in the same launch
     const Kernel kernel = choose_kernel(*plan, p);
     switch (kernel) {
-    case Kernel::BLOCKS: TQ_CUDA_TRY(launch_append_blocks(args, *plan, p, few, stream, error)); break;
+    case Kernel::BASELINE: TQ_CUDA_TRY(launch_append_baseline(args, *plan, p, few, stream, error)); break;
     case Kernel::ONE_TOKEN: return launch_append_one_token(args, settled, stream, error);
     case Kernel::GENERAL: TQ_CUDA_TRY(launch_append_general(args, settled, few, stream, error)); break;
     case Kernel::PREFILL: TQ_CUDA_TRY(launch_append_prefill(args, stream, error)); break;

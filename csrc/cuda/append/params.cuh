@@ -96,8 +96,8 @@ tq_status launch_append_one_token(const AppendArgs &args, bool settled, cudaStre
 tq_status launch_append_general(const AppendArgs &args, bool settled, bool one_block, cudaStream_t stream,
                                 tq_error *error);
 /** The same of plans that are not plain. */
-tq_status launch_append_blocks(const AppendArgs &args, const tq_plan &plan, const tq_append_params &params,
-                               bool one_block, cudaStream_t stream, tq_error *error);
+tq_status launch_append_baseline(const AppendArgs &args, const tq_plan &plan, const tq_append_params &params,
+                                 bool one_block, cudaStream_t stream, tq_error *error);
 /** Rows of 16 bits, aligned to 16 bytes, without steps. Plans of settled rows: append/append.cu says which. */
 /** append_prefill. SHARD: 1 for plans with tries, and 2 more for those with a wave or a metric. */
 template <int SHARD> struct Prefill {

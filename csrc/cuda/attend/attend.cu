@@ -12,7 +12,7 @@
 #include "cuda/attend/choose/gpus.h"
 #include "cuda/attend/chunk/chunk.h"
 #include "cuda/attend/kernels.h"
-#include "cuda/baselines/blocks.cuh"
+#include "cuda/baselines/baselines.cuh"
 
 namespace tq
 {
@@ -162,9 +162,9 @@ namespace
 
 /** The contents of a tq_cuda_attend_call. */
 struct Call {
-    enum Route { PACKED, CHUNK, BLOCKS } route; /* BLOCKS: plans that are not plain */
-    Launch launch;                              /* of PACKED */
-    tq_plan plan;                               /* of the others, with .. */
+    enum Route { PACKED, CHUNK, BASELINE } route; /* BASELINE: plans that are not plain */
+    Launch launch;                                /* of PACKED */
+    tq_plan plan;                                 /* of the others, with .. */
     tq_attend_params params;
     size_t bytes;
 };
@@ -210,7 +210,7 @@ tq_status tq_cuda_attend_prepare(const tq_plan *plan, const tq_attend_params *pa
     if (!call_) return fail(error, TQ_E_VALUE, "call", -1, 0, "a pointer, not NULL");
     if (!workspace_bytes) return fail(error, TQ_E_VALUE, "workspace_bytes", -1, 0, "a pointer, not NULL");
     Call &call = *new (call_) Call; /* filled where it is: it has some thousand bytes */
-    call.route = tq_is_plain(plan) ? Call::PACKED : Call::BLOCKS;
+    call.route = tq_is_plain(plan) ? Call::PACKED : Call::BASELINE;
     if (call.route == Call::PACKED) {
         Device device;
         TQ_CUDA_TRY(look_at_device(&device, error));
@@ -222,8 +222,8 @@ tq_status tq_cuda_attend_prepare(const tq_plan *plan, const tq_attend_params *pa
     if (call.route != Call::PACKED) {
         call.plan = *plan;
         call.params = *params;
-        TQ_CUDA_TRY((call.route == Call::CHUNK ? chunk_workspace_bytes : attend_blocks_bytes)(*plan, *params,
-                                                                                              &call.bytes, error));
+        TQ_CUDA_TRY((call.route == Call::CHUNK ? chunk_workspace_bytes : attend_baseline_bytes)(*plan, *params,
+                                                                                                &call.bytes, error));
     }
     *workspace_bytes = call.bytes;
     return TQ_OK;
@@ -235,7 +235,7 @@ tq_status tq_cuda_attend_workspace_bound(const tq_plan *plan, const tq_attend_pa
     TQ_CUDA_TRY(tq_check_attend_sizes(plan, params, error));
     TQ_CUDA_TRY(check_plan(*plan, error));
     if (!bytes) return fail(error, TQ_E_VALUE, "bytes", -1, 0, "a pointer, not NULL");
-    if (!tq_is_plain(plan)) return attend_blocks_bound(*plan, *params, bytes, error);
+    if (!tq_is_plain(plan)) return attend_baseline_bound(*plan, *params, bytes, error);
     Device device;
     Launch launch;
     TQ_CUDA_TRY(look_at_device(&device, error));
@@ -252,9 +252,9 @@ tq_status tq_cuda_attend(const tq_cuda_attend_call *call_, void *workspace, size
 {
     if (!call_) return fail(error, TQ_E_VALUE, "call", -1, 0, "of tq_cuda_attend_prepare, not NULL");
     const Call &call = *reinterpret_cast<const Call *>(call_);
-    if (call.route == Call::BLOCKS)
-        return attend_blocks(call.plan, call.params, workspace, workspace_bytes, static_cast<cudaStream_t>(stream),
-                             error);
+    if (call.route == Call::BASELINE)
+        return attend_baseline(call.plan, call.params, workspace, workspace_bytes, static_cast<cudaStream_t>(stream),
+                               error);
     if (call.route == Call::PACKED && !call.launch.blocks) return TQ_OK;
     if (call.bytes && (!workspace || (uintptr_t)workspace % 256 || workspace_bytes < call.bytes))
         return fail(error, TQ_E_VALUE, "workspace_bytes", -1, (double)workspace_bytes,

@@ -16,12 +16,12 @@ namespace
 
 constexpr int WARPS = 8;
 
-struct AppendBlocksArgs {
+struct AppendBaselineArgs {
     AppendArgs append;
-    BlockSide side[2];
+    BaselineSide side[2];
     int32_t blocks; // of each (side, sequence, head); a single one also copies what stays exact
 };
-static_assert(sizeof(AppendBlocksArgs) <= 4096, "kernel parameters");
+static_assert(sizeof(AppendBaselineArgs) <= 4096, "kernel parameters");
 
 struct Shared {
     uint8_t *codes;
@@ -29,7 +29,7 @@ struct Shared {
     int stride; // of codes
 };
 
-__device__ __forceinline__ Shared shared_of(const AppendArgs &a, const BlockSide &side, uint8_t *memory)
+__device__ __forceinline__ Shared shared_of(const AppendArgs &a, const BaselineSide &side, uint8_t *memory)
 {
     Shared s;
     s.stride = code_stride(side.tiles);
@@ -68,7 +68,7 @@ __device__ __forceinline__ float *load_tile(const AppendArgs &a, bool is_dense, 
         float *row = shared.rows + (i - tile.begin) * a.head_dim;
         load_row(a, work, head, head.centre, span, tile.base + i, x, lane);
 #pragma unroll
-        for (int k = 0; k < BLOCK_GROUPS; k++)
+        for (int k = 0; k < BASELINE_GROUPS; k++)
             if (lane + 32 * k < a.head_dim) row[lane + 32 * k] = x[k];
         if (has_moments(a, work))
             key_to_residual(a.moments, work.h, wave_position(a, work, tile.base + i + a.sinks), row);
@@ -83,14 +83,14 @@ __device__ __forceinline__ float *load_tile(const AppendArgs &a, bool is_dense, 
 }
 
 /** Step 3 for token i of the tile, whose row is lost. */
-__device__ __forceinline__ void encode_token(const AppendBlocksArgs &args, const Work &work, const Tile &tile, int i,
+__device__ __forceinline__ void encode_token(const AppendBaselineArgs &args, const Work &work, const Tile &tile, int i,
                                              float *row, const Shared &shared, int lane)
 {
     const AppendArgs &a = args.append;
-    const BlockSide &side = args.side[work.side];
+    const BaselineSide &side = args.side[work.side];
     LaneNumbers z;
 #pragma unroll
-    for (int k = 0; k < BLOCK_GROUPS; k++) z[k] = lane + 32 * k < a.head_dim ? row[lane + 32 * k] : 0.0f;
+    for (int k = 0; k < BASELINE_GROUPS; k++) z[k] = lane + 32 * k < a.head_dim ? row[lane + 32 * k] : 0.0f;
     if (side.rotation == TQ_ROTATION_HADAMARD) rotate_warp(a, z, row, lane);
     const float *table = side.levels == TQ_LEVELS_TABLE ? table_of(side, work.h) : nullptr;
     __half *numbers = tile.record ? scale_at(a.side[work.side], tile.record, tile.page_token + i) : nullptr;
@@ -99,12 +99,12 @@ __device__ __forceinline__ void encode_token(const AppendBlocksArgs &args, const
     __syncwarp();
     float *left = shared.y + (i - tile.begin) * a.head_dim;
 #pragma unroll
-    for (int k = 0; k < BLOCK_GROUPS; k++)
+    for (int k = 0; k < BASELINE_GROUPS; k++)
         if (lane + 32 * k < a.head_dim) left[lane + 32 * k] = z[k];
 }
 
 /** Step 4, after a barrier. */
-__device__ __forceinline__ void sketch_tile(const AppendArgs &a, const BlockSide &side, int h, const Tile &tile,
+__device__ __forceinline__ void sketch_tile(const AppendArgs &a, const BaselineSide &side, int h, const Tile &tile,
                                             const Shared &shared, int warp, int lane)
 {
     const int n = tile.end - tile.begin, rows = side.sketch_rows, padded = TQ_TILE * (side.tiles - a.groups);
@@ -120,11 +120,11 @@ __device__ __forceinline__ void sketch_tile(const AppendArgs &a, const BlockSide
 }
 
 /** Packed tokens base .. base + 31, as far as they are in the span. */
-__device__ __forceinline__ void append_tile(const AppendBlocksArgs &args, const Work &work, const Head &head,
+__device__ __forceinline__ void append_tile(const AppendBaselineArgs &args, const Work &work, const Head &head,
                                             const Span &span, int base, const Shared &shared, int warp, int lane)
 {
     const AppendArgs &a = args.append;
-    const BlockSide &side = args.side[work.side];
+    const BaselineSide &side = args.side[work.side];
     const Tile tile = {record_of(a, work, base), base, max(0, span.first - base), min(TQ_TILE, span.last - base),
                        (int)a.page_tokens.remainder((uint32_t)base)};
     float *rows = load_tile(a, side.rotation == TQ_ROTATION_DENSE, work, head, span, tile, shared, warp, lane);
@@ -148,7 +148,7 @@ __device__ __forceinline__ void append_tile(const AppendBlocksArgs &args, const 
     __syncthreads();
 }
 
-__global__ void __launch_bounds__(32 * WARPS) append_blocks(const __grid_constant__ AppendBlocksArgs args)
+__global__ void __launch_bounds__(32 * WARPS) append_baseline(const __grid_constant__ AppendBaselineArgs args)
 {
     extern __shared__ __align__(16) uint8_t memory[];
     const AppendArgs &a = args.append;
@@ -163,19 +163,19 @@ __global__ void __launch_bounds__(32 * WARPS) append_blocks(const __grid_constan
         append_tile(args, work, head, span, tile * TQ_TILE, shared, warp, lane);
     if (blocks > 1) return;
 #pragma unroll 1
-    for (int r = warp; copy_exact_row<BLOCK_GROUPS>(a, work, head, span, r, lane);) r += WARPS;
+    for (int r = warp; copy_exact_row<BASELINE_GROUPS>(a, work, head, span, r, lane);) r += WARPS;
 }
 
 } // namespace
 
-tq_status launch_append_blocks(const AppendArgs &args, const tq_plan &plan, const tq_append_params &params,
-                               bool one_block, cudaStream_t stream, tq_error *error)
+tq_status launch_append_baseline(const AppendArgs &args, const tq_plan &plan, const tq_append_params &params,
+                                 bool one_block, cudaStream_t stream, tq_error *error)
 {
-    const AppendBlocksArgs blocks = {
+    const AppendBaselineArgs blocks = {
         args,
-        {block_side_of(plan, false, params.layer.key), block_side_of(plan, true, params.layer.value)},
+        {baseline_side_of(plan, false, params.layer.key), baseline_side_of(plan, true, params.layer.value)},
         one_block ? 1 : (int)append_tiles(args)};
-    return launch(append_blocks, (int64_t)args.sides * args.batch * args.kv_heads * blocks.blocks, 32 * WARPS,
+    return launch(append_baseline, (int64_t)args.sides * args.batch * args.kv_heads * blocks.blocks, 32 * WARPS,
                   shared_bytes(plan), stream, error, blocks);
 }
 

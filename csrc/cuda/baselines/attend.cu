@@ -16,7 +16,7 @@
 #include "cuda/attend/choose/cut.h"
 #include "cuda/attend/rows/exact.cuh"
 #include "cuda/attend/rows/output.cuh"
-#include "cuda/baselines/blocks.cuh"
+#include "cuda/baselines/baselines.cuh"
 
 namespace tq
 {
@@ -26,9 +26,9 @@ namespace
 constexpr int SET_ROWS = 8, SET_WARPS = SET_ROWS, SET_THREADS = 32 * SET_WARPS;
 
 /** AttendArgs: p, the sizes and how rows are cut, for what attend_schedule and attend_exact know. */
-struct AttendBlocksArgs {
+struct AttendBaselineArgs {
     AttendArgs attend;
-    BlockPlan plan;
+    BaselinePlan plan;
     KeyMoments moments;
     int32_t splits, key_width, value_width, part_floats;
     // workspace, by set
@@ -37,15 +37,15 @@ struct AttendBlocksArgs {
     float *biases;  // [SET_ROWS]: <q, key centre>
     float *parts;   // [splits][SET_ROWS][part_floats]: RowTotals | packed sums [value_width] | exact sums [head_dim]
 };
-static_assert(sizeof(AttendBlocksArgs) <= 4096, "kernel parameters");
+static_assert(sizeof(AttendBaselineArgs) <= 4096, "kernel parameters");
 
 /** Of all rows of a set. */
-__device__ __forceinline__ float2 *waves_of(const AttendBlocksArgs &args, int64_t set)
+__device__ __forceinline__ float2 *waves_of(const AttendBaselineArgs &args, int64_t set)
 {
     return args.waves + set * SET_ROWS * args.moments.pairs;
 }
 
-__device__ __forceinline__ float *part_at(const AttendBlocksArgs &args, int64_t set, int split, int row)
+__device__ __forceinline__ float *part_at(const AttendBaselineArgs &args, int64_t set, int split, int row)
 {
     return args.parts + ((set * args.splits + split) * SET_ROWS + row) * args.part_floats;
 }
@@ -65,14 +65,14 @@ __device__ __forceinline__ void take_moments(const KeyMoments &m, int h, float *
     if (m.metric) apply_metric<true>(m, m.of_head(h), row);
 }
 
-/** Shared memory: | rows [MATRIX_TOKENS][key_width] | BlockRows' |. */
-__global__ void __launch_bounds__(SET_THREADS) prepare_kernel(const __grid_constant__ AttendBlocksArgs args)
+/** Shared memory: | rows [MATRIX_TOKENS][key_width] | BaselineRows' |. */
+__global__ void __launch_bounds__(SET_THREADS) prepare_kernel(const __grid_constant__ AttendBaselineArgs args)
 {
     const AttendArgs &a = args.attend;
-    const BlockSide &side = args.plan.side[0];
+    const BaselineSide &side = args.plan.side[0];
     const int row = threadIdx.x / 32, lane = threadIdx.x % 32, width = args.key_width;
     float *rows = reinterpret_cast<float *>(shared_bytes);
-    const BlockRows x(args.plan, rows, width, SET_ROWS, rows + MATRIX_TOKENS * width);
+    const BaselineRows x(args.plan, rows, width, SET_ROWS, rows + MATRIX_TOKENS * width);
     wait_for_stream();
     const RowSet s = find_rows(a, blockIdx.x, SET_ROWS);
     const int64_t at = query_at(a, s, row);
@@ -97,8 +97,8 @@ __global__ void __launch_bounds__(SET_THREADS) prepare_kernel(const __grid_const
 
 constexpr int PIECES = SET_THREADS / TQ_TILE;
 static_assert(PIECES == SET_ROWS, "the threads of a token finish the score of a row each");
-constexpr int COLUMNS = BLOCK_TILES * TQ_TILE / SET_THREADS; // of a value row that a thread sums at most
-constexpr int MOST_SPLITS = 32, LEAST_TILES = 4;             // of a split
+constexpr int COLUMNS = BASELINE_TILES * TQ_TILE / SET_THREADS; // of a value row that a thread sums at most
+constexpr int MOST_SPLITS = 32, LEAST_TILES = 4;                // of a split
 
 /** In shared memory. Rows are 16-byte aligned. */
 struct AttendShared {
@@ -120,7 +120,7 @@ __host__ __device__ __forceinline__ int tile_floats(int key_width, int value_wid
     return TQ_TILE * width;
 }
 
-size_t attend_bytes(const AttendBlocksArgs &args)
+size_t attend_bytes(const AttendBaselineArgs &args)
 {
     const size_t floats = tile_floats(args.key_width, args.value_width) +
                           SET_ROWS * ((size_t)args.key_width + TQ_TILE * args.attend.groups + TQ_TILE + 4) +
@@ -128,7 +128,7 @@ size_t attend_bytes(const AttendBlocksArgs &args)
     return sizeof(float) * floats + TQ_TILE * sizeof(ExactToken);
 }
 
-__device__ __forceinline__ AttendShared shared_of(const AttendBlocksArgs &args)
+__device__ __forceinline__ AttendShared shared_of(const AttendBaselineArgs &args)
 {
     AttendShared s;
     s.tile = reinterpret_cast<float *>(shared_bytes);
@@ -181,7 +181,7 @@ struct RowView {
     int32_t recent_lo;  // the first exact position that is no sink
     float bias;
 
-    __device__ __forceinline__ RowView(const AttendBlocksArgs &args, const RowSet &s, const Sequence &seq, int row)
+    __device__ __forceinline__ RowView(const AttendBaselineArgs &args, const RowSet &s, const Sequence &seq, int row)
     {
         const AttendArgs &a = args.attend;
         const RowPlace place = find_row(a, s, row);
@@ -304,7 +304,7 @@ struct ColumnSums {
 };
 
 /** Token tile `tile` of the packed tokens that the set sees. */
-__device__ __forceinline__ void attend_packed(const AttendBlocksArgs &args, const RowSet &s, const SetView &view,
+__device__ __forceinline__ void attend_packed(const AttendBaselineArgs &args, const RowSet &s, const SetView &view,
                                               const RowView &row, int tile, const AttendShared &shared,
                                               RowTotals &totals, ColumnSums &sums)
 {
@@ -368,7 +368,7 @@ __device__ __forceinline__ void attend_exact_tile(const AttendArgs &a, const Row
     __syncthreads();
 }
 
-__device__ __forceinline__ void leave_part(const AttendBlocksArgs &args, const RowSet &s, int split,
+__device__ __forceinline__ void leave_part(const AttendBaselineArgs &args, const RowSet &s, int split,
                                            const RowTotals &totals, const ColumnSums &sums)
 {
     if (threadIdx.x % 32 == 0)
@@ -386,7 +386,7 @@ __device__ __forceinline__ void leave_part(const AttendBlocksArgs &args, const R
     }
 }
 
-__global__ void __launch_bounds__(SET_THREADS) attend_kernel(const __grid_constant__ AttendBlocksArgs args)
+__global__ void __launch_bounds__(SET_THREADS) attend_kernel(const __grid_constant__ AttendBaselineArgs args)
 {
     const AttendArgs &a = args.attend;
     const int split = blockIdx.x % args.splits, width = TQ_TILE * a.groups;
@@ -419,13 +419,13 @@ __global__ void __launch_bounds__(SET_THREADS) attend_kernel(const __grid_consta
 
 // ---- combine ----
 
-__device__ __forceinline__ float4 totals_of(const AttendBlocksArgs &args, const RowSet &s, int split)
+__device__ __forceinline__ float4 totals_of(const AttendBaselineArgs &args, const RowSet &s, int split)
 {
     return *reinterpret_cast<const float4 *>(part_at(args, s.segment, split, threadIdx.x / 32));
 }
 
 /** A row's totals over all splits, by a warp. Whatever is NaN makes the sum NaN. */
-__device__ __forceinline__ RowTotals merge_totals(const AttendBlocksArgs &args, const RowSet &s)
+__device__ __forceinline__ RowTotals merge_totals(const AttendBaselineArgs &args, const RowSet &s)
 {
     float max = -INFINITY, sum = 0, packed_sum = 0;
     for (int i = 0; i < args.splits; i++) max = fmaxf(max, totals_of(args, s, i).x);
@@ -439,13 +439,13 @@ __device__ __forceinline__ RowTotals merge_totals(const AttendBlocksArgs &args, 
     return {max, sum, packed_sum, 0};
 }
 
-/** Shared memory: | rows [MATRIX_TOKENS][value_width] | BlockRows' |; a warp a row but for matrices. */
-__global__ void __launch_bounds__(SET_THREADS) combine_kernel(const __grid_constant__ AttendBlocksArgs args)
+/** Shared memory: | rows [MATRIX_TOKENS][value_width] | BaselineRows' |; a warp a row but for matrices. */
+__global__ void __launch_bounds__(SET_THREADS) combine_kernel(const __grid_constant__ AttendBaselineArgs args)
 {
     const AttendArgs &a = args.attend;
-    const BlockSide &side = args.plan.side[1];
+    const BaselineSide &side = args.plan.side[1];
     const int row = threadIdx.x / 32, lane = threadIdx.x % 32, width = args.value_width;
-    float *rows = reinterpret_cast<float *>(shared_bytes), exact[BLOCK_GROUPS] = {}, packed[BLOCK_TILES] = {};
+    float *rows = reinterpret_cast<float *>(shared_bytes), exact[BASELINE_GROUPS] = {}, packed[BASELINE_TILES] = {};
     wait_for_stream();
     const RowSet s = find_rows(a, blockIdx.x, SET_ROWS);
     const RowTotals totals = merge_totals(args, s);
@@ -455,24 +455,24 @@ __global__ void __launch_bounds__(SET_THREADS) combine_kernel(const __grid_const
         const float factor = exp2_fast(t.x - (totals.max == -INFINITY ? 0.0f : totals.max));
         const float *part = part_at(args, s.segment, split, row) + 4;
 #pragma unroll
-        for (int k = 0; k < BLOCK_TILES; k++)
+        for (int k = 0; k < BASELINE_TILES; k++)
             if (32 * k < width) packed[k] = fmaf(factor, part[lane + 32 * k], packed[k]);
 #pragma unroll
-        for (int k = 0; k < BLOCK_GROUPS; k++)
+        for (int k = 0; k < BASELINE_GROUPS; k++)
             if (lane + 32 * k < a.head_dim) exact[k] = fmaf(factor, part[width + lane + 32 * k], exact[k]);
     }
 #pragma unroll
-    for (int k = 0; k < BLOCK_TILES; k++)
+    for (int k = 0; k < BASELINE_TILES; k++)
         if (32 * k < width) rows[row * width + lane + 32 * k] = packed[k];
-    const RestoredRows restored =
-        restore_rows(args.plan, side, s.h, BlockRows(args.plan, rows, width, SET_ROWS, rows + MATRIX_TOKENS * width));
+    const RestoredRows restored = restore_rows(
+        args.plan, side, s.h, BaselineRows(args.plan, rows, width, SET_ROWS, rows + MATRIX_TOKENS * width));
     const Output output(a, s, row);
     if (!output.is_there()) return;
     const float *centre = centre_of(side, s.h);
     const bool nothing = totals.sum == 0.0f;
     const float inverse = nothing ? 0.0f : 1.0f / totals.sum;
 #pragma unroll
-    for (int k = 0; k < BLOCK_GROUPS; k++) {
+    for (int k = 0; k < BASELINE_GROUPS; k++) {
         const int c = lane + 32 * k;
         if (c >= a.head_dim) continue;
         const float x =
@@ -485,7 +485,7 @@ __global__ void __launch_bounds__(SET_THREADS) combine_kernel(const __grid_const
 // ---- host ----
 
 /** Splits: four blocks for each multiprocessor, as far as there may be tiles for them. */
-tq_status count_splits(AttendBlocksArgs *args, int64_t sets, tq_error *error)
+tq_status count_splits(AttendBaselineArgs *args, int64_t sets, tq_error *error)
 {
     const tq_attend_params &p = args->attend.p;
     DeviceFacts device;
@@ -499,7 +499,7 @@ tq_status count_splits(AttendBlocksArgs *args, int64_t sets, tq_error *error)
 }
 
 /** Sizes and, from `base` on, the workspace (NULL: only its bytes); *sets 0: there is nothing to do. */
-tq_status make_args(const tq_plan &plan, const tq_attend_params &p, char *base, AttendBlocksArgs *args, int64_t *sets,
+tq_status make_args(const tq_plan &plan, const tq_attend_params &p, char *base, AttendBaselineArgs *args, int64_t *sets,
                     size_t *bytes, tq_error *error)
 {
     AttendArgs &a = args->attend;
@@ -523,7 +523,7 @@ tq_status make_args(const tq_plan &plan, const tq_attend_params &p, char *base, 
     a.row_tiles = (a.rows + SET_ROWS - 1) / SET_ROWS;
     if (!p.layer.batch || !rows || (p.query_start_loc && !p.total_tokens)) return TQ_OK;
     *sets = (int64_t)p.layer.batch * p.layer.kv_heads * a.row_tiles;
-    block_plan_of(plan, a.p.layer, &args->plan);
+    baseline_plan_of(plan, a.p.layer, &args->plan);
     TQ_CUDA_TRY(count_splits(args, *sets, error));
     if (*sets * args->splits > INT32_MAX) return fail(error, TQ_E_VALUE, "query_tokens", -1, p.query_tokens, "fewer");
     args->key_width = TQ_TILE * plan.key.tiles;
@@ -543,16 +543,16 @@ tq_status make_args(const tq_plan &plan, const tq_attend_params &p, char *base, 
 
 } // namespace
 
-tq_status attend_blocks_bytes(const tq_plan &plan, const tq_attend_params &params, size_t *bytes, tq_error *error)
+tq_status attend_baseline_bytes(const tq_plan &plan, const tq_attend_params &params, size_t *bytes, tq_error *error)
 {
-    AttendBlocksArgs args;
+    AttendBaselineArgs args;
     int64_t sets;
     return make_args(plan, params, nullptr, &args, &sets, bytes, error);
 }
 
-tq_status attend_blocks_bound(const tq_plan &plan, const tq_attend_params &params, size_t *bytes, tq_error *error)
+tq_status attend_baseline_bound(const tq_plan &plan, const tq_attend_params &params, size_t *bytes, tq_error *error)
 {
-    AttendBlocksArgs args;
+    AttendBaselineArgs args;
     int64_t sets;
     DeviceFacts device;
     TQ_CUDA_TRY(make_args(plan, params, nullptr, &args, &sets, bytes, error));
@@ -564,10 +564,10 @@ tq_status attend_blocks_bound(const tq_plan &plan, const tq_attend_params &param
     return TQ_OK;
 }
 
-tq_status attend_blocks(const tq_plan &plan, const tq_attend_params &params, void *workspace, size_t workspace_bytes,
-                        cudaStream_t stream, tq_error *error)
+tq_status attend_baseline(const tq_plan &plan, const tq_attend_params &params, void *workspace, size_t workspace_bytes,
+                          cudaStream_t stream, tq_error *error)
 {
-    AttendBlocksArgs args;
+    AttendBaselineArgs args;
     int64_t sets;
     size_t bytes;
     TQ_CUDA_TRY(make_args(plan, params, static_cast<char *>(workspace), &args, &sets, &bytes, error));

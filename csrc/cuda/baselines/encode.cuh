@@ -1,15 +1,15 @@
-// One vector of a plan that is not plain encoded by one warp, bit for bit as in csrc/core/blocks.c: lane l has channels l, l + 32, l + 64, ..,
+// One vector of a plan that is not plain encoded by one warp, bit for bit as in csrc/core/baselines.c: lane l has channels l, l + 32, l + 64, ..,
 // so that group k is z[k] of all lanes.
 #ifndef TQ_CUDA_BASELINES_ENCODE_CUH
 #define TQ_CUDA_BASELINES_ENCODE_CUH
 #include "cuda/append/encode_warp.cuh"
-#include "cuda/baselines/blocks.cuh"
+#include "cuda/baselines/baselines.cuh"
 
 namespace tq
 {
 
 /** A number for each of a lane's channels. */
-using LaneNumbers = float[BLOCK_GROUPS];
+using LaneNumbers = float[BASELINE_GROUPS];
 
 /** Which numbers of a lane belong to a block, groups first .. last - 1, and are no padding. */
 struct BlockSpan {
@@ -40,17 +40,17 @@ __device__ __forceinline__ __half stored(float x)
 
 /** turboquant.h, tq_scale, over the block alone. The order of its sums is that of the block's own tree: groups whose numbers are
  *  multiples of a power of two apart meet in the same step of the larger tree, whatever group the block begins with. */
-__device__ __forceinline__ void encode_codebook(const AppendArgs &a, const BlockSide &side, const BlockSpan &span,
+__device__ __forceinline__ void encode_codebook(const AppendArgs &a, const BaselineSide &side, const BlockSpan &span,
                                                 const LaneNumbers &z, CodedBlock &to)
 {
-    float squares[1][BLOCK_GROUPS];
+    float squares[1][BASELINE_GROUPS];
     LaneNumbers u, c;
 #pragma unroll
-    for (int k = 0; k < BLOCK_GROUPS; k++) squares[0][k] = span.has(k) ? __fmul_rn(z[k], z[k]) : 0.0f;
+    for (int k = 0; k < BASELINE_GROUPS; k++) squares[0][k] = span.has(k) ? __fmul_rn(z[k], z[k]) : 0.0f;
     warp_trees(squares);
     const Norm norm = norm_of(squares[0][0], __fdiv_rn(squares[0][0], span.channels()));
 #pragma unroll
-    for (int k = 0; k < BLOCK_GROUPS; k++) {
+    for (int k = 0; k < BASELINE_GROUPS; k++) {
         u[k] = c[k] = 0.0f;
         if (!span.has_group(k)) continue;
         const int bits = side.bits[k];
@@ -74,11 +74,11 @@ __device__ __forceinline__ float first_least(const BlockSpan &span, const LaneNu
     int at = 0;
     float start = 0.0f;
 #pragma unroll
-    for (int k = 0; k < BLOCK_GROUPS; k++)
+    for (int k = 0; k < BASELINE_GROUPS; k++)
         if (k == span.first) start = z[k];
     float least = __fmul_rn(sign, __shfl_sync(ALL_LANES, start, 0));
 #pragma unroll
-    for (int k = 0; k < BLOCK_GROUPS; k++)
+    for (int k = 0; k < BASELINE_GROUPS; k++)
         if (span.has(k) && sign * z[k] < least) least = sign * z[k], at = 32 * (k - span.first) + span.lane;
 #pragma unroll
     for (int h = 16; h; h /= 2) {
@@ -97,7 +97,7 @@ __device__ __forceinline__ void encode_affine(int bits, const BlockSpan &span, c
     to.s = stored(__fdiv_rn(__fsub_rn(high, low), top));
     const float s = __half2float(to.s), o = __half2float(to.o);
 #pragma unroll
-    for (int k = 0; k < BLOCK_GROUPS; k++) {
+    for (int k = 0; k < BASELINE_GROUPS; k++) {
         if (!span.has_group(k)) continue;
         const float code = s > 0.0f ? rintf(__fdiv_rn(__fsub_rn(z[k], o), s)) : 0.0f,
                     kept = code > 0.0f ? (code < top ? code : top) : 0.0f; // 0 for a NaN, which a matrix may make
@@ -110,12 +110,12 @@ __device__ __forceinline__ void encode_absmax(int bits, const BlockSpan &span, c
     const float top = (float)((1 << (bits - 1)) - 1);
     float most = 0.0f;
 #pragma unroll
-    for (int k = 0; k < BLOCK_GROUPS; k++)
+    for (int k = 0; k < BASELINE_GROUPS; k++)
         if (span.has(k)) most = fmaxf(most, fabsf(z[k]));
     const float s = __fdiv_rn(warp_max(most), top), inverse = s > 0.0f ? __frcp_rn(s) : 0.0f;
     to.s = stored(s);
 #pragma unroll
-    for (int k = 0; k < BLOCK_GROUPS; k++) {
+    for (int k = 0; k < BASELINE_GROUPS; k++) {
         if (!span.has_group(k)) continue;
         float code = roundf(__fmul_rn(z[k], inverse));
         code = code > top ? top : code < -top ? -top : code; // a subnormal scale has an inverse that overflows
@@ -129,7 +129,7 @@ __device__ __forceinline__ void encode_table(int bits, const float *table, const
                                              CodedBlock &to)
 {
 #pragma unroll
-    for (int k = 0; k < BLOCK_GROUPS; k++) {
+    for (int k = 0; k < BASELINE_GROUPS; k++) {
         if (!span.has_group(k)) continue;
         int best = 0;
         float level = table[0], distance = fabsf(__fsub_rn(z[k], level));
@@ -153,8 +153,8 @@ struct TokenNumbers {
 };
 
 /** What one block adds; z becomes what its codes leave over. */
-__device__ __forceinline__ void encode_block(const AppendArgs &a, const BlockSide &side, const float *table, int block,
-                                             const BlockSpan &span, LaneNumbers &z, uint8_t *codes,
+__device__ __forceinline__ void encode_block(const AppendArgs &a, const BaselineSide &side, const float *table,
+                                             int block, const BlockSpan &span, LaneNumbers &z, uint8_t *codes,
                                              const TokenNumbers &numbers)
 {
     const int bits = side.bits[span.first];
@@ -174,18 +174,18 @@ __device__ __forceinline__ void encode_block(const AppendArgs &a, const BlockSid
     }
     const float s = __half2float(coded.s), o = __half2float(coded.o);
 #pragma unroll
-    for (int k = 0; k < BLOCK_GROUPS; k++)
+    for (int k = 0; k < BASELINE_GROUPS; k++)
         if (span.has_group(k)) z[k] = __fsub_rn(z[k], __fadd_rn(__fmul_rn(s, coded.level[k]), o));
 }
 
 /** The number that multiplies the signs of r, the residual, and the signs of r itself if they are the sketch. */
-__device__ __forceinline__ void encode_sketch(const AppendArgs &a, const BlockSide &side, const LaneNumbers &r,
+__device__ __forceinline__ void encode_sketch(const AppendArgs &a, const BaselineSide &side, const LaneNumbers &r,
                                               uint8_t *codes, const TokenNumbers &numbers, int lane)
 {
     const bool is_norm = side.sketch == TQ_SKETCH_GAUSSIAN;
-    float sizes[1][BLOCK_GROUPS];
+    float sizes[1][BASELINE_GROUPS];
 #pragma unroll
-    for (int k = 0; k < BLOCK_GROUPS; k++) {
+    for (int k = 0; k < BASELINE_GROUPS; k++) {
         const bool real = lane + 32 * k < a.head_dim;
         sizes[0][k] = !real ? 0.0f : is_norm ? __fmul_rn(r[k], r[k]) : fabsf(r[k]);
         if (!is_norm && k < a.groups) codes[32 * (a.groups + k) + lane] = real && r[k] >= 0.0f;
@@ -197,7 +197,7 @@ __device__ __forceinline__ void encode_sketch(const AppendArgs &a, const BlockSi
 }
 
 /** z, rotated: its codes [32 * tiles], but for those of a Gaussian sketch, and its numbers. z becomes what the codes leave over. */
-__device__ __forceinline__ void encode_blocks(const AppendArgs &a, const BlockSide &side, const float *table,
+__device__ __forceinline__ void encode_blocks(const AppendArgs &a, const BaselineSide &side, const float *table,
                                               LaneNumbers &z, uint8_t *codes, const TokenNumbers &numbers, int lane)
 {
     for (int first = 0, last; first < a.groups; first = last) {

@@ -15,7 +15,7 @@ inline tq_status check_plan(const tq_plan &plan, tq_error *error)
 {
     if (plan.head_dim > TQ_CUDA_MAX_HEAD_DIM)
         return fail(error, TQ_E_UNSUPPORTED, "head_dim", -1, plan.head_dim, "at most 512 channels on CUDA");
-    if (!tq_is_plain(&plan) && plan.head_dim > TQ_CUDA_MAX_BLOCKS_DIM)
+    if (!tq_is_plain(&plan) && plan.head_dim > TQ_CUDA_MAX_BASELINE_DIM)
         return fail(error, TQ_E_UNSUPPORTED, "head_dim", -1, plan.head_dim,
                     "at most 256 channels on CUDA in plans that are not plain; CPUs take 512");
     return TQ_OK;

@@ -1,16 +1,17 @@
 /* The arithmetic of plans that are not plain: portable, the same on every machine. turboquant.h has the formulas
  * (tq_levels, tq_sketch). */
-#include "blocks.h"
+#include "baselines.h"
 #include "turboquant_schemes.h"
 #include <math.h>
 #include <string.h>
 
 #define MAX_LEVELS 256
 
-tq_block_coder tq_block_coder_of(const tq_kernels *kernels, const tq_plan *plan, const tq_codebook *books,
-                                 const tq_transform *t, int is_key, int32_t head)
+tq_baseline_coder tq_baseline_coder_of(const tq_kernels *kernels, const tq_plan *plan, const tq_codebook *books,
+                                       const tq_transform *t, int is_key, int32_t head)
 {
-    tq_block_coder c = {.kernels = kernels, .plan = plan, .side = is_key ? &plan->key : &plan->value, .books = books};
+    tq_baseline_coder c = {
+        .kernels = kernels, .plan = plan, .side = is_key ? &plan->key : &plan->value, .books = books};
     const float *rows = tq_transform_matrix(t, head);
     int dense = c.side->rotation == TQ_ROTATION_DENSE;
     c.matrix = dense ? rows : NULL;
@@ -42,7 +43,7 @@ static float dot(const float *a, const float *b, int32_t n)
 static uint16_t stored(float x) { return tq_f16_from_f32(x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x); }
 
 /** Levels of the codes of `bits`, before scale and zero point, by code. */
-static void fill_levels(const tq_block_coder *c, int32_t bits, float levels[MAX_LEVELS])
+static void fill_levels(const tq_baseline_coder *c, int32_t bits, float levels[MAX_LEVELS])
 {
     for (int32_t code = 0; code < 1 << bits; code++) switch (c->side->levels) {
         case TQ_LEVELS_AFFINE: levels[code] = (float)code; break;
@@ -65,7 +66,7 @@ static float read_number(const void *numbers, int64_t stride, int32_t i)
     return tq_f32_from_f16(half);
 }
 
-static affine read_scales(const tq_block_coder *c, const void *numbers, int64_t stride, int32_t block)
+static affine read_scales(const tq_baseline_coder *c, const void *numbers, int64_t stride, int32_t block)
 {
     switch (c->side->levels) {
     case TQ_LEVELS_TABLE: return (affine){1.0f, 0.0f};
@@ -76,7 +77,7 @@ static affine read_scales(const tq_block_coder *c, const void *numbers, int64_t 
 }
 
 /** The factor of the signs of a token's sketch, without sketch_factor. */
-static affine read_sketch_scale(const tq_block_coder *c, const void *numbers, int64_t stride)
+static affine read_sketch_scale(const tq_baseline_coder *c, const void *numbers, int64_t stride)
 {
     int is_static = c->table && c->side->sketch == TQ_SKETCH_SIGN;
     return (affine){is_static ? c->table[c->side->step_columns - 1] : read_number(numbers, stride, c->side->scales - 1),
@@ -85,10 +86,10 @@ static affine read_sketch_scale(const tq_block_coder *c, const void *numbers, in
 
 /* ---- encoding a block: n channels of z from channel `first`, all of its groups ---- */
 
-static int32_t bits_of(const tq_block_coder *c, int32_t channel) { return c->side->bits[channel / TQ_TILE]; }
+static int32_t bits_of(const tq_baseline_coder *c, int32_t channel) { return c->side->bits[channel / TQ_TILE]; }
 
 /** Encodes with a codebook; returns the scale (turboquant.h, tq_scale) of the block alone. */
-static float encode_codebook(const tq_block_coder *c, int32_t first, int32_t n, const float *z, uint8_t *codes)
+static float encode_codebook(const tq_baseline_coder *c, int32_t first, int32_t n, const float *z, uint8_t *codes)
 {
     float u[TQ_MAX_DIM], d[TQ_MAX_DIM];
     float ss = dot(z, z, n);
@@ -151,7 +152,7 @@ static void encode_table(const float *table, int32_t n_levels, int32_t n, const 
     }
 }
 
-static void encode_block(const tq_block_coder *c, int32_t block, int32_t first, int32_t n, const float *z,
+static void encode_block(const tq_baseline_coder *c, int32_t block, int32_t first, int32_t n, const float *z,
                          uint8_t *codes, uint16_t *scales)
 {
     int32_t bits = bits_of(c, first);
@@ -174,7 +175,7 @@ static float sketch_factor(const tq_side *side)
 }
 
 /** r [head_dim] is lost. */
-static void encode_sketch(const tq_block_coder *c, float *r, uint8_t *codes, uint16_t *scales)
+static void encode_sketch(const tq_baseline_coder *c, float *r, uint8_t *codes, uint16_t *scales)
 {
     int32_t d = c->plan->head_dim;
     float squares[TQ_MAX_DIM];
@@ -191,7 +192,7 @@ static void encode_sketch(const tq_block_coder *c, float *r, uint8_t *codes, uin
 
 /* ---- one vector ---- */
 
-void tq_block_encode(const tq_block_coder *c, float *x, float *z, uint8_t *codes, uint16_t *scales)
+void tq_baseline_encode(const tq_baseline_coder *c, float *x, float *z, uint8_t *codes, uint16_t *scales)
 {
     const tq_plan *plan = c->plan;
     const tq_side *side = c->side;
@@ -214,8 +215,8 @@ void tq_block_encode(const tq_block_coder *c, float *x, float *z, uint8_t *codes
 }
 
 /** Tile `tile` of a token tile, of block `block`, into columns 32 * tile .. of the rows of tokens first .. last - 1. */
-static void decode_tile(const tq_block_coder *c, const uint8_t *record, int32_t token_tile, int32_t tile, int32_t block,
-                        int32_t first, int32_t last, float *rows)
+static void decode_tile(const tq_baseline_coder *c, const uint8_t *record, int32_t token_tile, int32_t tile,
+                        int32_t block, int32_t first, int32_t last, float *rows)
 {
     const tq_side *side = c->side;
     int32_t bits = side->bits[tile], is_key = side == &c->plan->key, is_sketch = tile >= c->plan->groups;
@@ -238,8 +239,8 @@ static void decode_tile(const tq_block_coder *c, const uint8_t *record, int32_t 
     }
 }
 
-void tq_block_decode(const tq_block_coder *c, const uint8_t *record, int32_t token_tile, int32_t first, int32_t last,
-                     float *rows)
+void tq_baseline_decode(const tq_baseline_coder *c, const uint8_t *record, int32_t token_tile, int32_t first,
+                        int32_t last, float *rows)
 {
     int32_t block = -1;
     for (int32_t t = 0; t < c->side->tiles; t++) {
@@ -248,7 +249,7 @@ void tq_block_decode(const tq_block_coder *c, const uint8_t *record, int32_t tok
     }
 }
 
-void tq_block_project(const tq_block_coder *c, const float *x, float *row)
+void tq_baseline_project(const tq_baseline_coder *c, const float *x, float *row)
 {
     int32_t d = c->plan->head_dim, groups = c->plan->groups;
     float *signs = row + TQ_TILE * groups;
@@ -258,7 +259,7 @@ void tq_block_project(const tq_block_coder *c, const float *x, float *row)
         signs[j] = c->sketch ? c->kernels->dot(c->sketch + (int64_t)j * d, row, d) : row[j];
 }
 
-void tq_block_restore(const tq_block_coder *c, float *row, float *x)
+void tq_baseline_restore(const tq_baseline_coder *c, float *row, float *x)
 {
     int32_t d = c->plan->head_dim;
     const float *signs = row + TQ_TILE * c->plan->groups;

@@ -1,13 +1,13 @@
 // Plans that are not plain on the device: what their kernels share. The formulas are in turboquant.h (tq_levels, tq_sketch); the host's
-// csrc/core/blocks.c does the same. Behind its rotation a token is one row of 32 * tiles numbers: its decoded channels, then the
+// csrc/core/baselines.c does the same. Behind its rotation a token is one row of 32 * tiles numbers: its decoded channels, then the
 // decoded signs of its sketch. A query becomes such a row too, [R q | S R q], and an inner product is that of two rows; a weighted
 // sum of rows is un-rotated once.
 //
 //   baselines/append.cu      vectors to codes       baselines/encode.cuh: one of them by one warp
 //   baselines/attend.cu      queries meet a token tile's rows in shared memory
 //   baselines/dequantize.cu  rows back to vectors
-#ifndef TQ_CUDA_BASELINES_BLOCKS_CUH
-#define TQ_CUDA_BASELINES_BLOCKS_CUH
+#ifndef TQ_CUDA_BASELINES_BASELINES_CUH
+#define TQ_CUDA_BASELINES_BASELINES_CUH
 #include "cuda/device/launch.cuh"
 #include "cuda/device/wave.cuh"
 #include "cuda/tile/codebooks.h"
@@ -18,18 +18,18 @@
 namespace tq
 {
 
-constexpr int BLOCK_GROUPS = TQ_CUDA_MAX_BLOCKS_DIM / TQ_TILE;
-constexpr int BLOCK_TILES = 2 * BLOCK_GROUPS; // groups, and as many of a sketch
+constexpr int BASELINE_GROUPS = TQ_CUDA_MAX_BASELINE_DIM / TQ_TILE;
+constexpr int BASELINE_TILES = 2 * BASELINE_GROUPS; // groups, and as many of a sketch
 constexpr int LEVELS_MAX = 1 << TQ_MAX_BITS;
 constexpr int LEVEL_TABLE = (TQ_MAX_BITS + 1) * LEVELS_MAX; // by bits and code
 
 /** Keys or values: tq_side and tq_transform. */
-struct BlockSide {
+struct BaselineSide {
     int32_t rotation, levels, sketch, sketch_rows, step_columns, tiles, scales;
     int32_t tile_bytes, codes_offset, scales_offset;
     float sketch_factor; // sqrt(pi / 2) / m for a Gaussian sketch, 1 for the residual's own signs
-    int32_t offset[BLOCK_TILES];
-    uint8_t bits[BLOCK_TILES], block[BLOCK_GROUPS]; // block: the index of that of a group
+    int32_t offset[BASELINE_TILES];
+    uint8_t bits[BASELINE_TILES], block[BASELINE_GROUPS]; // block: the index of that of a group
     tq_transform transform;
 };
 
@@ -42,19 +42,19 @@ struct PackedPages {
 };
 
 /** Everything that decoding needs. */
-struct BlockPlan {
+struct BaselinePlan {
     int32_t head_dim, groups, page_tokens;
     int64_t record_bytes;
     PackedPages packed;
     HadamardSigns signs;
-    BlockSide side[2]; // keys, values
+    BaselineSide side[2]; // keys, values
     LevelsByCode codebooks;
 };
 
-inline BlockSide block_side_of(const tq_plan &plan, bool is_value, const tq_transform &transform)
+inline BaselineSide baseline_side_of(const tq_plan &plan, bool is_value, const tq_transform &transform)
 {
     const tq_side &from = is_value ? plan.value : plan.key;
-    BlockSide side = {};
+    BaselineSide side = {};
     side.rotation = from.rotation;
     side.levels = from.levels;
     side.sketch = from.sketch;
@@ -76,7 +76,7 @@ inline BlockSide block_side_of(const tq_plan &plan, bool is_value, const tq_tran
     return side;
 }
 
-inline void block_plan_of(const tq_plan &plan, const tq_layer &layer, BlockPlan *to)
+inline void baseline_plan_of(const tq_plan &plan, const tq_layer &layer, BaselinePlan *to)
 {
     *to = {};
     to->head_dim = plan.head_dim;
@@ -86,47 +86,48 @@ inline void block_plan_of(const tq_plan &plan, const tq_layer &layer, BlockPlan 
     to->packed = {layer.pages,    layer.block_table, layer.n_pages, tq_page_stride(&plan, &layer),
                   layer.kv_heads, layer.max_pages};
     to->signs = signs_of(plan);
-    to->side[0] = block_side_of(plan, false, layer.key);
-    to->side[1] = block_side_of(plan, true, layer.value);
+    to->side[0] = baseline_side_of(plan, false, layer.key);
+    to->side[1] = baseline_side_of(plan, true, layer.value);
     to->codebooks = of_codebooks<LevelsByCode>(plan, fill_levels_by_code);
 }
 
 // ---- the launchers, behind the checks of all plans ----
 
-tq_status attend_blocks_bytes(const tq_plan &plan, const tq_attend_params &params, size_t *bytes, tq_error *error);
+tq_status attend_baseline_bytes(const tq_plan &plan, const tq_attend_params &params, size_t *bytes, tq_error *error);
 /** What calls with these arguments or smaller ones need at most. */
-tq_status attend_blocks_bound(const tq_plan &plan, const tq_attend_params &params, size_t *bytes, tq_error *error);
-tq_status attend_blocks(const tq_plan &plan, const tq_attend_params &params, void *workspace, size_t workspace_bytes,
-                        cudaStream_t stream, tq_error *error);
-tq_status dequantize_blocks(const tq_plan &plan, const BlockPlan &blocks, const tq_layer &layer, int32_t max_tokens,
-                            tq_dtype dtype, void *k, void *v, cudaStream_t stream, tq_error *error);
+tq_status attend_baseline_bound(const tq_plan &plan, const tq_attend_params &params, size_t *bytes, tq_error *error);
+tq_status attend_baseline(const tq_plan &plan, const tq_attend_params &params, void *workspace, size_t workspace_bytes,
+                          cudaStream_t stream, tq_error *error);
+tq_status dequantize_baseline(const tq_plan &plan, const BaselinePlan &blocks, const tq_layer &layer,
+                              int32_t max_tokens, tq_dtype dtype, void *k, void *v, cudaStream_t stream,
+                              tq_error *error);
 
 // ---- what comes with each call ----
 
-__device__ __forceinline__ const float *matrix_of(const BlockSide &side, int h)
+__device__ __forceinline__ const float *matrix_of(const BaselineSide &side, int h)
 {
     return side.transform.rotation + h * side.transform.rotation_stride_head;
 }
 
 /** S [sketch_rows][head_dim], below R if that is a matrix. */
-__device__ __forceinline__ const float *sketch_of(const BlockSide &side, int head_dim, int h)
+__device__ __forceinline__ const float *sketch_of(const BaselineSide &side, int head_dim, int h)
 {
     return matrix_of(side, h) + (side.rotation == TQ_ROTATION_DENSE ? head_dim * head_dim : 0);
 }
 
-__device__ __forceinline__ const float *table_of(const BlockSide &side, int h)
+__device__ __forceinline__ const float *table_of(const BaselineSide &side, int h)
 {
     return side.transform.steps + h * side.transform.stride_head;
 }
 
-__device__ __forceinline__ const float *centre_of(const BlockSide &side, int h)
+__device__ __forceinline__ const float *centre_of(const BaselineSide &side, int h)
 {
     const float *centre = side.transform.centre;
     return centre ? centre + h * side.transform.stride_head : nullptr;
 }
 
 /** The record of the page that holds packed index `index`; NULL where the block table names none of the cache. */
-__device__ __forceinline__ const uint8_t *record_of(const BlockPlan &plan, int b, int h, int index)
+__device__ __forceinline__ const uint8_t *record_of(const BaselinePlan &plan, int b, int h, int index)
 {
     const PackedPages &at = plan.packed;
     int64_t page = at.block_table[(int64_t)b * at.max_pages + index / plan.page_tokens];
@@ -137,7 +138,7 @@ __device__ __forceinline__ const uint8_t *record_of(const BlockPlan &plan, int b
 // ---- decoding ----
 
 /** Fills to[LEVEL_TABLE] with what codes of codebooks and tables stand for, by LEVELS_MAX * bits + code. */
-__device__ __forceinline__ void load_levels(const BlockPlan &plan, const BlockSide &side, int h, float *to)
+__device__ __forceinline__ void load_levels(const BaselinePlan &plan, const BaselineSide &side, int h, float *to)
 {
     for (int i = threadIdx.x; i < LEVEL_TABLE; i += blockDim.x) {
         const int bits = i / LEVELS_MAX, code = i % LEVELS_MAX;
@@ -159,8 +160,8 @@ struct LaneTile {
     bool is_sketch, is_static;
     float static_scale, sketch_factor;
 
-    __device__ __forceinline__ LaneTile(const BlockPlan &plan, const BlockSide &side, int h, const uint8_t *record,
-                                        int token_tile, int tile, int lane)
+    __device__ __forceinline__ LaneTile(const BaselinePlan &plan, const BaselineSide &side, int h,
+                                        const uint8_t *record, int token_tile, int tile, int lane)
         : levels(side.levels), bits(side.bits[tile]), block(0), scales(side.scales), page_tokens(plan.page_tokens),
           real(plan.head_dim - TQ_TILE * tile), is_sketch(tile >= plan.groups),
           is_static(side.levels == TQ_LEVELS_TABLE && side.sketch == TQ_SKETCH_SIGN), static_scale(0),
@@ -206,10 +207,10 @@ struct LaneTile {
 };
 
 /** Decodes a token tile to rows of 32 * tiles numbers, 0 where padded; rows 16-byte aligned, `stride` floats apart. A whole block. */
-__device__ __forceinline__ void decode_keys(const BlockPlan &plan, int h, const uint8_t *record, int token_tile,
+__device__ __forceinline__ void decode_keys(const BaselinePlan &plan, int h, const uint8_t *record, int token_tile,
                                             const float *table, float *rows, int stride)
 {
-    const BlockSide &side = plan.side[0];
+    const BaselineSide &side = plan.side[0];
     const int lane = threadIdx.x % 32;
     for (int tile = threadIdx.x / 32; tile < side.tiles; tile += blockDim.x / 32) {
         const LaneTile x(plan, side, h, record, token_tile, tile, lane);
@@ -229,10 +230,10 @@ __device__ __forceinline__ void decode_keys(const BlockPlan &plan, int h, const 
 }
 
 /** The same of values; 0 for tokens outside of begin .. end - 1, which may be bytes of anything. */
-__device__ __forceinline__ void decode_values(const BlockPlan &plan, int h, const uint8_t *record, int token_tile,
+__device__ __forceinline__ void decode_values(const BaselinePlan &plan, int h, const uint8_t *record, int token_tile,
                                               int begin, int end, const float *table, float *rows, int stride)
 {
-    const BlockSide &side = plan.side[1];
+    const BaselineSide &side = plan.side[1];
     const int lane = threadIdx.x % 32;
     for (int tile = threadIdx.x / 32; tile < side.tiles; tile += blockDim.x / 32) {
         const LaneTile x(plan, side, h, record, token_tile, tile, lane);
@@ -254,11 +255,11 @@ __device__ __forceinline__ void decode_values(const BlockPlan &plan, int h, cons
 
 /** n rows, `stride` floats apart, in memory for MATRIX_TOKENS. Behind them, if the side has matrices, | spare [MATRIX_TOKENS][head_dim]
  *  | matrix blocks [warps] |. */
-struct BlockRows {
+struct BaselineRows {
     float *rows, *spare, *blocks; // blocks: this warp's
     int stride, n;
 
-    __device__ __forceinline__ BlockRows(const BlockPlan &plan, float *rows_, int stride_, int n_, float *behind)
+    __device__ __forceinline__ BaselineRows(const BaselinePlan &plan, float *rows_, int stride_, int n_, float *behind)
         : rows(rows_), spare(behind), blocks(behind + MATRIX_TOKENS * plan.head_dim + threadIdx.x / 32 * MATRIX_BLOCK),
           stride(stride_), n(n_)
     {
@@ -272,7 +273,8 @@ inline size_t matrix_bytes(const tq_side &side, int head_dim, int warps)
 }
 
 /** rows become [R x | S R x]. x: in spare, dense, if R is a matrix, else in the rows themselves; their other numbers are 0. */
-__device__ __forceinline__ void project_rows(const BlockPlan &plan, const BlockSide &side, int h, const BlockRows &x)
+__device__ __forceinline__ void project_rows(const BaselinePlan &plan, const BaselineSide &side, int h,
+                                             const BaselineRows &x)
 {
     const int d = plan.head_dim, warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x % 32;
     float *signs = x.rows + TQ_TILE * plan.groups;
@@ -297,8 +299,8 @@ struct RestoredRows {
     int stride;
 };
 
-__device__ __forceinline__ RestoredRows restore_rows(const BlockPlan &plan, const BlockSide &side, int h,
-                                                     const BlockRows &x)
+__device__ __forceinline__ RestoredRows restore_rows(const BaselinePlan &plan, const BaselineSide &side, int h,
+                                                     const BaselineRows &x)
 {
     const int d = plan.head_dim, warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x % 32;
     const float *signs = x.rows + TQ_TILE * plan.groups;

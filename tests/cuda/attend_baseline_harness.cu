@@ -1,7 +1,7 @@
 // Attention and dequantising on the device for plans that are not plain, over pages that the C core wrote: against float64 over what the
 // core decodes from them, and against the core's own attention.
 //
-//   make harness && build/cuda-harness/attend_blocks_harness [filter]
+//   make harness && build/cuda-harness/attend_baseline_harness [filter]
 #include <functional>
 
 #include "blocked_plans.h"
