@@ -1,5 +1,5 @@
-"""The storage of one layer of a TurboQuantCache: how forwards write to its tensors (`tensors`), and how to go back. A
-failed write changes nothing, `crop_to` forgets tokens, `take_back` undoes a forward that failed elsewhere.
+"""The storage of one layer of a TurboQuantCache: how forwards write to its tensors (`tensors`, `room`), and how to go
+back. A failed write changes nothing, `crop_to` forgets tokens, `take_back` undoes a forward that failed elsewhere.
 
 A step reads no device tensor back: lengths and pages are counted on the host, from the padding of the first forward.
 """
@@ -16,8 +16,8 @@ from .attend import attend_in_parts, reads_in_parts
 from .pages import outside_autograd
 from .prompt import prompt_rotations
 from .rewind import PastWindows
+from .room import LayerRoom
 from .shared import Common
-from .tensors import LayerTensors
 
 __all__ = ["LayerStorage"]
 
@@ -27,7 +27,7 @@ _recode = torch.ops.turboquant.recode.default
 _append_attend = torch.ops.turboquant.append_attend.default
 
 
-class LayerStorage(LayerTensors):
+class LayerStorage(LayerRoom):
     """The tokens of one layer, and what is needed to go back.
 
     record_past  whether every forward keeps a copy of the window

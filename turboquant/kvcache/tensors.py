@@ -1,5 +1,4 @@
-"""The tensors of one layer of a TurboQuantCache, [ sinks | packed pages | window ] (turboquant.h, "the cache"), and
-room for more tokens.
+"""The tensors of one layer of a TurboQuantCache, [ sinks | packed pages | window ] (turboquant.h, "the cache").
 
 Each sequence has its own length. Padding is never stored. It is counted as if it were all in front: token i of
 sequence b has position i - padding[b], and is padding if that is negative. Padding between a prefix and what follows
@@ -13,27 +12,19 @@ then its wave is turned by so many more.
                  are enough tokens (`exact`)
     transforms   rotations, steps and centres of a calibration, wave and metric of the keys (`transforms`): shared by
                  all caches of a calibration and moments on a device, and counted in each
-
-Growth: when a sequence fills its last page, the needed pages are added, or 1/64 of the present ones if that is more. So
-at most 1/64 is unused. Adding copies the layer's packed bytes. A sequence needs a page every 128 tokens, and every step
-reads all its packed bytes anyway: if the sequences of a batch grow together, the copies add less than 2 % to the memory
-traffic of attention. Forks, beams and repeated sequences share pages (`pages.PageTable`). A layer with a sliding window
-frees pages that no query can see any more, except one that `crop` may need. Later tokens use them; after a prompt or a
-crop, they go back to the allocator.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ..ops import PackedKV
-from ..plan import MAX_CUDA_BASELINE_DIM, PAGE_TOKENS, Plan
+from ..plan import MAX_CUDA_BASELINE_DIM, Plan
 from ..spec import CacheSpec
-from .exact import exact_rows, laid_out, with_room
 from .pages import PageTable, outside_autograd
 from .shared import Common
 from .transforms import layer_transforms
@@ -174,64 +165,6 @@ class LayerTensors(PackedKV):
         yield from (("window" if name[0] == "w" else "sinks", tensor) for name, tensor in self.exact().items())
         yield from (("transforms", tensor) for tensor in self.own_transforms.values())
 
-    # ---- device ----
-
-    @outside_autograd
-    def move(self, device: torch.device) -> None:
-        """Pages, table, sinks and window; forks that share the pages bring those back when they are used."""
-        if self.table is None or self.pages.device == self.block_table.device == device:
-            return
-        moved = self._own(lambda tensor: tensor.to(device))
-        self.table.move(device)
-        self.__dict__.update(moved)
-
-    def bring_back(self) -> None:
-        """To the device that it was made for."""
-        if self.table is not None:
-            self.move(self.device)
-
-    def _own(self, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Sinks, window and flag, changed, by name."""
-        flag = {} if self.flag is None else {"flag": self.flag}
-        return {name: change(tensor) for name, tensor in {**self.exact(), **flag}.items()}
-
-    # ---- room ----
-
-    def reserve(self, positions: int) -> None:
-        """Makes room for this many positions of each sequence, so that forwards up to there do not allocate, and pages,
-        sinks and window keep their addresses. The layer must hold tokens."""
-        assert self.table is not None
-        if positions > self.exact_ready:
-            self.make_exact_room(positions)
-        with self.table.pool.lock:
-            if positions > self.table.ready:
-                self.reserve_pages(positions, self.padding)
-
-    @property
-    def ready(self) -> float:
-        """Positions that there is room for."""
-        assert self.table is not None
-        return min(self.table.ready, self.exact_ready)
-
-    @outside_autograd
-    def make_exact_room(self, positions: int) -> None:
-        """Rows of sinks and window for that many positions. A failure leaves them as they were."""
-        grown: dict[str, torch.Tensor] = {}
-        sinks, window = exact_rows(self.spec, positions)
-        nothing = torch.empty(
-            (len(self.padding), self.kv_heads, 0, self.head_dim), dtype=self.dtype, device=self.device
-        )
-        sides = "kv" if self.has_values else "k"
-        for side, need, most in (("sink", sinks, self.spec.sinks), ("window", window, self.spec.window)):
-            for name in (f"{side}_{part}" for part in sides):
-                tensor = nothing if (present := getattr(self, name)) is None else present
-                if (rows := with_room(tensor.shape[2], need, most)) > tensor.shape[2]:
-                    if side == "sink":  # zeros behind the rows there are
-                        grown[name] = torch.nn.functional.pad(tensor, (0, 0, 0, rows - tensor.shape[2]))
-                    else:
-                        grown[name] = laid_out(tensor, rows, self.spec.sinks)
-        self.hold_exact(grown)
-
     def ring(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Keys and values of the window; values of no channels where none are stored. None: there is no window."""
         if self.window_k is None:
@@ -243,52 +176,3 @@ class LayerTensors(PackedKV):
         self.__dict__.update(tensors)
         whole = (self.sinks, self.window) == (self.spec.sinks, self.spec.window)
         self.exact_ready = math.inf if whole else self.sinks + self.window
-
-    def reserve_pages(self, after: int, padding: tuple[int, ...]) -> Callable[[], None]:
-        """Makes room for packed tokens up to `after` positions, and returns what undoes it. The pool's lock is held."""
-        table = self.table
-        assert table is not None
-        if self.sliding_window:
-            self.release()
-        undo = table.reserve(self.packed(self.tokens, self.padding), self.packed(after, padding), self._table_before())
-        exact = self.spec.sinks + self.spec.window
-        table.ready = min((len(row) * PAGE_TOKENS + exact + pad for row, pad in zip(table.rows, padding)), default=-1)
-        return undo
-
-    def _table_before(self) -> PageTable | None:
-        """That of the layer before this one, which a forward comes to first."""
-        before = self.shared.layer(self.rank - 1)
-        return None if before is None else before.table
-
-    def release(self) -> None:
-        """Frees the pages that no query sees any more, except one that `crop` may need."""
-        assert self.table is not None
-        self.released = max(self.released, self.tokens - self.sliding_window + 1 - PAGE_TOKENS)
-        self.table.release_before([self.released - pad - self.spec.sinks for pad in self.padding])
-
-    def has_released(self, tokens: int) -> bool:
-        """Whether pages were freed that a sliding window of this many positions would see."""
-        return bool(self.sliding_window) and max(0, tokens - self.sliding_window + 1) < self.released
-
-    # ---- sequences ----
-
-    @outside_autograd
-    def select(self, sequences: Sequence[int]) -> None:
-        """Sequence b becomes what sequence sequences[b] was; RuntimeError where there is no memory for that."""
-        self.bring_back()
-        table = self.table
-        assert table is not None and self.shape is not None
-        where = torch.tensor(list(sequences), device=self.device)
-        state = {name: tensor.index_select(0, where) for name, tensor in self.exact().items()}
-        table.select(sequences, self._table_before())
-        self.__dict__.update(state)
-        self.padding = tuple(self.padding[b] for b in sequences)
-        self.hold_shifts(tuple(self.shifts[b] for b in sequences))
-        self.shape = (len(sequences), *self.shape[1:])
-
-    def share(self, other: LayerTensors) -> None:
-        """Makes `other`, an empty layer of another cache, hold the same tokens. Pages are shared, sinks and window
-        copied."""
-        assert self.table is not None
-        own = self._own(torch.clone) | {"shared": other.shared, "table": self.table.fork()}
-        other.__dict__.update(self.__dict__, **own)
