@@ -31,10 +31,10 @@ def refused(*tables: Mapping[str, str]) -> str:
 
 def page(text: str) -> str:
     """The page, with the lists that the tables have: five indented blocks, in this order, and the rows of a table."""
-    import test_causal_types
+    import causal_types
     import test_multimodal_types
 
-    types, images = test_causal_types, test_multimodal_types
+    types, images = causal_types, test_multimodal_types
     not_built = {*types.NOT_BUILT, *types.NOT_RUN, *images.NOT_BUILT} - {*types.EXACT, *images.EXACT, *images.EMBEDDED}
     for names in (*types.REFUSED.values(), *images.REFUSED.values(), " ".join(images.PATCHED)):
         not_built -= {*names.split()}

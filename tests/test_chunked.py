@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from causal_types import VERSION
 from hybrids import IDS, PADDED, PIECES, run
 from models import torch, transformers
 from specs import bare
-from test_causal_types import VERSION
 from transformers import DynamicCache
 
 import turboquant

@@ -245,7 +245,7 @@ def test_mutated_bytes_are_refused(data, sound):
 
 
 def test_layers_of_other_kinds_are_refused():
-    from test_causal_types import tiny as of_type
+    from causal_types import tiny as of_type
 
     with pytest.raises(NotImplementedError, match="states"):
         Codec(of_type("qwen3_next"), SPECS["plain"])

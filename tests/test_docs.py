@@ -115,7 +115,7 @@ def test_drawings_are_those_of_the_script() -> None:
 
 def test_models_that_are_patched() -> None:
     pytest.importorskip("transformers")
-    from test_causal_types import EXACT, WITH_TOWERS
+    from causal_types import EXACT, WITH_TOWERS
 
     listed = re.search(r"^((?: {4}[\w, -]+\n)+)", (DOCS / "models.md").read_text(), re.M)
     assert listed is not None and set(re.split(r"[,\s]+", listed[1].strip())) == {*EXACT, *WITH_TOWERS}

@@ -153,7 +153,7 @@ def test_packed_residues(model, sequences, tmp_path):
             assert error.mean() < 0.15 and error.max() < 0.25
     np.testing.assert_array_equal(packed.means(), exact.means())
     with pytest.raises(ValueError, match="`residues` were not kept as float16"):
-        packed._held("residues", None)
+        packed._array_of("residues", None)
     with pytest.raises(ValueError, match="`residues` were not kept as 4bit"):
         exact.codes(0)
     with pytest.raises(ValueError, match="were not kept"):

@@ -7,9 +7,9 @@ import copy
 from typing import Any
 
 import pytest
+from causal_types import EXACT, TYPES, VERSION, tiny
 from hybrids import HOLDS_ALL, IDS, PACKED, PADDED, PIECES, check_generate, run
 from models import torch
-from test_causal_types import EXACT, TYPES, VERSION, tiny
 from transformers import DynamicCache
 
 import turboquant

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from causal_types import EXACT, TYPES, VERSION, tiny
 from hybrids import PIECES, check_generate, run
 from models import torch
 from specs import bare
-from test_causal_types import EXACT, TYPES, VERSION, tiny
 from transformers import DynamicCache
 
 import turboquant

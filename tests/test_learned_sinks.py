@@ -6,9 +6,9 @@ import sys
 from typing import Any
 
 import pytest
+from causal_types import EXACT, TYPES, tiny
 from hybrids import HOLDS_ALL, IDS, PACKED, run
 from models import torch
-from test_causal_types import EXACT, TYPES, tiny
 from transformers import DynamicCache
 
 import turboquant

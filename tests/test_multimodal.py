@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from causal_types import PER_LAYER_INPUTS
 from multimodal import TYPES, give_features, prompt, tiny
 from specs import bare
-from test_causal_types import PER_LAYER_INPUTS
 from transformers import DynamicCache
 
 import turboquant

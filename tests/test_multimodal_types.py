@@ -10,12 +10,8 @@ import re
 from typing import Any
 
 import pytest
-from models import torch, transformers
-from multimodal import IMAGE, TYPES, give_features, prompt, tiny
-from specs import bare
-from table import FILE, page
-from test_causal_types import EXACT as CAUSAL
-from test_causal_types import (
+from causal_types import EXACT as CAUSAL
+from causal_types import (
     GEMMA_3N,
     INDEXER,
     KINDS,
@@ -26,6 +22,10 @@ from test_causal_types import (
     QWEN_4,
     VERSION,
 )
+from models import torch, transformers
+from multimodal import IMAGE, TYPES, give_features, prompt, tiny
+from specs import bare
+from table import FILE, page
 from transformers import CONFIG_MAPPING
 
 import turboquant

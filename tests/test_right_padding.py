@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from causal_types import VERSION
+from causal_types import tiny as tiny_type
 from models import prompts, tiny
 from specs import WAVE, bare
-from test_causal_types import VERSION
-from test_causal_types import tiny as tiny_type
 from transformers import DynamicCache
 
 import turboquant

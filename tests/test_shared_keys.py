@@ -6,11 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from causal_types import VERSION
 from hybrids import IDS, PADDED, PIECES
 from models import torch, transformers
 from ops_cases import DEVICES
 from specs import bare
-from test_causal_types import VERSION
 from transformers import DynamicCache
 
 import turboquant
@@ -200,7 +200,7 @@ def test_masks_can_be_cut_to_their_last_queries_and_to_nothing_else() -> None:
     hook.remove()
     mask = asked[0]
     assert type(mask) is MaskRequest
-    torch.testing.assert_close(mask[:, :, -3:, :].made("sdpa"), mask.made("sdpa")[:, :, -3:])
+    torch.testing.assert_close(mask[:, :, -3:, :].of_kind("sdpa"), mask.of_kind("sdpa")[:, :, -3:])
     for where in (0, slice(None), (0, 0), (slice(None), slice(None), slice(0, 3), slice(None))):
         with pytest.raises(RuntimeError, match="the model's attention changed"):
             mask[where]

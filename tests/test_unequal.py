@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from causal_types import EXACT, TYPES, tiny
 from hybrids import HOLDS_ALL, IDS, PACKED, PADDED, PIECES, check_generate, run
 from models import torch
 from specs import bare
-from test_causal_types import EXACT, TYPES, tiny
 from transformers import DynamicCache
 
 import turboquant
