@@ -144,7 +144,7 @@ def search(chosen: argparse.Namespace) -> int:
     with path_called("INDEX"):
         ids = ids_by_number(index)
     options = {"threads": chosen.threads, "refine": vectors, "factor": chosen.factor, "probe": chosen.probe}
-    rows = _found(index, queries, names, ids, chosen.k, options, shown=chosen.csv not in STANDARD_OUTPUT)
+    rows = _neighbours(index, queries, names, ids, chosen.k, options, shown=chosen.csv not in STANDARD_OUTPUT)
     if chosen.csv in STANDARD_OUTPUT:
         csv.writer(standard_output()).writerows(rows)
         return 0
@@ -171,7 +171,7 @@ def _check_search(chosen: argparse.Namespace, index: Index, queries: Any, vector
             raise ValueError(f"{name} must have {index.d} numbers a row, as INDEX has, got {x.shape[1]}")
 
 
-def _found(
+def _neighbours(
     index: Index,
     queries: Any,
     names: Sequence[str] | None,

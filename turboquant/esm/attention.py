@@ -76,7 +76,7 @@ class PackedAttention:
         """Itself, with its random matrices and its tensors of a calibration and moments on `device`."""
         if device != self._device:
             self._device = device
-            self.transforms = self._made(0)
+            self.transforms = self._transforms_of(0)
             rotation = random_rotation(self.spec, self.head_dim, device)
             if rotation is not None:
                 self.transforms["rotation"] = rotation
@@ -86,9 +86,9 @@ class PackedAttention:
         """`transforms` for a call of `attend` that finds every packed token `by` positions later than it was stored."""
         if self.moments is None or self.spec.centre != "wave":
             return self.transforms
-        return self.transforms | self._made(by)
+        return self.transforms | self._transforms_of(by)
 
-    def _made(self, later: int) -> dict[str, torch.Tensor]:
+    def _transforms_of(self, later: int) -> dict[str, torch.Tensor]:
         assert self._device is not None
         return dict(
             layer_transforms(

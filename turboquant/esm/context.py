@@ -126,7 +126,7 @@ class ContextCache:
     @property
     def bytes_per_token(self) -> float:
         """Bytes of pages and sinks over tokens held, ``<cls>`` and ``<eos>`` included; all layers and heads."""
-        store = self._held()
+        store = self._filled_store()
         parts = (t for layer in store.layers for t in (layer.pages, *layer.exact().values()))
         return sum(t.untyped_storage().nbytes() for t in parts) / sum(map(len, store.tokens))
 
@@ -136,7 +136,7 @@ class ContextCache:
         numbers: int = 2 * sum(module.all_head_size for module in self._modules)
         return 8 * self.bytes_per_token / numbers
 
-    def _held(self) -> Store:
+    def _filled_store(self) -> Store:
         if self._store is None:
             raise RuntimeError("nothing is stored yet: call encode first")
         if not self._store.weights.unchanged():
@@ -204,7 +204,7 @@ class ContextCache:
         not detected: encode again after them).
         """
         self._check_mode()
-        store = self._held()
+        store = self._filled_store()
         copies = self._copies(store, residues, positions, proteins)
         check_batch_size(batch_size)
         hidden: list[torch.Tensor] = []

@@ -279,7 +279,7 @@ class _Note:
 
     def __init__(self, part: str | None, job: _Job, model: Any) -> None:
         self.path = f"{part}.json"
-        self.done, self.saved, self.kept = 0, time.monotonic(), part is not None
+        self.done, self.saved, self.is_written = 0, time.monotonic(), part is not None
         if part is None:
             return
         dtype = str(next(model.parameters()).dtype)
@@ -299,7 +299,7 @@ class _Note:
 
     def reached(self, done: int, arrays: Arrays, last: bool = False) -> None:
         """Notes that so many steps are on the disk, every ten seconds."""
-        if not self.kept or (time.monotonic() - self.saved < _SAVED and not last):
+        if not self.is_written or (time.monotonic() - self.saved < _SAVED and not last):
             return
         self.saved = time.monotonic()
         for array in arrays.values():

@@ -67,7 +67,7 @@ class Embeddings:
             raise ValueError(f"`layer` must be one of {list(self.layers)}, got {layer!r}")
         return layer
 
-    def _held(self, kind: str, layer: int | None) -> NDArray[Any]:
+    def _array_of(self, kind: str, layer: int | None) -> NDArray[Any]:
         name = f"{kind}.{self._layer(layer)}"
         if name not in self._arrays:
             raise ValueError(f"`residues` were not kept as {'float16' if kind == 'residues' else '4bit'}: embed anew")
@@ -75,7 +75,7 @@ class Embeddings:
 
     def means(self, layer: int | None = None) -> NDArray[np.float32]:
         """float32 [proteins, width]: means over the residues. layer: one of `layers`; None: the last of them."""
-        return self._held("mean", layer)
+        return self._array_of("mean", layer)
 
     @cached_property
     def _starts(self) -> NDArray[np.int64]:
@@ -84,7 +84,7 @@ class Embeddings:
         return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
     def _rows(self, protein: int, kind: str, layer: int | None) -> NDArray[Any]:
-        array = self._held(kind, layer)
+        array = self._array_of(kind, layer)
         i = integer_in(protein, "`protein`", 0, len(self) - 1)
         return array[self._starts[i] : self._starts[i + 1]]
 

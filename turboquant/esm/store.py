@@ -29,11 +29,11 @@ class Weights:
     def __init__(self, base: Any) -> None:
         self._modules = list(base.modules())
         self._members = [members for module in self._modules for members in (module._modules, module._parameters)]
-        self._held = list(base.parameters())
+        self._params = list(base.parameters())
         self._look()
 
     def __getstate__(self) -> dict[str, Any]:
-        fields = {name: getattr(self, name) for name in ("_modules", "_members", "_held")}  # ids differ in a copy
+        fields = {name: getattr(self, name) for name in ("_modules", "_members", "_params")}  # ids differ in a copy
         return {**fields, "unchanged": self.unchanged()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -44,7 +44,7 @@ class Weights:
             self._before = None
 
     def _look(self) -> None:
-        self._versioned = [weight for weight in self._held if not weight.is_inference()]  # others cannot be written
+        self._versioned = [weight for weight in self._params if not weight.is_inference()]  # others cannot be written
         self._before = self._now()
 
     def unchanged(self) -> bool:
@@ -54,7 +54,12 @@ class Weights:
         """The ids of all objects (which are kept alive, so that no id is reused), and addresses and versions of the
         weights."""
         members = list(map(id, chain.from_iterable(map(dict.values, self._members))))
-        return members, list(map(_DATA_PTR, self._held)), list(map(_VERSION, self._versioned)), [self._held[0].dtype]
+        return (
+            members,
+            list(map(_DATA_PTR, self._params)),
+            list(map(_VERSION, self._versioned)),
+            [self._params[0].dtype],
+        )
 
 
 @dataclass

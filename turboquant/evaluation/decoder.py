@@ -332,7 +332,7 @@ def _free_running(
     with Progress("generate", len(prompts) * len(specs), "texts", progress) as shown:
         for start in range(0, len(prompts), batch):
             ids = prompts[start : start + batch]
-            full = _Kept(_greedy(model, ids, DynamicCache(config=model.config)))
+            full = _Items(_greedy(model, ids, DynamicCache(config=model.config)))
             for name in specs:
                 equal[name] += _until_parted(full, _greedy(model, ids, caches(name)), len(ids), tokens)
                 shown.add(len(ids))
@@ -347,19 +347,19 @@ def _greedy(model: Any, ids: torch.Tensor, cache: Any) -> Iterator[torch.Tensor]
         yield ids[:, 0].cpu()
 
 
-class _Kept:
+class _Items:
     """The items of an iterator by index, each computed when it is first read."""
 
     def __init__(self, source: Iterator[torch.Tensor]) -> None:
-        self.source, self.held = source, list[torch.Tensor]()
+        self.source, self.items = source, list[torch.Tensor]()
 
     def __getitem__(self, i: int) -> torch.Tensor:
-        while len(self.held) <= i:
-            self.held.append(next(self.source))
-        return self.held[i]
+        while len(self.items) <= i:
+            self.items.append(next(self.source))
+        return self.items[i]
 
 
-def _until_parted(full: _Kept, packed: Iterator[torch.Tensor], rows: int, tokens: int) -> list[int]:
+def _until_parted(full: _Items, packed: Iterator[torch.Tensor], rows: int, tokens: int) -> list[int]:
     """For each row, how many tokens both gave alike before they first differed, of `tokens` at most."""
     together, equal = torch.ones(rows, dtype=torch.bool, device="cpu"), [0] * rows
     for i in range(tokens):

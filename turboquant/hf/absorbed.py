@@ -68,7 +68,7 @@ def attention(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     latents, new = call.key, call.query.shape[2]
     assert isinstance(latents, Latents)
     joined, rank = latents.joined, latents.shape[3]
-    mask = call.mask.made("sdpa") if isinstance(call.mask, MaskRequest) else call.mask
+    mask = call.mask.of_kind("sdpa") if isinstance(call.mask, MaskRequest) else call.mask
     known = all(call.options.get(name) in (None, False) for name in _OTHERS) and call.dropout == 0
     known = known and call.options.get("s_aux") is None
     known = known and (new == 1 if mask is None else mask.ndim == 4 and mask.shape[1] == 1)

@@ -408,7 +408,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
 
     def lengths_on(self, device: torch.device) -> torch.Tensor | None:
         """int32 [batch], the lengths that the last forward used on a device; None if there was none."""
-        return self._shared.held(device)
+        return self._shared.lengths_on(device)
 
     def replayed(self, device: torch.device) -> None:
         """Counts a replay of the last forward, of one token, on the device (`graph.DecodeGraph`)."""

@@ -480,7 +480,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
                 "an attention pattern other than causal, such as images whose tokens all see each other, needs "
                 'prefill="exact", got "packed": call turboquant.patch(model, prefill="exact")'
             )
-        pattern = mask.made("sdpa")
+        pattern = mask.of_kind("sdpa")
         assert pattern is not None  # transformers leaves only causal masks out
         window = how["sliding_window"] or stored.tokens + key.shape[2]
         past = visible_past(stored, lengths, key, value, padding, window)

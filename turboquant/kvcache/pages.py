@@ -66,7 +66,7 @@ class PagePool:
     def references(self, page: int) -> int:
         return self._references[page]
 
-    def held(self) -> tuple[Any, ...]:
+    def state(self) -> tuple[Any, ...]:
         """The state, for `restore`."""
         return self.storage, list(self._references), list(self._free), set(self._used_before)
 
@@ -230,7 +230,7 @@ class PageTable:
         other   the table of another layer, which may have come to the same rows
         The caller sets `ready`.
         """
-        pool, before = self.pool, (self.rows, self.tensor, self.ready, self.pool.held())
+        pool, before = self.pool, (self.rows, self.tensor, self.ready, self.pool.state())
         rows = [list(row) for row in self.rows]
 
         def undo() -> None:

@@ -195,7 +195,7 @@ class Common:
             self._earlier[where] = _fewer(lengths, fewer)
         return self._earlier[where]
 
-    def held(self, device: torch.device) -> torch.Tensor | None:
+    def lengths_on(self, device: torch.device) -> torch.Tensor | None:
         known = self._lengths.get(device)
         return None if known is None else known[2]
 

@@ -26,13 +26,13 @@ _FIELDS = ("key_bits", "value_bits", "group", "rotation", "value_rotation", "out
 
 
 class _Absent:
-    """No calibration, or no moments, as a key of `_made`."""
+    """No calibration, or no moments, as a key of `_computed`."""
 
 
 _ABSENT = _Absent()
 _Of = tuple[Any, ...]
-_made: weakref.WeakKeyDictionary[object, weakref.WeakKeyDictionary[object, dict[_Of, dict[str, torch.Tensor]]]]
-_made = weakref.WeakKeyDictionary()
+_computed: weakref.WeakKeyDictionary[object, weakref.WeakKeyDictionary[object, dict[_Of, dict[str, torch.Tensor]]]]
+_computed = weakref.WeakKeyDictionary()
 
 
 @outside_autograd
@@ -57,7 +57,7 @@ def layer_transforms(
     """
     if prompt or not keep:
         return _tensors(_parts(spec, layer, head_dim, calibration, moments, later, prompt or {}), device)
-    of_moments = _made.setdefault(_ABSENT if moments is None else moments, weakref.WeakKeyDictionary())
+    of_moments = _computed.setdefault(_ABSENT if moments is None else moments, weakref.WeakKeyDictionary())
     tensors = of_moments.setdefault(_ABSENT if calibration is None else calibration, {})
     where = (layer, head_dim, device, later, *(getattr(spec, name) for name in _FIELDS))
     if where not in tensors:

@@ -171,7 +171,7 @@ class _Choice:
         self._known[step] = bits
         return bits
 
-    def made(self, step: int) -> CacheSpec:
+    def spec_of(self, step: int) -> CacheSpec:
         bits = {layer: {"key_bits": int(key), "value_bits": int(value)}
                 for layer, (key, value) in zip(self.packed, self.widths(step))}  # fmt: skip
         return self.spec.with_(overrides=bits)
@@ -179,8 +179,8 @@ class _Choice:
     def nbytes(self, step: int, tokens: int) -> int:
         """Bytes at most: a cache that has grown token by token may hold a 64th more pages, and one; on a GPU a layer
         has 8 bytes more."""
-        parts = packed_parts(self.model, self.made(step), 1, tokens, self.item_bytes)
-        pages = packed_parts(self.model, self.made(step), 1, self.spec.sinks + self.spec.window + 1, self.item_bytes)
+        parts = packed_parts(self.model, self.spec_of(step), 1, tokens, self.item_bytes)
+        pages = packed_parts(self.model, self.spec_of(step), 1, self.spec.sinks + self.spec.window + 1, self.item_bytes)
         return sum(parts.values()) + -(-parts.get("pages", 0) // 64) + pages.get("pages", 0) + 8 * len(self.layers)
 
     def quality(self, step: int) -> float:
@@ -194,4 +194,4 @@ class _Choice:
         sizes = np.array([one.kv_heads * one.head_dim for one in self.layers])
         bits = float((self.widths(step).sum(1) * sizes).sum() / (2 * sizes.sum()))
         quality = None if self.divergence is None or unlike_presets(self.spec) else self.quality(step)
-        return Budget(self.made(step), bits, tokens, self.nbytes(step, tokens), quality)
+        return Budget(self.spec_of(step), bits, tokens, self.nbytes(step, tokens), quality)

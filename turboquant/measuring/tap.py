@@ -84,7 +84,7 @@ def _either(mask: Any, queries: int, key: torch.Tensor, sinks: int, window: int,
     at = torch.arange(key.shape[2], device=key.device)
     own = at[-queries:, None]
     back = own - at
-    pattern = mask.made("sdpa") if isinstance(mask, MaskRequest) else mask
+    pattern = mask.of_kind("sdpa") if isinstance(mask, MaskRequest) else mask
     seen = (back >= 0)[None, None] if pattern is None else pattern.to(key.device)
     exact = (back < window) | (at < sinks)
     if tile:

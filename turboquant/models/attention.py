@@ -34,7 +34,7 @@ class MaskRequest:
     ndim = 4  # of the tensor it stands for: models ask whether a mask is [batch, positions]
     __slots__ = (
         "_arguments",
-        "_made",
+        "_masks",
         "_padding",
         "behind",
         "causal",
@@ -50,7 +50,7 @@ class MaskRequest:
         self.positions = int(arguments["kv_length"])
         self.causal = bool(arguments.get("allow_is_causal_skip", True))
         self._arguments = arguments
-        self._made: dict[str, torch.Tensor | None] = {}
+        self._masks: dict[str, torch.Tensor | None] = {}
         self._padding: tuple[int, ...] | None = None
         self.behind: tuple[int, ...] = ()
         self.last = 0
@@ -73,17 +73,17 @@ class MaskRequest:
     def __torch_function__(cls, *_: Any) -> Any:
         raise RuntimeError(_CHANGED)
 
-    def made(self, kind: str) -> torch.Tensor | None:
+    def of_kind(self, kind: str) -> torch.Tensor | None:
         """The mask as transformers makes it for its attention `kind`: "sdpa" or "eager"."""
-        if kind not in self._made:
+        if kind not in self._masks:
             more = {} if self.last <= 1 else {"allow_is_causal_skip": False}  # of fewer queries SDPA's own is not right
             mask = AttentionMaskInterface()[kind](**self._arguments | more)
-            self._made[kind] = mask[:, :, -self.last :] if mask is not None and self.last else mask
-        return self._made[kind]
+            self._masks[kind] = mask[:, :, -self.last :] if mask is not None and self.last else mask
+        return self._masks[kind]
 
     def contiguous(self) -> torch.Tensor | None:
         """The tensor: `generate` calls this on masks that it makes ahead, for caches of fixed size (never ours)."""
-        return self.made("sdpa")
+        return self.of_kind("sdpa")
 
     def padding(self, before: int, tokens: int, known: tuple[int, ...]) -> tuple[int, ...]:
         """Masked positions of each sequence, with those of this forward: they are not stored. They are in front of a
@@ -96,10 +96,10 @@ class MaskRequest:
         between new tokens, and where others of the stored positions are masked than were padding, by their number.
         """
         if self._padding is None:
-            self._padding = self._found(before, tokens, known)
+            self._padding = self._masked_positions(before, tokens, known)
         return self._padding
 
-    def _found(self, before: int, tokens: int, known: tuple[int, ...]) -> tuple[int, ...]:
+    def _masked_positions(self, before: int, tokens: int, known: tuple[int, ...]) -> tuple[int, ...]:
         mask, after = self.padding_mask, before + tokens
         if mask is None:
             return known
@@ -157,7 +157,7 @@ def own_attention(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     options, mask = call.options, call.mask
     eager = options.get("softcap") is not None or options.get("s_aux") is not None or options.get("output_attentions")
     if isinstance(mask, MaskRequest):
-        mask = mask.made("eager" if eager else "sdpa")
+        mask = mask.of_kind("eager" if eager else "sdpa")
     if mask is not None:
         mask = mask.to(call.query.device)  # a model that is spread over devices makes one mask, on the first
         if eager and mask.dtype == torch.bool:

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from .kinds import kinds_of, latent_size, packed_indices, unequal_size
-from .placement import held, loaded
+from .placement import loaded, weight_of
 from .routing import decoder_of, text_config
 from .wrappers import base_model
 
@@ -121,7 +121,7 @@ def weight_sums(model: Any, queries: bool = False) -> dict[str, str]:
         if _matters(f"{name}.", queries, *where)
     }
     for name, tensor in _weights(decoder, queries):
-        sums[_plain(name)] = f"{_sum_of(held(decoder, name, tensor)):08x}"
+        sums[_plain(name)] = f"{_sum_of(weight_of(decoder, name, tensor)):08x}"
     for name, tensor in _tuned_prompt(model):
         sums[name] = f"{_sum_of(tensor):08x}"
     return sums

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["device_of", "held", "is_offloaded", "loaded", "on_all_ranks"]
+__all__ = ["device_of", "is_offloaded", "loaded", "on_all_ranks", "weight_of"]
 
 
 def device_of(module: torch.nn.Module) -> torch.device:
@@ -34,7 +34,7 @@ def is_offloaded(model: torch.nn.Module) -> bool:
 def loaded(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The weight `tensor` of this name, wherever it is: this rank's part of a sharded one, and the dequantised numbers
     of a quantised one of torchao. ValueError if it is on the meta device and not offloaded."""
-    whole = held(model, name, tensor)
+    whole = weight_of(model, name, tensor)
     local: Callable[[], torch.Tensor] | None = getattr(whole, "to_local", None)
     if local is not None:
         return local()
@@ -42,7 +42,7 @@ def loaded(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> torch.Ten
     return whole.dequantize() if quantised else whole
 
 
-def held(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
+def weight_of(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The weight `tensor` of this name, or the one that is offloaded in its place. ValueError if it is on the meta
     device and not offloaded."""
     if not tensor.is_meta:

@@ -64,9 +64,9 @@ class PackedBackend(AttentionBackend):
     def of_record(cls, record_bytes: int) -> type[PackedBackend]:
         """The class for pages of `record_bytes` a head. vLLM makes one metadata builder for each class, which it knows
         by its name."""
-        backends = cls.__dict__.get("_made")
+        backends = cls.__dict__.get("_backends")
         if backends is None:
-            backends = cls._made = {}
+            backends = cls._backends = {}
         if record_bytes not in backends:
             if record_bytes % PAGE:
                 raise ValueError(f"turboquant: records must be a multiple of {PAGE} bytes, got {record_bytes}")
