@@ -36,15 +36,24 @@ namespace
 
 /* ---- the device ---- */
 
+/** A row of KERNELS with a fused kernel for four rows and half pages. */
+constexpr int cluster_row()
+{
+    int row = 0;
+    while (row < KERNEL_ROWS && (KERNELS[row].strategy != Strategy::FUSED || !(KERNELS[row].rows_by_half_page & R4)))
+        row++;
+    return row;
+}
+constexpr int CLUSTER_ROW = cluster_row(); /* any would do to ask about clusters */
+static_assert(CLUSTER_ROW < KERNEL_ROWS);
+
 /** How many clusters of LARGE_CLUSTER blocks, one block per multiprocessor, can run at once on the current device: 7 on
  *  an H200; 0 if unknown. Cached as in current_device. */
 int count_large_clusters(const DeviceFacts &device)
 {
     static thread_local int known = -1, count;
     if (device.id == known) return count;
-    int row = 0;
-    while (KERNELS[row].strategy != Strategy::FUSED || !(KERNELS[row].rows_by_half_page & R4)) row++;
-    void (*kernel)(AttendArgs) = compiled_kernel(row, 1, 2).kernel; /* any would do */
+    void (*kernel)(AttendArgs) = compiled_kernel(CLUSTER_ROW, 1, 2).kernel;
     const void *function = reinterpret_cast<const void *>(kernel);
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeClusterDimension;
