@@ -19,7 +19,7 @@ def test_no_row_of_another_life_is_read(sinks, window, rng):
     assert all(seen.values()), seen
     assert engine.exact
     if sinks:
-        assert engine.rows.found
+        assert engine.rows.exact_count
 
 
 def test_rows_that_are_lost_cost_quality_alone(rng, monkeypatch):
@@ -34,7 +34,7 @@ def test_rows_that_are_lost_cost_quality_alone(rng, monkeypatch):
 
     monkeypatch.setattr(engine, "step", losing)
     live(engine, rng, 30)
-    assert engine.rows.lost and engine.rows.found
+    assert engine.rows.lost and engine.rows.exact_count
 
 
 @pytest.mark.parametrize("options", [{"sliding_window": 50}, {"softcap": 2.0}, {"sliding_window": 9, "softcap": 5.0}])
@@ -52,7 +52,7 @@ def test_pages_that_a_sliding_window_left_have_no_rows():
     rows = ExactRows(Sinks(6, 4), None)
     table = np.array([[NULL_BLOCK, 7]])
     assert rows.rows_of([0, 1], [150], table)[0].tolist() == [-1]
-    assert (rows.found, rows.lost) == (0, 0)
+    assert (rows.exact_count, rows.lost) == (0, 0)
 
 
 def test_block_tables_keep_pages_that_a_sliding_window_left():
@@ -63,7 +63,7 @@ def test_block_tables_keep_pages_that_a_sliding_window_left():
     assert other[0].tolist() != [-1]
     sinks, _, reads = rows.rows_of([0, 1], [277], np.array([[7, 9, 8]]))
     assert sinks.tolist() == [-1] and reads.tolist()[0][1] == -1
-    assert (rows.found, rows.lost) == (1, 0)
+    assert (rows.exact_count, rows.lost) == (1, 0)
     for past, seen in ((22, True), (23, False)):  # the query at 23 sees the tokens from 4 on
         rows = ExactRows(Sinks(6, 4), None, sliding_window=20)
         row = rows.rows_of([0, past], [past], np.array([[7]]))[0]

@@ -82,24 +82,24 @@ class Builder(AttentionMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.engine = engine_of(vllm_config)
-        self.found = self.lost = 0
+        self.exact_count = self.lost = 0
         cache = vllm_config.cache_config
         if cache.num_gpu_blocks and "summary" not in self.engine.said:
             self.engine.said.add("summary")
             if self.engine.rank == 0:
                 log.info(self.engine.summary(cache.num_gpu_blocks, cache.block_size))
 
-    def count(self, found: int, lost: int) -> None:
+    def count(self, exact: int, lost: int) -> None:
         """More requests had the exact row of their first tokens in a step, or had none. Says how often they had none,
         at 1, 10, 100, .. times."""
         before = self.lost
-        self.found, self.lost = self.found + found, before + lost
-        EXACT_SINKS.inc(found)
+        self.exact_count, self.lost = self.exact_count + exact, before + lost
+        EXACT_SINKS.inc(exact)
         LOST_SINKS.inc(lost)
         if lost and (not before or len(str(self.lost)) > len(str(before))):
             log.info("turboquant: in %s of %s steps of requests the first tokens had no exact row and were read from "
                      "the page, which costs quality alone", f"{self.lost:,}",
-                     f"{self.lost + self.found:,}")  # fmt: skip
+                     f"{self.lost + self.exact_count:,}")  # fmt: skip
 
 
 class PackedBuilder(Builder):
@@ -121,9 +121,9 @@ class PackedBuilder(Builder):
         m = common_attn_metadata
         starts, lens = m.query_start_loc_cpu.tolist(), m.seq_lens[: m.num_reqs].tolist()
         table = m.block_table_tensor
-        found, lost = self.rows.found, self.rows.lost
+        exact, lost = self.rows.exact_count, self.rows.lost
         rows = self.rows.rows_of(starts, lens, table.numpy())
-        self.count(self.rows.found - found, self.rows.lost - lost)
+        self.count(self.rows.exact_count - exact, self.rows.lost - lost)
         sinks, tails, reads = (None if x is None else torch.from_numpy(np.ascontiguousarray(x)) for x in rows)
         return Batch(m.query_start_loc, m.seq_lens[: m.num_reqs].to(torch.int32), table, sinks, tails, reads,
                      self.engine.settings.exact[1], m.max_query_len)  # fmt: skip

@@ -47,14 +47,14 @@ class ExactRows:
 
     sliding_window   tokens that the layers see, 0: all. vLLM frees pages that no query sees any more, but a block table
                      keeps their numbers, which may be other requests' blocks by now
-    found, lost      how many look-ups of a sequence's first tokens found a row, and how many did not
+    exact_count, lost  how many look-ups of a sequence's first tokens found a row, and how many did not
     """
 
     sinks: Sinks | None
     tails: Tails | None
     window: int = 0
     sliding_window: int = 0
-    found: int = 0
+    exact_count: int = 0
     lost: int = 0
 
     def rows_of(self, starts: Sequence[int], lens: Sequence[int], table: NDArray[np.integer]) -> list[Rows]:
@@ -83,7 +83,7 @@ class ExactRows:
         if first == NULL_BLOCK or self._left(self.sinks.size, past):
             return -1
         row = self.sinks.written(first, past, length) if past < PAGE else self.sinks.find(first)
-        self.found, self.lost = self.found + (row >= 0), self.lost + (row < 0)
+        self.exact_count, self.lost = self.exact_count + (row >= 0), self.lost + (row < 0)
         return row
 
     def _left(self, stop: int, past: int) -> bool:

@@ -54,17 +54,17 @@ class DeviceSinks:
         sought = new & (first != NULL_BLOCK)
         if self.sliding_window:  # it has left the first tokens: `ExactRows`
             sought &= past - self.size + 1 < self.sliding_window
-        found = sought & (self.owner[row] == first) & (self.stop[row] >= past.clamp(max=self.size))
+        hits = sought & (self.owner[row] == first) & (self.stop[row] >= past.clamp(max=self.size))
         if begins:
-            begun = sought & (past == 0) & ~found
-            row = torch.where(begun, self._claim(first, row, found, begun), row)
-            found |= begun
-        mine = torch.where(found, row, self.rows)
+            begun = sought & (past == 0) & ~hits
+            row = torch.where(begun, self._claim(first, row, hits, begun), row)
+            hits |= begun
+        mine = torch.where(hits, row, self.rows)
         self.used.index_fill_(0, mine, self._step)
         written = torch.where(past < self.size, mine, self.rows)
         self.stop[written] = lengths.clamp(max=self.size)
-        self.counts.index_add_(0, torch.where(sought, (~found).long(), 2), self._ones.expand(len(found)))
-        return torch.where(found, row, -1).int()
+        self.counts.index_add_(0, torch.where(sought, (~hits).long(), 2), self._ones.expand(len(hits)))
+        return torch.where(hits, row, -1).int()
 
     def _drop(
         self, block_table: torch.Tensor, past: torch.Tensor, lengths: torch.Tensor, new: torch.Tensor, most: int
@@ -78,9 +78,9 @@ class DeviceSinks:
         gone = torch.where(written & (self.owner[row] == block), row, self.rows)
         self.owner.index_fill_(0, gone.flatten(), -1)
 
-    def _claim(self, block: torch.Tensor, row: torch.Tensor, found: torch.Tensor, begun: torch.Tensor) -> torch.Tensor:
+    def _claim(self, block: torch.Tensor, row: torch.Tensor, hits: torch.Tensor, begun: torch.Tensor) -> torch.Tensor:
         """A row for each request that has `begun`: free ones, then those that no request has used for longest."""
-        self.used.index_fill_(0, torch.where(found, row, self.rows), self._step)
+        self.used.index_fill_(0, torch.where(hits, row, self.rows), self._step)
         age = torch.where(self.owner[: self.rows] < 0, -1, self.used[: self.rows])
         oldest = age.argsort(stable=True)
         new = oldest[(begun.cumsum(0) - 1).clamp(0, self.rows - 1)]

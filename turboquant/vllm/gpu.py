@@ -36,7 +36,7 @@ class GpuBuilder(Builder):
         rows = schedule_rows(requests, device) if device.type == "cuda" else 0
         self.table = torch.zeros(rows, 4, dtype=torch.int32, device=device)
         self.sink_rows = torch.full((requests,), -1, dtype=torch.int32, device=device)
-        self.steps, self.found, self.lost = 0, 0, 0
+        self.steps, self.exact_count, self.lost = 0, 0, 0
         self.told = torch.zeros(3, dtype=torch.int64).pin_memory() if device.type == "cuda" else torch.zeros(3).long()
         self.sinks = self._table()
 
@@ -75,8 +75,8 @@ class GpuBuilder(Builder):
         """Tells metrics and the log what the device had counted at the last look, and looks again."""
         if self.steps % TELL == 0:
             assert self.sinks is not None
-            found, lost, _ = self.told.tolist()
-            self.count(found - self.found, lost - self.lost)
+            exact, lost, _ = self.told.tolist()
+            self.count(exact - self.exact_count, lost - self.lost)
             self.told.copy_(self.sinks.counts, non_blocking=True)
         self.steps += 1
 
