@@ -12,7 +12,7 @@ from specs import WAVE, bare
 
 import turboquant
 from turboquant import TurboQuantCache
-from turboquant.kvcache import tensors
+from turboquant.kvcache import room
 
 SPECS = {
     "sinks": bare(3, 3, sinks=50, **WAVE),
@@ -29,7 +29,7 @@ def spec(request):
 @pytest.fixture
 def whole(monkeypatch):
     """A function. After it is called, sinks and windows that grow get their full size at once."""
-    return lambda: monkeypatch.setattr(tensors, "with_room", lambda have, need, most: most)
+    return lambda: monkeypatch.setattr(room, "with_room", lambda have, need, most: most)
 
 
 def patched(spec):
