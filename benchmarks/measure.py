@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from turboquant.measuring.moments import measure_model
 
-REAL_MODELS = Path(os.environ.get("TURBOQUANT_REAL_MODELS", Path(__file__).resolve().parent.parent / "build/real-models"))
+_BUILT = Path(__file__).resolve().parent.parent / "build/real-models"
+REAL_MODELS = Path(os.environ.get("TURBOQUANT_REAL_MODELS", _BUILT))
 
 
 def main() -> None:

@@ -124,7 +124,7 @@ class Study:
         heads, tokens, channels = key.shape[1:]
         scaling = channels**-0.5 if scaling is None else scaling
         q = query[0].unflatten(0, (heads, -1))  # [kv_heads, group, tokens, channels]
-        mask = attention_mask.made("sdpa")
+        mask = attention_mask.of_kind("sdpa")
         at = torch.arange(tokens)
         seen = (at[:, None] >= at)[None, None] if mask is None else mask
         logits = (q @ key[0].unsqueeze(1).mT * scaling).masked_fill(~seen[0], -math.inf)

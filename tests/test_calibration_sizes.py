@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from causal_types import VERSION
 from models import prompts, torch
 from profiles import made_calibration, profile_of
 from specs import bare
-from test_causal_types import VERSION
 from test_shared_keys import made
 
 import turboquant
