@@ -1,13 +1,14 @@
 """Recall and bytes of `turboquant.Index` on real vectors, which do not depend on the machine's speed.
 
     python benchmarks/index_recall.py --minilm minilm.npy --out benchmarks/results/zen4-2core
-    python benchmarks/index_recall.py --model build/real-models/gemma3 --words --bits 1 2 3 4
+    python benchmarks/index_recall.py --model build/real-models/gemma3 --words --digits --bits 1 2 3 4
 
 minilm.npy: float32 [n, 384], the lines of shared/data/sentences.txt.xz embedded by all-MiniLM-L6-v2; the first 1,000
 rows are the queries. SIFT is shared/data/sift5k.tsv, normalised; its first 200 rows are the queries. Training sees the
 stored vectors. A model's data are its input embeddings, of unit length and in random order, at most 100,000 of them;
 the first 1,000 are the queries. Words are the 20,000 most frequent of sentences.txt.xz, each with 100 numbers: the
 truncated SVD of positive pointwise mutual information within 5 words; the first 1,000 in random order are the queries.
+Digits are scikit-learn's, 1,797 pictures of 8 x 8, of unit length; the first 150 in random order are the queries.
 `recall`: the share of the true ten by inner product that are among the ten found. `bytes`: of a vector,
 all that grows with their number. `batch_ms`: of the process's CPU, one thread and 256 queries, the median of 5.
 `chosen`: by `train`. File: index_recall.json.
@@ -113,6 +114,14 @@ def word_vectors(path: Path, words: int = 20_000, dim: int = 100, window: int = 
     return rows
 
 
+def digits() -> F32:
+    from sklearn.datasets import load_digits  # type: ignore[import-not-found]
+
+    x = load_digits().data.astype(np.float32)
+    rows: F32 = (x / np.linalg.norm(x, axis=1, keepdims=True))[np.random.default_rng(0).permutation(len(x))]
+    return rows
+
+
 def measure(report: Report, name: str, queries: F32, x: F32, bits: list[int]) -> None:
     print(f"\n{name}: {len(x)} vectors of {x.shape[1]}, {len(queries)} queries")
     truth = true_neighbours(queries, x)
@@ -137,6 +146,7 @@ def main() -> None:
     parser.add_argument("--minilm", type=Path)
     parser.add_argument("--model", type=Path, action="append", default=[], help="a folder with safetensors")
     parser.add_argument("--words", action="store_true", help="word vectors of shared/data/sentences.txt.xz")
+    parser.add_argument("--digits", action="store_true", help="of scikit-learn, which must be installed")
     parser.add_argument("--bits", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6])
     parser.add_argument("--out", default=RESULTS / "local")
     add_plot(parser)
@@ -156,6 +166,9 @@ def main() -> None:
     if args.words:
         data = word_vectors(SHARED / "data" / "sentences.txt.xz")
         measure(report, "words", data[:1000], data[1000:], args.bits)
+    if args.digits:
+        data = digits()
+        measure(report, "digits", data[:150], data[150:], args.bits)
     print(report.save(args.out))
     if args.plot:
         picture(report, args.plot)

@@ -34,13 +34,16 @@ def test_what_was_chosen_is_told(tmp_path):
     assert index.training is None and not index.is_trained and "trained" not in repr(index)
     index.train(x)
     told = index.training
-    assert told["chosen"] == "axes" and index.is_trained and ", trained: axes" in repr(index)
+    assert told["chosen"] == "axes" and index.is_trained
+    assert f", trained: axes of {' and '.join(map(str, sorted({*told['widths']})))} bits" in repr(index)
     assert told["queries"] == 300 and told["sigmas"] <= 6 and len(told["widths"]) == 4
     assert {"none", "mean", "axes, power 1"} <= set(told["recall"])
     assert max(told["recall"], key=told["recall"].get).startswith("axes")
     told["chosen"] = "mine"  # a copy
     assert index.training["chosen"] == "axes"
+    assert "deviations" not in repr(index)
     index.add(x)
+    assert repr(index).endswith(f", searches skip rows by a bound of {index.sigmas:g} deviations>")
     index.save(tmp_path / "index")
     assert turboquant.Index.load(tmp_path / "index").training == index.training == index.copy().training
     few = turboquant.Index(128, 3)

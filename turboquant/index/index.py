@@ -182,14 +182,19 @@ class Index:
 
     def __repr__(self) -> str:
         about = f"{self.ntotal} vectors of {self._dim} numbers, {self._bits} bits, {self._metric}"
-        if self._contents.transform.training is not None:
-            about += f", trained: {self._contents.transform.training['chosen']}"
+        training = self._contents.transform.training
+        if training is not None:
+            about += f", trained: {training['chosen']}"
+            if "widths" in training:
+                about += f" of {' and '.join(map(str, sorted({*training['widths']})))} bits"
         if self._lists:
             about += f", {self._lists} lists"
         if self._refine:
             about += f", refined by {self._refine}"
         if math.isinf(self._contents.sigmas):
             about += ", searches read all bits of all rows"
+        elif self.ntotal:
+            about += f", searches skip rows by a bound of {self._contents.sigmas:g} deviations"
         return f"<Index: {about}>"
 
     # ---- changes ----
