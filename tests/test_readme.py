@@ -35,9 +35,10 @@ def optional(code: str) -> str | None:
 ALONE = {f"{page} optional {words}": code for page, codes in ALL.items() for code in codes if (words := optional(code))}
 PAGES = {page: "\n".join(rest) for page, codes in ALL.items() if (rest := [c for c in codes if not optional(c)])}
 EXAMPLES = README | PAGES | ALONE
+SLOW = ("calibration.md",)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in EXAMPLES])
 def test_example(name: str, tmp_path: Path) -> None:
     code = EXAMPLES[name]
     if "torch" in code or "transformers" in code:

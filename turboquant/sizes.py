@@ -169,6 +169,18 @@ def full_bytes(model: Model, batch: int, tokens: int, item_bytes: int) -> int:
     return item_bytes * batch * sum(count * one.stores(tokens) for one, count in Counter(model.layers).items())
 
 
+def not_packed(model: Model, spec: CacheSpec) -> str:
+    """Why the bytes of a model's packed cache are not counted, or "": layers that are not, or heads too wide for the
+    spec."""
+    if model.refused:
+        return model.refused
+    try:
+        runs(model, spec)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def packed_parts(model: Model, spec: CacheSpec, batch: int, tokens: int, item_bytes: int = 2) -> dict[str, int]:
     """`cache.nbytes`, by the parts of `cache.report()`, after a prompt of `tokens` tokens for each sequence, on a CPU.
 
@@ -176,10 +188,10 @@ def packed_parts(model: Model, spec: CacheSpec, batch: int, tokens: int, item_by
     by token holds up to 1/64 more pages. Two results are not exact: a model's wave may need fewer pairs than are
     counted, and with a budget and sliding windows every layer counts as the mean, because only a calibration knows
     which layers get more bits.
-    NotImplementedError for a model whose packed cache is not counted.
+    NotImplementedError where `not_packed` says why.
     """
-    if model.refused:
-        raise NotImplementedError(f"the packed cache of {model.name} is not counted: {model.refused}")
+    if why := not_packed(model, spec):
+        raise NotImplementedError(f"the packed cache of {model.name} is not counted: {why}")
     parts: Counter[str] = Counter()
     for one, layer_spec, per_token, count in runs(model, spec):
         for part, size in _layer_parts(one, layer_spec, per_token, batch, tokens, item_bytes):

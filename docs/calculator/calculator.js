@@ -143,11 +143,11 @@
     const amount = { batch: settings.batch, tokens: settings.tokens, memory: settings.memory / 1e9 };
     for (const slider of sliders) slider.value = Math.log2(amount[slider.dataset.of] || 1);
     put("about", escaped(model.about));
-    const notPacked = model.packed[settings.spec] ? "" : `A packed cache of it is not counted: ${model.refused}.`;
-    put("refused", escaped(notPacked));
+    const why = model.unfit[settings.spec] || model.refused;
+    put("refused", why ? escaped(`A packed cache of it is not counted: ${why}.`) : "");
     put("results", table(caches, caches, text, gpu));
     put("how", how(text.gpu, gpu));
-    put("all", notPacked ? "" : table(every(settings), caches, text, gpu));
+    put("all", model.refused ? "" : table(every(settings), caches, text, gpu));
     put("chart", chart(caches, settings, text.memory));
     const memory = text.memory ? ` --memory ${text.memory.replace(" ", "")}` : "";
     put("command", escaped(`turboquant calc ${text.model} --batch ${settings.batch} --tokens ${settings.tokens} ` +

@@ -52,14 +52,16 @@ def _spec(spec: CacheSpec) -> dict[str, Any]:
 
 
 def _model(model: sizes.Model) -> dict[str, Any]:
-    """layers: [how many, numbers that attention reads of a token, those that are stored, window]."""
+    """unfit: why a spec has no packed cache, where others have. layers: [how many, numbers that attention reads of a token, those that are stored, window]."""
     layers = [(one, model.layers.count(one)) for one in dict.fromkeys(model.layers) if one.kind != "none"]
-    names = () if model.refused else [name for some in SPECS.values() for name in some]
+    specs = {name: named_or_bits(name, "--spec") for some in SPECS.values() for name in some}
+    unfit = {name: why for name, spec in specs.items() if (why := sizes.not_packed(model, spec))}
     return {
         "about": str(model),
         "refused": model.refused,
+        "unfit": {} if model.refused else unfit,
         "layers": [(count, one.reads(1), one.stores(1), one.window) for one, count in layers],
-        "packed": {name: _packed(model, named_or_bits(name, "--spec")) for name in names},
+        "packed": {name: _packed(model, spec) for name, spec in specs.items() if name not in unfit},
     }
 
 

@@ -26,6 +26,7 @@ from ..sizes import (
     layer_of,
     layers_of,
     no_decoder,
+    not_packed,
     packed_parts,
     refused,
     runs,
@@ -210,14 +211,16 @@ def calc(chosen: argparse.Namespace) -> int:
     print(model)
     sequences = f"{chosen.batch:,} sequence{'s' * (chosen.batch > 1)} of {chosen.tokens:,} tokens"
     print(f"{sequences}, sinks and window in {chosen.dtype}\n")
-    _print_table(model, {} if model.refused else specs, chosen, memory, gpu)
+    reasons = dict.fromkeys(why for spec in specs.values() if (why := not_packed(model, spec)))
+    specs = {name: spec for name, spec in specs.items() if not not_packed(model, spec)}
+    _print_table(model, specs, chosen, memory, gpu)
     if chosen.plot:
-        _plot(model, {} if model.refused else specs, chosen)
-    if model.refused:
-        print(f"\nA packed cache of it is not counted: {model.refused}.")
-    elif bits:
+        _plot(model, specs, chosen)
+    if bits:
         print(f"\n{bits}")
-    return 1 if model.refused else 0
+    for why in reasons:
+        print(f"\nA packed cache of it is not counted: {why}.")
+    return 1 if reasons else 0
 
 
 def _budget(model: Model, chosen: argparse.Namespace, tokens: int | None, memory: int | None) -> str:
