@@ -52,7 +52,8 @@ def _spec(spec: CacheSpec) -> dict[str, Any]:
 
 
 def _model(model: sizes.Model) -> dict[str, Any]:
-    """unfit: why a spec has no packed cache, where others have. layers: [how many, numbers that attention reads of a token, those that are stored, window]."""
+    """unfit: why a spec has no packed cache, where others have.
+    layers: [how many, numbers that attention reads of a token, those that are stored, window]."""
     layers = [(one, model.layers.count(one)) for one in dict.fromkeys(model.layers) if one.kind != "none"]
     specs = {name: named_or_bits(name, "--spec") for some in SPECS.values() for name in some}
     unfit = {name: why for name, spec in specs.items() if (why := sizes.not_packed(model, spec))}
