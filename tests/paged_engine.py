@@ -105,7 +105,7 @@ class Engine:
         for table, rows in ((self.rows.sinks, self.attention.sinks), (self.rows.tails, self.attention.tails)):
             for block in self.pool.taken if table is not None else ():
                 if (held := table.of.get(block)) is not None:
-                    rows.k[held.row], rows.v[held.row] = torch.nan, torch.nan
+                    rows.k[held.number], rows.v[held.number] = torch.nan, torch.nan
         self.pool.taken.clear()
 
     def step(self, work: list[tuple[Request, int]]) -> None:

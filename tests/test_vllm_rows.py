@@ -101,5 +101,5 @@ def test_a_step_keeps_the_rows_that_it_uses():
     requests = 5
     tails = Tails(ROWS_PER_REQUEST * requests, RING)
     for step in range(20):
-        used = [tails.written(100 * step + i, 0, 5).row for i in range(2 * requests)]
+        used = [tails.written(100 * step + i, 0, 5).number for i in range(2 * requests)]
         assert len({*used}) == 2 * requests

@@ -105,7 +105,7 @@ class Engine:
                 for rows, table in self._rows(builder):
                     for page in (block.block_id * pages + i for block in blocks for i in range(pages)):
                         if (held := table.of.get(page)) is not None:
-                            rows.k[held.row], rows.v[held.row] = torch.nan, torch.nan
+                            rows.k[held.number], rows.v[held.number] = torch.nan, torch.nan
 
         def taken(count):
             blocks = take(count)

@@ -105,11 +105,11 @@ class ExactRows:
                 continue
             if past < end:
                 tail = self.tails.written(block, max(past, begin) - begin, end - begin)
-                rows[page % 2] = tail.row
+                rows[page % 2] = tail.number
             else:
                 earlier = self.tails.find(block)
                 if earlier is None or earlier.stop < PAGE:
                     continue
                 tail = earlier
             if tail.first <= max(0, length - self.window - begin):
-                reads[page % 2] = tail.row
+                reads[page % 2] = tail.number

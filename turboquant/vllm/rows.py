@@ -27,7 +27,7 @@ ROWS_PER_REQUEST = 3
 class Held:
     """The row of a block, and which tokens it has: from `first` up to `stop`, counted from the page's start."""
 
-    row: int
+    number: int
     first: int
     stop: int
 
@@ -48,15 +48,15 @@ class _Table:
 
     def _new(self, block: int, first: int, stop: int) -> Held:
         self.drop(block)
-        row = self._free.pop() if self._free else self.of.pop(next(iter(self.of))).row
-        block_row = self.of[block] = Held(row, first, stop)
-        return block_row
+        number = self._free.pop() if self._free else self.of.pop(next(iter(self.of))).number
+        row = self.of[block] = Held(number, first, stop)
+        return row
 
     def drop(self, block: int) -> None:
         """The block's page is written without its row."""
         row = self.of.pop(block, None)
         if row is not None:
-            self._free.append(row.row)
+            self._free.append(row.number)
 
 
 class Sinks(_Table):
@@ -77,12 +77,12 @@ class Sinks(_Table):
             return -1
         if start < self.size:
             row.stop = min(stop, self.size)
-        return row.row
+        return row.number
 
     def find(self, block: int) -> int:
         """The row of a first block that is full, or -1."""
         row = self._used(block)
-        return row.row if row is not None and row.stop >= self.size else -1
+        return row.number if row is not None and row.stop >= self.size else -1
 
 
 class Tails(_Table):
