@@ -25,6 +25,11 @@ from hypothesis import settings
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="turboquant-inductor-")
 atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 os.environ["TURBOQUANT_CACHE"] = ""
+# But tests of commands and pages ask for `kept_profiles`: the demo's model, with which they all run, is measured once a
+# run and not once a test. The workers of a run find the folder here.
+if "TURBOQUANT_TEST_PROFILES" not in os.environ:
+    os.environ["TURBOQUANT_TEST_PROFILES"] = tempfile.mkdtemp(prefix="turboquant-profiles-")
+    atexit.register(shutil.rmtree, os.environ["TURBOQUANT_TEST_PROFILES"], ignore_errors=True)
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("TURBOQUANT_SHARED", ROOT.parent / "shared"))
@@ -72,6 +77,12 @@ def pytest_collection_finish() -> None:
     would then differ from later ones."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.ones(1).cos()
+
+
+@pytest.fixture
+def kept_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured of a model is kept for all tests of this run that have this fixture."""
+    monkeypatch.setenv("TURBOQUANT_CACHE", os.environ["TURBOQUANT_TEST_PROFILES"])
 
 
 LEVELS = ("avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_amx", "neon", "neon_dot")

@@ -12,6 +12,8 @@ import models  # noqa: F401  skips without torch and transformers
 
 from turboquant.cli import main
 
+pytestmark = pytest.mark.usefixtures("kept_profiles")
+
 DEMO = str(ROOT / "demo" / "turboquant_demo")
 LINE = r"\[([\d,]+) tokens: ([\d,]+) bytes held, ([\d,]+) in bfloat16, [\d.]+x, [\d.]+ tokens a second\]"
 TEMPLATE = (

@@ -17,6 +17,7 @@ import models  # noqa: F401  skips without torch and transformers
 from turboquant.cli import main
 
 
+@pytest.mark.usefixtures("kept_profiles")
 def test_demo(capsys):
     assert main(["demo", "--prompt-tokens", "300", "--tokens", "5"]) == 0
     text, noise = capsys.readouterr()
@@ -94,6 +95,7 @@ def test_without_its_model_the_demo_says_what_to_install(tmp_path, monkeypatch, 
     )
 
 
+@pytest.mark.usefixtures("kept_profiles")
 def test_commands_name_a_variable_that_is_wrong():
     """The message is that of the operators. test_machine.py and test_ops_errors.py test TURBOQUANT_ISA."""
     code = "from turboquant.cli import main; raise SystemExit(main(['demo']))"

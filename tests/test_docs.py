@@ -56,6 +56,7 @@ def commands(block: str) -> list[tuple[list[str], list[str]]]:
     return [] if block.startswith(NOT_RUN) else [(shlex.split(line)[1:], shown.splitlines()) for line, shown in found]
 
 
+@pytest.mark.usefixtures("kept_profiles")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CONSOLES])
 def test_commands(name: str, tmp_path: Path) -> None:
     """Each command succeeds. The lines shown below it are among those that it prints, in that order; "..." stands for

@@ -59,7 +59,7 @@ def test_info_states_the_facts_of_doctor(capsys):
     assert info.splitlines() == [f"{name:16} {fact}" for name, (_, fact) in said.items()]
 
 
-def test_a_model_that_can_be_packed(capsys):
+def test_a_model_that_can_be_packed(capsys, monkeypatch):
     assert main(["doctor", str(DEMO), "--tokens", "1000"]) == 0
     said = lines(capsys.readouterr().out)
     assert said["model"] == ("ok", "LlamaForCausalLM, 4 million parameters")
@@ -67,6 +67,7 @@ def test_a_model_that_can_be_packed(capsys):
     assert said["preset"][1].startswith("default fits: 4 bits on average")
     fact = "measured on the text of the package, when a cache is first made"
     assert said["moments"] == ("ok", f"{fact}; not kept, because TURBOQUANT_CACHE is empty")
+    monkeypatch.setattr("turboquant.models.texts.OF_COSTS", 160)
     # The bytes that it promises are those that a cache then holds, as `calc` counts them.
     model = turboquant.patch(transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.bfloat16).eval())
     cache = turboquant.TurboQuantCache(model)

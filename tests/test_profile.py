@@ -115,9 +115,11 @@ def test_parts_that_do_not_belong_together(calibrated):
         Profile.of(3)
 
 
-def test_the_command_writes_what_measure_finds(tmp_path, capsys):
+def test_the_command_writes_what_measure_finds(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("turboquant.models.texts.TOKENS", 256)
+    monkeypatch.setattr("turboquant.models.texts.OF_COSTS", 160)
     assert main(["measure", str(DEMO), "-o", str(tmp_path / "p")]) == 0
-    assert "2,044 tokens (the text of the package), 4 layers" in capsys.readouterr().out
+    assert "253 tokens (the text of the package), 4 layers" in capsys.readouterr().out
     found = Profile.load(tmp_path / "p")
     demo = LlamaForCausalLM.from_pretrained(DEMO, dtype="auto")
     assert same(found.moments.arrays(), turboquant.measure(demo).moments.arrays())

@@ -38,6 +38,7 @@ EXAMPLES = README | PAGES | ALONE
 SLOW = ("calibration.md",)
 
 
+@pytest.mark.usefixtures("kept_profiles")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in EXAMPLES])
 def test_example(name: str, tmp_path: Path) -> None:
     code = EXAMPLES[name]
