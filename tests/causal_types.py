@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from models import torch, transformers
-from multimodal import has_field, layers_with_all_kinds
+from multimodal import EXPERTS, has_field, layers_with_all_kinds
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TYPES
 
@@ -21,17 +21,11 @@ SMALL: dict[str, Any] = dict(
     vocab_size=96,
     hidden_size=64,
     intermediate_size=48,
-    moe_intermediate_size=16,
     num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=16,
-    num_experts=4,
-    n_routed_experts=4,
-    num_local_experts=4,
-    num_experts_per_tok=2,
-    n_group=1,
-    topk_group=1,
+    **EXPERTS,
     max_position_embeddings=256,
     initializer_range=0.15,
     pad_token_id=0,

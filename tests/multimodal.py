@@ -27,23 +27,28 @@ TYPES: dict[str, str] = {  # classes that read images or sound and continue a te
 VOCABULARY, IMAGE, SOUND = 96, 90, 91
 FEATURES = 6  # tokens of an image
 
-# Fields of the small text configuration, of those of towers, and of the whole: each is given those that it has.
-TEXT: dict[str, Any] = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=64,
-    intermediate_size=48,
+# Of a few small experts, under each name that a type may have for them.
+EXPERTS = dict(
     moe_intermediate_size=16,
-    shared_expert_intermediate_size=16,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
     num_experts=4,
     n_routed_experts=4,
     num_local_experts=4,
     num_experts_per_tok=2,
     n_group=1,
     topk_group=1,
+)
+
+# Fields of the small text configuration, of those of towers, and of the whole: each is given those that it has.
+TEXT: dict[str, Any] = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    intermediate_size=48,
+    shared_expert_intermediate_size=16,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    **EXPERTS,
     max_position_embeddings=512,
     initializer_range=0.15,
     pad_token_id=0,

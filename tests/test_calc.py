@@ -336,12 +336,19 @@ def test_models_that_are_not_counted(name, why, capsys):
     """Their own caches are counted, and one sentence says why there is no packed one."""
     assert main(["calc", name]) == 1
     out = capsys.readouterr().out
-    assert f"\nA packed cache of it is not counted: {why}.\n" in out and re.search(
-        r"^bf16 +[\d,]{9,}", out, re.MULTILINE
-    )
+    assert re.search(rf"^Its cache packed by 4, 3, 2 is not counted: {why}\.$", out, re.MULTILINE)
+    assert re.search(r"^bf16 +[\d,]{9,}", out, re.MULTILINE)
     assert not re.search(r"^4 ", out, re.MULTILINE)
     with pytest.raises(NotImplementedError, match=why):
         packed_parts(read_model(name), presets()["default"], 1, 1)
+
+
+def test_a_preset_that_is_not_counted(capsys):
+    """It is named, and the others are counted."""
+    assert main(["calc", "gemma-4-26b-a4b", "--spec", "4,esm-default"]) == 1
+    out = capsys.readouterr().out
+    assert "\nIts cache packed by esm-default is not counted: " in out
+    assert re.search(r"^4 +[\d,]{9,}", out, re.MULTILINE)
 
 
 def test_more_memory_than_floats_count(capsys):

@@ -211,16 +211,19 @@ def calc(chosen: argparse.Namespace) -> int:
     print(model)
     sequences = f"{chosen.batch:,} sequence{'s' * (chosen.batch > 1)} of {chosen.tokens:,} tokens"
     print(f"{sequences}, sinks and window in {chosen.dtype}\n")
-    reasons = dict.fromkeys(why for spec in specs.values() if (why := not_packed(model, spec)))
+    unfit: dict[str, list[str]] = {}
+    for name, spec in specs.items():
+        if why := not_packed(model, spec):
+            unfit.setdefault(why, []).append(name)
     specs = {name: spec for name, spec in specs.items() if not not_packed(model, spec)}
     _print_table(model, specs, chosen, memory, gpu)
     if chosen.plot:
         _plot(model, specs, chosen)
     if bits:
         print(f"\n{bits}")
-    for why in reasons:
-        print(f"\nA packed cache of it is not counted: {why}.")
-    return 1 if reasons else 0
+    for why, names in unfit.items():
+        print(f"\nIts cache packed by {', '.join(names)} is not counted: {why}.")
+    return 1 if unfit else 0
 
 
 def _budget(model: Model, chosen: argparse.Namespace, tokens: int | None, memory: int | None) -> str:
