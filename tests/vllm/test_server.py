@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 from engines import ENVIRONMENT, Engine
@@ -44,10 +45,10 @@ def server(folder, log, **environment):
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # also ranks that outlive it
 
 
 def ask(url, **body):
