@@ -1,6 +1,6 @@
 """Recall and bytes of `turboquant.Index` on real vectors, which do not depend on the machine's speed.
 
-    python benchmarks/index_recall.py --minilm minilm.npy --out benchmarks/results/zen4-2core
+    python benchmarks/index_recall.py --minilm minilm.npy --out benchmarks/results/zen3-2core
     python benchmarks/index_recall.py --model build/real-models/gemma3 --words --digits --bits 1 2 3 4
 
 minilm.npy: float32 [n, 384], the lines of shared/data/sentences.txt.xz embedded by all-MiniLM-L6-v2; the first 1,000
