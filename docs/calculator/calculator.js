@@ -144,7 +144,7 @@
     for (const slider of sliders) slider.value = Math.log2(amount[slider.dataset.of] || 1);
     put("about", escaped(model.about));
     const why = model.unfit[settings.spec] || model.refused;
-    put("refused", why ? escaped(`A packed cache of it is not counted: ${why}.`) : "");
+    put("refused", why ? escaped(`Its cache packed by ${text.spec} is not counted: ${why}.`) : "");
     put("results", table(caches, caches, text, gpu));
     put("how", how(text.gpu, gpu));
     put("all", model.refused ? "" : table(every(settings), caches, text, gpu));
