@@ -211,18 +211,16 @@ def calc(chosen: argparse.Namespace) -> int:
     print(model)
     sequences = f"{chosen.batch:,} sequence{'s' * (chosen.batch > 1)} of {chosen.tokens:,} tokens"
     print(f"{sequences}, sinks and window in {chosen.dtype}\n")
-    unfit: dict[str, list[str]] = {}
-    for name, spec in specs.items():
-        if why := not_packed(model, spec):
-            unfit.setdefault(why, []).append(name)
-    specs = {name: spec for name, spec in specs.items() if not not_packed(model, spec)}
+    unfit = {name: why for name, spec in specs.items() if (why := not_packed(model, spec))}
+    specs = {name: spec for name, spec in specs.items() if name not in unfit}
     _print_table(model, specs, chosen, memory, gpu)
     if chosen.plot:
         _plot(model, specs, chosen)
     if bits:
         print(f"\n{bits}")
-    for why, names in unfit.items():
-        print(f"\nIts cache packed by {', '.join(names)} is not counted: {why}.")
+    for why in dict.fromkeys(unfit.values()):
+        names = ", ".join(name for name in unfit if unfit[name] == why)
+        print(f"\nIts cache packed by {names} is not counted: {why}.")
     return 1 if unfit else 0
 
 
