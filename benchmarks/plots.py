@@ -135,7 +135,7 @@ def index_figure(name: str, x: str, metrics: list[str]) -> None:
     figure, ax = plt.subplots(figsize=(8.6, 4.4))
     ax.set(xlabel=x, ylabel="share of the true 10 that are among the 10 found", xscale="log", ylim=(0.74, 1.008))
     ax.grid(True, which="both", linewidth=0.3)
-    results = [(*points(r["params"]["index"]), r["metrics"]) for r in rows("zen4-2core", "index")]
+    results = [(*points(r["params"]["index"]), r["metrics"]) for r in rows("zen3-2core", "index")]
     for training, colour in TRAINING.items():
         own = [(k, m) for index, k, m in results if index.startswith("turboquant") and k.endswith(training)]
         for metric, fill, style in zip(metrics, (colour, "none"), ("-", ":")):
@@ -145,6 +145,8 @@ def index_figure(name: str, x: str, metrics: list[str]) -> None:
     labels, places = [], [point for line in ax.lines for point in zip(*line.get_data())]
     for peer, (marker, colour, offset) in PEERS.items():
         own = [(index, k, m) for index, k, m in results if index.startswith(peer)]
+        if not own:  # not installed when that was measured
+            continue
         for metric, fill in zip(metrics, (colour, "none")):
             label = own[0][0] if fill != "none" else None
             some = [(m[metric], m["recall"]) for _, _, m in own]
