@@ -1,4 +1,4 @@
-"""Where sequences differ in length on a GPU, each step writes one schedule for all layers of the same sizes."""
+"""Where sequences differ in length on a GPU, each step writes one schedule for all layers of a plan and sizes."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import turboquant
 from turboquant.kvcache import shared as common
+from turboquant.plan import Plan
 from turboquant.spec import CacheSpec
 
 PLAN = CacheSpec().plan(128)
@@ -26,13 +27,14 @@ def scheduled(
     pages: int = 9,
     sliding_window: int = 0,
     device: str = "meta",
+    plan: Plan = PLAN,
 ) -> torch.Tensor | None:
     """The schedule of a layer of `heads` KV heads; on the meta device, because only shapes matter."""
     query, held, table, lengths = (
         torch.empty(shape, device=device)
-        for shape in ((2, 8, 1, 128), (20, heads, PLAN.record_bytes), (2, pages), (2,))
+        for shape in ((2, 8, 1, 128), (20, heads, plan.record_bytes), (2, pages), (2,))
     )
-    layer: Any = SimpleNamespace(plan=PLAN, pages=held, block_table=table, sinks=4, window=128)
+    layer: Any = SimpleNamespace(plan=plan, pages=held, block_table=table, sinks=4, window=128)
     return shared.schedule(layer, query, lengths, after, padding, sliding_window)
 
 
@@ -60,6 +62,13 @@ def test_layers_that_agree_share_a_schedule(written: list[torch.Tensor]) -> None
     assert len({id(table) for table in (first, other, sliding)}) == 3 and len(written) == 3
     assert schedule(1001) is first and written[-1] is first and len(written) == 4  # the next step, in the same tensor
     assert schedule(1001, pages=10) is first and len(written) == 5  # a table that has grown
+
+
+def test_layers_of_other_plans_have_schedules_of_their_own(written: list[torch.Tensor]) -> None:
+    """Keys of 4 bits and values of 2 have as many bytes as 3 and 3, but a kernel that cuts the work in another way."""
+    shared = common.Common(None)
+    one, other = (scheduled(shared, 1000, plan=Plan(128, *widths)) for widths in ((3, 3), (4, 2)))
+    assert one is not other and len(written) == 2
 
 
 def test_a_replayed_step_leaves_no_schedule_that_is_taken_for_another(written: list[torch.Tensor]) -> None:

@@ -3,6 +3,8 @@ model of an engine with blocks that requests share, free and take over."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -185,3 +187,17 @@ def test_pages_that_are_written_again_lose_their_rows():
     assert rows_of(table, [0], [300], [[7, 8, 5]]) != [-1]
     assert rows_of(table, [200], [201], [[5, 6]]) == [-1]
     assert rows_of(table, [300], [301], [[7, 8, 5]]) != [-1]
+
+
+def test_a_schedule_is_written_for_each_plan(monkeypatch):
+    """One for all layers of a plan; a layer of another, whose kernel may cut the work otherwise, writes it anew."""
+    written = []
+    monkeypatch.setattr(steps, "write_schedule", lambda attention, *_: written.append(attention.words))
+    for name in ("append", "attend"):
+        monkeypatch.setattr(steps, name, lambda *_, **__: None)
+    schedule = steps.Schedule(torch.empty(0, 4, dtype=torch.int32))
+    step = SimpleNamespace(tokens=2, few=object(), first=2, chunks=None, schedule=schedule, whole=None, pasts=())
+    x = torch.empty(2, HEADS, HEAD_DIM)
+    for plan in ("3, 3", "3, 3", "4, 2"):
+        run(SimpleNamespace(words=plan, learned_sinks=None), step, x, x, x, None, x.clone(), dense_attention)
+    assert written == ["3, 3", "4, 2"]

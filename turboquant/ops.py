@@ -473,7 +473,7 @@ def about_equal(shortest: int, longest: int) -> bool:
 
 
 def schedule_rows(batch: int, device: torch.device) -> int:
-    """Rows of a schedule's table, int32 [rows, 4]: a header, one per team of warps, half a row per sequence."""
+    """Rows of a schedule's table, int32 [rows, 4]: a header, one per team of warps, one per sequence."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
     return _core.SCHEDULE_ROWS * processors + batch
 
@@ -491,8 +491,8 @@ def schedule(
     """Divides a step's attention among a GPU's thread blocks, once for all layers. Call it when ``packed.lengths`` are
     those of the step, and pass the result to every `attend`. The host does not wait for the device.
 
-    q, packed: those of one layer. The schedule serves all layers with the same sizes and ``record_bytes``; a call that
-        differs divides its work itself.
+    q, packed: those of one layer. The schedule serves all layers with the same sizes and plan; a call that differs
+        divides its work itself, slowly if it gives each sequence and head one thread block.
     lengths: those in ``packed.lengths``, if the host knows them. If they are about equal (the shortest is at least 7/8
         of the longest), each sequence gets equally many thread blocks, which is faster. Otherwise the device divides
         the work by the lengths, with the results of a call without a schedule, bit for bit.

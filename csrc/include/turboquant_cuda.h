@@ -101,7 +101,7 @@ TQ_API tq_status tq_cuda_attend(const tq_cuda_attend_call *call, void *workspace
 
 /** Cuts a batch into work for tq_cuda_attend, on the device, from the lengths at that point of the stream; waits for
  *  nothing, so that a CUDA graph can hold it. One schedule serves all layers of a step with the same sizes in params
- *  and the same bytes a page; a call that differs in these cuts its work itself (fused kernels: slowly, a block for each
+ *  and the same plan; a call that differs in these cuts its work itself (fused kernels: slowly, a block for each
  *  sequence and KV head). Results with and without a schedule are equal, bit for bit. A call with a schedule uses lengths and starts as they were when it was made; what else the
  *  arrays below hold must not change in between, or results are of no use.
  *  params    as for tq_cuda_attend with TQ_SCHEDULE_LINE. Of pointers only lengths, starts, ends, query_start_loc,

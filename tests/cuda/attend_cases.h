@@ -94,6 +94,18 @@ static void add_moments(std::vector<Case> *cases)
                 for (int i = 0; i < batch; i++) c.lengths.resize(i + 1, i * 37 % 400 + (batch < 20 ? 600 : 0));
                 c.heads = 1, c.head_dim = d, c.key_bits = batch % 4 ? "3" : "2";
             });
+    for (const char *bits : {"2", "3", "4"}) { /* whole and last blocks of a schedule */
+        for (int pairs : {0, 64})
+            add(std::string("a few long sequences, bits ") + bits + (pairs ? ", wave" : ""), [=](Case &c) {
+                c.lengths = {20000, 300, 5000, 0, 129, 300, 1, 2500}, c.heads = 3, c.group = 1, c.even = 0;
+                c.key_bits = bits, c.pairs = pairs, c.metric = pairs ? 5 : 0, c.sinks = 4, c.window = 40;
+            });
+        for (int length : {0, 600}) /* more segments than blocks at once: one size, or the other */
+            add(std::string("600 sequences and a long one, bits ") + bits + (length ? ", equal" : ""), [=](Case &c) {
+                for (int i = 0; i < 600; i++) c.lengths.resize(i + 1, length ? length : i * 37 % 400);
+                c.lengths[77] = 20000, c.heads = 1, c.group = 1, c.even = 0, c.key_bits = bits;
+            });
+    }
     for (int heads : {1, 7}) /* clusters of 16, and parts that are merged */
         for (int length : {11000, 20000})
             add("long, heads " + std::to_string(heads) + ", " + std::to_string(length) + " tokens",

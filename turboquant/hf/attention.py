@@ -70,16 +70,16 @@ class FreshKeys(Carried):
         """Attention to all stored tokens of a call whose keys are `FreshKeys`. Result as of `own_attention`."""
         fresh: Any = call.key
         keys, fresh.keys = fresh.keys, None
-        sinks = call.options.pop("s_aux", None)
+        learned = call.options.pop("s_aux", None)
         if keys is not None:
             call.key = keys
-            out, lse, fresh.seen = fresh.layer.attend(call, return_lse=sinks is not None)
+            out, lse, fresh.seen = fresh.layer.attend(call, return_lse=learned is not None)
         elif fresh.seen is not None:
-            out, lse = fresh.layer.attend_again(call, fresh.seen, return_lse=sinks is not None)
+            out, lse = fresh.layer.attend_again(call, fresh.seen, return_lse=learned is not None)
         else:
             raise NotImplementedError(f"layer {fresh.layer.index}: its keys and values were given to attention twice")
-        if sinks is not None and lse is not None:
-            out = out * _share_beside(sinks, lse).to(out.dtype)
+        if learned is not None and lse is not None:
+            out = out * _share_beside(learned, lse).to(out.dtype)
         return out, None
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -116,10 +116,10 @@ def attention(
     return own_attention(call)
 
 
-def _share_beside(sinks: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+def _share_beside(learned: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """The share of a softmax that its tokens have beside a learned sink, [batch, tokens, heads, 1]: a sink is a logit
     [heads] whose value is zero. lse float32 [batch, heads, tokens], of the tokens alone."""
-    return torch.sigmoid(lse - sinks.float().view(1, -1, 1)).transpose(1, 2).unsqueeze(-1)
+    return torch.sigmoid(lse - learned.float().view(1, -1, 1)).transpose(1, 2).unsqueeze(-1)
 
 
 AttentionInterface.register(NAME, attention)

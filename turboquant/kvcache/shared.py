@@ -170,14 +170,14 @@ class Common:
         sliding_window: int,
     ) -> torch.Tensor | None:
         """The schedule of `attend` for a forward that ends at `after` positions. If sequences differ in length, the
-        first layer with the sizes of `layer` writes it. The tensor stays the same from step to step, so that a step can
+        first layer with the plan and the sizes of `layer` writes it. The tensor stays the same from step to step, so that a step can
         be replayed as a CUDA graph. None on a CPU.
         """
         equal = self.equal_schedule(after, padding, query.device)
         if equal is not None or query.device.type == "cpu":
             return equal
         pages, table, sizes = layer.pages, layer.block_table, (layer.sinks, layer.window, sliding_window)
-        where = (query.device, query.shape, pages.shape[1:], sizes)
+        where = (query.device, query.shape, pages.shape[1:], layer.plan.words, sizes)
         written, schedule = self._schedules.get(where, (None, None))
         if schedule is None:
             schedule = _new_schedule(len(padding), query.device)

@@ -1,4 +1,5 @@
-"""Appends a ragged batch to packed pages, and attends for one: the only place where this plug-in calls operators.
+"""Appends a ragged batch to packed pages, and attends for one: the operators of this plug-in but one, which steps.py
+calls.
 
 Every query reads what was packed, but for the tokens that exact rows have.
 """

@@ -36,11 +36,11 @@ Dense = Callable[[Attention, torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 
 @dataclass
 class Schedule:
-    """How the decode steps of all layers with pages of one size are divided, in memory that CUDA graphs know. The first
-    layer of a step writes it."""
+    """How the decode steps of all layers of one plan are divided, in memory that CUDA graphs know. The first layer of a
+    step writes it, and the first of another plan again."""
 
     table: torch.Tensor
-    written: bool = False
+    written: tuple[int, ...] = ()  # words of the plan that it is for
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,9 @@ def run(
     if step.few is not None:
         some, how = slice(0, step.first), dict[str, Any]()
         if step.schedule is not None:
-            if not step.schedule.written:
+            if step.schedule.written != attention.words:
                 write_schedule(attention, query[some], step.few, pages, step.schedule.table)
-                step.schedule.written = True
+                step.schedule.written = attention.words
             how["schedule"] = step.schedule.table
         if attention.learned_sinks is not None:
             how["lse"] = torch.empty(query[some].shape[:2], dtype=torch.float32, device=query.device)

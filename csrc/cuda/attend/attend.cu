@@ -195,7 +195,7 @@ tq_status queue(Launch &l, size_t needed, cudaStream_t s, tq_error *error)
                                     l.shared_bytes, s, error, l.args));
         if (!needed) return TQ_OK;
         int64_t merged = l.segments / l.args.row_tiles; /* segments that may have several blocks */
-        if (f.ragged && merged > f.at_once) merged = f.at_once;
+        if (f.ragged && merged > l.blocks - l.segments) merged = l.blocks - l.segments; /* as many as whole blocks */
         return launch(merge.kernel, merged * l.args.rows, merge.threads, 0, s, error, l.args);
     }
     EndKernels ends = attend_end_kernels(l.args.groups);

@@ -31,9 +31,13 @@
 namespace tq
 {
 
-constexpr int FUSED_ROWS = 128;      /* the most rows of a KV head in attend_fused_many_rows */
-constexpr int LARGE_CLUSTER = 16;    /* blocks that share a segment of attend_fused if segments are few */
-constexpr int MOST_RAGGED = 1024;    /* sequences of attend_fused if they differ in length */
+constexpr int FUSED_ROWS = 128;   /* the most rows of a KV head in attend_fused_many_rows */
+constexpr int LARGE_CLUSTER = 16; /* blocks that share a segment of attend_fused if segments are few */
+constexpr int MOST_RAGGED = 1024; /* sequences of attend_fused if they differ in length */
+/** The most whole blocks that it gives segments, of the blocks at work at once (fused/share.cu). */
+constexpr int MOST_WHOLE_OF_SHARE = 2;
+/** Rows of its schedule for so many sequences (rows/sequence.cuh). */
+constexpr int64_t fused_schedule_rows(int64_t batch) { return 1 + 2 * batch + (batch + 3) / 4; }
 constexpr int FUSED_WARPS = 16;      /* the most warps of a block of attend_fused: a lane for each of 32 parts */
 constexpr int TEAM_OF_MANY_ROWS = 4; /* warps of a team of attend_many_rows */
 /** Sets of 8 rows of a tile for which warps of attend_fused_many_rows attend to exact tokens; 1 in attend_fused

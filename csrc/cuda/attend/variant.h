@@ -72,6 +72,8 @@ struct Variant {
 /** The same kernel of attend_fused for sequences of any lengths: its code would slow kernels for equal lengths down (measured.md). */
 template <class V> struct Ragged : V {
     static constexpr bool RAGGED = true;
+    /* Without a wave 16 warps of whole pages on a multiprocessor are faster than 12 (measured.md). */
+    static constexpr int FUSED_REGISTERS = V::ROW_QUADS == 1 && !V::WAVE ? 128 : V::FUSED_REGISTERS;
 };
 
 /* ---- for loop/team.cuh ---- */

@@ -19,7 +19,6 @@ constexpr Rules H200 = {
     /* most_any_8_rows */ 24,
     /* long_wave_pages */ 8,
     /* most_in_turns */ 32,
-    /* ragged_few */ 50,
     /* ragged_many */ 300,
     /* ragged_two */ 400,
     /* half_cost */ 10,
@@ -112,10 +111,10 @@ size_t workspace_bound(const AttendArgs &a, const DeviceFacts &device)
                                           : 16,
                   processors = device.processors;
     if (!a.rows) return 0;
-    /* FUSED: at most MOST_WARPS / 2 blocks of a multiprocessor leave parts of their rows, and where lengths differ one of each segment too;
-     * its own schedule. */
-    const int64_t fused = (MOST_WARPS / 2 * processors + heads) * of_warp * (4 + 2 * width) * F +
-                          (1 + 2 * (int64_t)a.p.layer.batch) * sizeof(int4) + 2 * 256;
+    /* FUSED: at most MOST_WARPS / 2 blocks of a multiprocessor leave parts of their rows, or twice as many and one of each segment where
+     * lengths differ; its own schedule. */
+    const int64_t fused = (MOST_WHOLE_OF_SHARE * MOST_WARPS / 2 * processors + heads) * of_warp * (4 + 2 * width) * F +
+                          fused_schedule_rows(a.p.layer.batch) * sizeof(int4) + 2 * 256;
     /* SPLIT: rows are padded to whole tiles. A slot is a part of a warp's rows, or of a segment's that two teams share. */
     const int64_t padding = a.rows + 31 < MOST_TILE_ROWS ? a.rows + 31 : MOST_TILE_ROWS,
                   rows = heads * (a.rows + padding), slots = MOST_WARPS * processors * of_warp + rows,

@@ -49,7 +49,10 @@ template <class MAKE, int ROW, int ROW_QUADS, int TILES> KernelChoice compiled_k
     using V = VariantOf<ROW, ROW_QUADS, TILES>;
     KernelChoice k = {};
     k.kernel = MAKE::template kernel<R.strategy, V>();
-    if constexpr (has_ragged(ROW, ROW_QUADS, TILES)) k.ragged = MAKE::template kernel<R.strategy, Ragged<V>>();
+    if constexpr (has_ragged(ROW, ROW_QUADS, TILES)) {
+        k.ragged = MAKE::template kernel<R.strategy, Ragged<V>>();
+        k.ragged_threads = most_threads(Ragged<V>::FUSED_REGISTERS);
+    }
     k.row = ROW, k.rows = V::ROWS, k.bits = R.width, k.tiles = V::TILES, k.run = V::RUN,
     k.two_products = V::TWO_PRODUCTS;
     k.exact_last = V::EXACT_LAST, k.fewer_exact = V::FEWER_EXACT;

@@ -25,7 +25,7 @@ struct KernelChoice {
     int row_quads;              /* groups of four rows that a warp has; 0 with many rows */
     int tiles;                  /* token tiles of a unit: 2 (half a page) or 4 (a page) */
     int run; /* neighbouring units that a warp has one after the other: 1, or 2 for the halves of a page */
-    int max_threads;
+    int max_threads, ragged_threads;
     bool two_products;
     bool exact_last, fewer_exact; /* fused: of its Variant */
     int own_bytes;                /* shared memory beside the stages: of a warp, with many rows of a team */

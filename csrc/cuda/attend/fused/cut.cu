@@ -226,12 +226,11 @@ bool cut_ragged(const tq_plan &plan, const Device &device, int tiles, Launch *la
     int most_warps = 0;
     KernelChoice kernel = find_kernel(Strategy::FUSED, true, plan, launch->args.tile_rows / 4, tiles);
     const Rules &r = *device.rules;
-    const int most = kernel.max_threads / 32, busy = r.busy_warps;
+    const int most = kernel.ragged_threads / 32, busy = r.busy_warps;
     const double of_100 = 100.0 * (double)launch->segments / device.processors; /* segments for 100 multiprocessors */
     const bool wave = launch->args.wave.steps;
     if (!kernel.ragged) return false;
     kernel.kernel = kernel.ragged, kernel.is_ragged = true;
-    if (of_100 > r.ragged_few && (wave || of_100 < r.ragged_many)) return false;
     const int first = most > busy && of_100 <= r.ragged_two ? 2 : most / LEAST_WARPS;
     /* One block alone starts and ends while nothing else runs, which takes longer with a wave than few warps do. */
     const int enough = wave ? WARPS_WITH_WAVE : busy;
@@ -254,11 +253,13 @@ bool cut_ragged(const tq_plan &plan, const Device &device, int tiles, Launch *la
         most_warps = warps;
         f.at_once = at_once * device.processors;
         l.threads = 32 * f.warps;
-        l.blocks = (int)l.segments + f.at_once;
+        l.blocks = (int)l.segments + (l.segments > f.at_once ? MOST_WHOLE_OF_SHARE : 1) * f.at_once;
         best = l;
     }
     *launch = best;
-    return most_warps > 0;
+    /* More than two for each multiprocessor were not measured. */
+    const bool few = launch->segments <= launch->args.fused.at_once && launch->segments <= 2 * device.processors;
+    return most_warps && (few || (!wave && of_100 >= r.ragged_many));
 }
 
 } // namespace
@@ -318,7 +319,8 @@ bool cut_fused(const tq_plan &plan, const Device &device, Launch *launch)
         return true;
     }
     const bool equal = a.p.layer.batch <= 1 || a.p.schedule_kind == TQ_SCHEDULE_EQUAL;
-    if (equal || a.p.layer.batch > MOST_RAGGED || a.p.layer.batch >= TQ_SCHEDULE_ROWS * device.processors ||
+    if (equal || a.p.layer.batch > MOST_RAGGED ||
+        fused_schedule_rows(a.p.layer.batch) > TQ_SCHEDULE_ROWS * (int64_t)device.processors + a.p.layer.batch ||
         a.rows > 8 || segments > 1 << 20)
         return false;
     Launch l = *launch;
@@ -347,7 +349,7 @@ size_t lay_out_fused_workspace(Launch *l, char *base)
     a.sums = reinterpret_cast<float *>(base + take(&at, (int64_t)l->blocks * a.rows * part_floats(a) * sizeof(float)));
     if (a.fused.ragged && !a.p.schedule) /* its own */
         a.schedule =
-            reinterpret_cast<const int4 *>(base + take(&at, (1 + 2 * (int64_t)a.p.layer.batch) * sizeof(int4)));
+            reinterpret_cast<const int4 *>(base + take(&at, fused_schedule_rows(a.p.layer.batch) * sizeof(int4)));
     return (size_t)at;
 }
 

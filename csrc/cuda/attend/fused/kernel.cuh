@@ -475,31 +475,64 @@ template <int RUN> struct BlockStart {
     bool works;
 };
 
-/** What a schedule says of block `index`. sharing 0: there is nothing for it. By a whole warp. */
+/** What a schedule says of block `index`: whole blocks come first, then the last one of each segment. sharing 0: there is nothing for it. By
+ *  a whole warp. */
 struct BlockShare {
-    int32_t b, h, rank, sharing;
+    int32_t b, h, rank, sharing, each;
     Sequence seq;
 
     __device__ __forceinline__ BlockShare(const AttendArgs &a, int32_t index, int lane)
     {
-        constexpr int AT_ONCE = 4;
-        const bool scheduled = is_schedule_of(a, __ldcg(a.schedule));
         const int32_t heads = a.p.layer.kv_heads, batch = a.p.layer.batch;
-        int4 found = {}; /* {first block, blocks of a segment | sequence << 16, length, start} */
+        auto load_row = [&](int32_t at) { return __ldcg(a.schedule + 1 + min(at, batch - 1)); };
+        const int4 head = __ldcg(a.schedule);
+        int4 row = load_row(divide(index, heads));      /* right if there are no whole blocks; at once with the head */
+        const bool scheduled = is_schedule_of(a, head); /* otherwise each segment has one block */
+        const int32_t last = index - (scheduled ? head.y : 0);
+        if (last < 0) {
+            row = find_row(a, index, lane);
+        } else {
+            const int32_t at = divide(last, heads);
+            if (scheduled && head.y) row = load_row(at);
+            if (!scheduled) row.y = min(at, batch - 1) << 16;
+            row.x = at < batch ? last - at * heads : heads; /* the head; the grid is as large as it may have to be */
+        }
+        /* so that the compiler knows that lanes agree */
+        row = make_int4(__reduce_max_sync(ALL_LANES, row.x), __reduce_max_sync(ALL_LANES, row.y),
+                        __reduce_max_sync(ALL_LANES, row.z), __reduce_max_sync(ALL_LANES, row.w));
+        const int32_t whole = row.y & 0xffff, of_head = index - row.x;
+        b = row.y >> 16, each = head.z, sharing = whole + 1;
+        h = last >= 0 ? row.x : divide(of_head, whole);
+        rank = last >= 0 ? whole : of_head - h * whole;
+        if (h >= heads) sharing = 0;
+        seq = scheduled && !a.varies ? make_sequence(a, row.z, row.w) : load_sequence(a, b);
+    }
+    /** The block's own units. */
+    template <int RUN> __device__ __forceinline__ PackedView view(const AttendArgs &a) const
+    {
+        PackedView v = view_packed(a, seq);
+        if (sharing == 1 || !v.units.count()) return v;
+        const int32_t first = RUN * (v.units.lo / RUN + each * rank);
+        v.units = {max(v.units.lo, first), rank + 1 == sharing ? v.units.hi : min(v.units.hi, first + RUN * each)};
+        return v;
+    }
+
+private:
+    /** The row that has a whole block: {first whole block, whole blocks of each of its segments | sequence << 16, length, start}. */
+    static __device__ __forceinline__ int4 find_row(const AttendArgs &a, int32_t index, int lane)
+    {
+        constexpr int AT_ONCE = 4;
+        const int32_t batch = a.p.layer.batch;
+        int4 found = {};
 #pragma unroll 1
         for (int32_t first = 0; first < batch; first += 32 * AT_ONCE) {
             int4 row[AT_ONCE];
 #pragma unroll
-            for (int j = 0; j < AT_ONCE; j++) {
-                const int32_t i = first + 32 * j + lane;
-                row[j] = __ldcg(a.schedule + 1 + min(i, batch - 1));
-            }
+            for (int j = 0; j < AT_ONCE; j++) row[j] = __ldcg(a.schedule + 1 + min(first + 32 * j + lane, batch - 1));
             bool last = false;
 #pragma unroll
             for (int j = 0; j < AT_ONCE; j++) {
-                const int32_t i = first + 32 * j + lane;
-                if (!scheduled) row[j].x = heads * i, row[j].y = 1 | i << 16;
-                const int n = __popc(__ballot_sync(ALL_LANES, i < batch && row[j].x <= index));
+                const int n = __popc(__ballot_sync(ALL_LANES, first + 32 * j + lane < batch && row[j].x <= index));
                 if (n)
                     found = make_int4(__shfl_sync(ALL_LANES, row[j].x, n - 1), __shfl_sync(ALL_LANES, row[j].y, n - 1),
                                       __shfl_sync(ALL_LANES, row[j].z, n - 1), __shfl_sync(ALL_LANES, row[j].w, n - 1));
@@ -507,25 +540,7 @@ struct BlockShare {
             }
             if (last) break;
         }
-        /* so that the compiler knows that lanes agree */
-        found = make_int4(__reduce_max_sync(ALL_LANES, found.x), __reduce_max_sync(ALL_LANES, found.y),
-                          __reduce_max_sync(ALL_LANES, found.z), __reduce_max_sync(ALL_LANES, found.w));
-        b = found.y >> 16, sharing = found.y & 0xffff;
-        h = divide(index - found.x, sharing);
-        rank = index - found.x - h * sharing;
-        if (h >= heads) sharing = 0; /* the grid is as large as it may have to be */
-        seq = scheduled && !a.varies ? make_sequence(a, found.z, found.w) : load_sequence(a, b);
-    }
-    /** The block's own units: equally many pages, or halves of them, of each block. */
-    template <int RUN> __device__ __forceinline__ PackedView view(const AttendArgs &a) const
-    {
-        PackedView v = view_packed(a, seq);
-        if (sharing == 1 || !v.units.count()) return v;
-        const int32_t start = v.units.lo / RUN, runs = (v.units.hi + RUN - 1) / RUN - start,
-                      each = divide(runs, sharing), longer = runs - each * sharing;
-        auto first_of = [&](int32_t block) { return RUN * (start + each * block + min(block, longer)); };
-        v.units = {max(v.units.lo, first_of(rank)), min(v.units.hi, first_of(rank + 1))};
-        return v;
+        return found;
     }
 };
 

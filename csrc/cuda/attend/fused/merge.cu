@@ -56,19 +56,22 @@ __global__ void __launch_bounds__(32 * MERGE_WARPS) merge_parts_kernel(const __g
     int warp = threadIdx.x / 32, lane = threadIdx.x & 31, segment = blockIdx.x / a.rows,
         row = blockIdx.x - segment * a.rows, n = a.fused.sharing, b = segment / a.p.layer.kv_heads,
         h = segment - b * a.p.layer.kv_heads;
-    int64_t first = (int64_t)segment * n; /* block */
+    int64_t first = (int64_t)segment * n, last = first + n - 1; /* blocks; all but the last one are neighbours */
     if (a.fused.ragged) {
         wait_for_previous();
         const int4 head = __ldcg(a.schedule);
-        if (!is_schedule_of(a, head) || b >= head.y) return;
-        const int4 share = __ldcg(a.schedule + 1 + b);
-        b = share.y >> 16, n = share.y & 0xffff, first = share.x + h * n;
+        if (!is_schedule_of(a, head) || b >= head.w) return;
+        const int32_t at = __ldcg(scheduled_wholes(a, a.schedule) + b);
+        const int4 share = __ldcg(a.schedule + 1 + at);
+        n = 1 + (share.y & 0xffff), first = share.x + h * (n - 1), last = head.y + at * a.p.layer.kv_heads + h;
+        b = share.y >> 16;
     }
     RowSet s = {b, h, 0, b * a.p.layer.kv_heads + h, 0, a.rows};
     ValueScale<4> scale(a, lane);
     uint32_t flip = lane_signs<4>(a, lane);
-    const float *at = a.sums + (first * a.rows + row) * part_floats(a);
-    int64_t stride = (int64_t)a.rows * part_floats(a); /* from one part of the row to the next */
+    auto part_at = [&](int part) {
+        return a.sums + ((part < n - 1 ? first + part : last) * a.rows + row) * part_floats(a);
+    };
     RowPart sum;
     wait_for_previous(); /* also for kernels before attend_fused, which lets this one start before it waits for them */
     ValueSteps<4> steps(a, s.h, lane); /* loaded together with the parts */
@@ -79,7 +82,7 @@ __global__ void __launch_bounds__(32 * MERGE_WARPS) merge_parts_kernel(const __g
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
             int part = k + MERGE_WARPS * j;
-            if (part < n) parts[j] = load_part(a, at + part * stride, lane);
+            if (part < n) parts[j] = load_part(a, part_at(part), lane);
         }
         parts[AT_ONCE] = sum;
         sum = add_row_parts(parts);

@@ -1,5 +1,4 @@
-/* The schedule of FUSED where sequences differ in length: how many blocks share each segment. Blocks of long sequences come first, so that
- * the last ones to run are short. */
+/* The schedule of FUSED where sequences differ in length: how many blocks share each segment. */
 #include "cuda/attend/kernels.h"
 #include "cuda/attend/rows/sequence.cuh"
 
@@ -8,14 +7,12 @@ namespace tq
 namespace
 {
 
-constexpr int SHARE_WARPS = 32;
-/* What a block's start and end take, in rounds, and the share of the longest block that runs when others have ended: about what was best of a
- * simulation of five ragged batches (measured.md). */
-constexpr float START_ROUNDS = 1.5f, TAIL = 0.2f;
-
-/** The most units, or pages with run 2, that a warp has one after the other: each warp of share_kernel tries another number. */
-__device__ const int32_t ROUNDS[SHARE_WARPS] = {1,  2,  3,  4,  5,  6,  7,  8,  9,  10,  11,  12,  14,  16,  18,  20,
-                                                24, 28, 32, 40, 48, 56, 64, 80, 96, 128, 160, 192, 256, 384, 768, 3072};
+/* A whole block has this much, in twentieths of what each of the blocks at work at once would have if all of them had the same. The last
+ * block of a segment has what is left. Whole blocks come first, then last ones, long ones before short ones, which fill what is left of
+ * the others' time. The second size is tried where there are more segments than blocks at once (measured.md). */
+constexpr int SIZES = 2;
+__device__ const int32_t OF_20[SIZES] = {22, 11};
+static_assert(MOST_WHOLE_OF_SHARE * 11 >= 20, "whole blocks of all segments");
 
 /** Units of a segment, or pages with run 2. */
 __device__ __forceinline__ int32_t runs_of(const AttendArgs &a, const Sequence &s)
@@ -24,76 +21,88 @@ __device__ __forceinline__ int32_t runs_of(const AttendArgs &a, const Sequence &
     return units.count() ? (units.hi + a.fused.run - 1) / a.fused.run - units.lo / a.fused.run : 0;
 }
 
-__device__ __forceinline__ int32_t blocks_for(const AttendArgs &a, int32_t runs, int32_t rounds)
+/** Whole blocks of a segment of so many runs. */
+__device__ __forceinline__ int32_t whole_blocks(int32_t runs, int32_t each) { return runs ? (runs - 1) / each : 0; }
+
+/** About the time of all blocks, in runs of a team. A block's start and end take as long as a run. whole: blocks; left: runs of the last
+ *  blocks, of which each segment has one. */
+__device__ __forceinline__ float time_of(const AttendArgs &a, int32_t each, int32_t whole, float left)
 {
-    const int32_t of_block = a.fused.teams * rounds;
-    return max(1, (runs + of_block - 1) / of_block);
+    const int32_t room = a.fused.at_once, segments = a.p.layer.batch * a.p.layer.kv_heads, turns = whole / room,
+                  rest = whole - turns * room, last_turns = (segments + room - rest - 1) / (room - rest);
+    const float of_whole = (float)each / a.fused.teams + 1, of_last = left / a.fused.teams / segments + 1;
+    return fmaxf(fmaxf((whole * of_whole + segments * of_last) / room, (turns + (rest > 0)) * of_whole),
+                 turns * of_whole + last_turns * of_last);
 }
 
-/** About the time of all blocks, in rounds; INFINITY if there are more than the grid has. By a whole warp. */
-__device__ __forceinline__ float time_of(const AttendArgs &a, const int32_t *runs, int32_t rounds, int lane)
+/** One block, a thread a sequence. */
+__global__ void __launch_bounds__(MOST_RAGGED) share_kernel(const __grid_constant__ AttendArgs a, int4 *schedule)
 {
-    const int32_t batch = a.p.layer.batch, heads = a.p.layer.kv_heads;
-    float blocks = 0, work = 0;
-#pragma unroll 1
-    for (int32_t b = lane; b < batch; b += 32) {
-        const int32_t n = blocks_for(a, runs[b], rounds), warps = n * a.fused.teams;
-        blocks += n;
-        work += n * (START_ROUNDS + (runs[b] + warps - 1) / warps);
-    }
-    blocks = heads * warp_sum(blocks), work = heads * warp_sum(work);
-    const float longest = rounds + START_ROUNDS;
-    if (blocks > batch * heads + a.fused.at_once) return INFINITY;
-    return blocks <= a.fused.at_once ? longest : work / a.fused.at_once + TAIL * longest;
-}
-
-/** One block. */
-__global__ void __launch_bounds__(32 * SHARE_WARPS) share_kernel(const __grid_constant__ AttendArgs a, int4 *schedule)
-{
-    __shared__ float times[SHARE_WARPS];
-    __shared__ int32_t runs[MOST_RAGGED], ordered[MOST_RAGGED]; /* ordered: sequences, long ones first */
+    __shared__ int32_t whole[MOST_RAGGED], left[MOST_RAGGED],
+        ordered[MOST_RAGGED]; /* ordered: sequences, as in the schedule */
+    __shared__ unsigned long long all;
+    __shared__ int32_t whole_of_all[SIZES];
     wait_for_stream();
-    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    const int32_t batch = a.p.layer.batch, heads = a.p.layer.kv_heads;
+    const int32_t b = threadIdx.x, batch = a.p.layer.batch, heads = a.p.layer.kv_heads;
     int4 *sequences = const_cast<int4 *>(scheduled_sequences(a, schedule));
-    for (int32_t b = threadIdx.x; b < batch; b += blockDim.x) {
+    int32_t runs = 0, sizes[SIZES];
+    if (b == 0) all = 0;
+    if (b < SIZES) whole_of_all[b] = 0;
+    __syncthreads();
+    if (b < batch) {
         sequences[b] = look_up_sequence(a, b);
-        runs[b] = runs_of(a, sequence_of(a, sequences[b]));
+        runs = runs_of(a, sequence_of(a, sequences[b]));
+        atomicAdd(&all, (unsigned long long)runs);
     }
     __syncthreads();
-    const float time = time_of(a, runs, ROUNDS[warp], lane);
-    if (lane == 0) times[warp] = time;
-    for (int32_t b = threadIdx.x; b < batch; b += blockDim.x) {
+    const int64_t runs_of_all = heads * (int64_t)all;
+    for (int k = 0; k < SIZES; k++) {
+        const int64_t of = 20 * (int64_t)a.fused.at_once;
+        sizes[k] = max(1, (int32_t)((OF_20[k] * runs_of_all + of - 1) / of));
+        if (b < batch) atomicAdd(&whole_of_all[k], heads * whole_blocks(runs, sizes[k]));
+    }
+    __syncthreads();
+    auto time = [&](int k) {
+        const int32_t n = whole_of_all[k];
+        return time_of(a, sizes[k], n, (float)(runs_of_all - (int64_t)n * sizes[k]));
+    };
+    const bool second = batch * heads > a.fused.at_once && time(1) < time(0);
+    const int32_t each = sizes[second];
+    if (b < batch) {
+        whole[b] = whole_blocks(runs, each);
+        left[b] = runs - whole[b] * each;
+    }
+    __syncthreads();
+    if (b < batch) {
         int32_t before = 0;
 #pragma unroll 4
         for (int32_t other = 0; other < batch; other++)
-            before += runs[other] > runs[b] || (runs[other] == runs[b] && other < b);
+            before += left[other] > left[b] || (left[other] == left[b] && other < b);
         ordered[before] = b;
     }
     __syncthreads();
-    if (warp) return;
-    const float least = -warp_max(-times[lane]);
-    const int32_t rounds = ROUNDS[__ffs(__ballot_sync(ALL_LANES, times[lane] == least)) - 1];
-    int32_t next = 0, shared = 0;
+    if (b >= 32) return;
+    int32_t *wholes = const_cast<int32_t *>(scheduled_wholes(a, schedule)), next = 0, rows = 0;
 #pragma unroll 1
     for (int32_t first = 0; first < batch; first += 32) {
-        const bool is_there = first + lane < batch;
-        const int32_t b = is_there ? ordered[first + lane] : 0,
-                      n = is_there ? least < INFINITY ? blocks_for(a, runs[b], rounds) : 1 : 0;
+        const bool is_there = first + b < batch;
+        const int32_t sequence = is_there ? ordered[first + b] : 0, n = is_there ? whole[sequence] : 0;
         int32_t upto = n;
 #pragma unroll
         for (int k = 1; k < 32; k *= 2) {
             const int32_t before = __shfl_up_sync(ALL_LANES, upto, k);
-            if (lane >= k) upto += before;
+            if (b >= k) upto += before;
         }
         if (is_there) {
-            const int4 s = sequences[b]; /* written by this block, before a barrier */
-            schedule[1 + first + lane] = make_int4(next + heads * (upto - n), n | b << 16, s.x, s.y);
+            const int4 s = sequences[sequence]; /* written by this block, before a barrier */
+            schedule[1 + first + b] = make_int4(next + heads * (upto - n), n | sequence << 16, s.x, s.y);
         }
         next += heads * __shfl_sync(ALL_LANES, upto, 31);
-        shared += __popc(__ballot_sync(ALL_LANES, n > 1));
+        const uint32_t have = __ballot_sync(ALL_LANES, n > 0);
+        if (n > 0) wholes[rows + __popc(have & ((1u << b) - 1))] = first + b;
+        rows += __popc(have);
     }
-    if (lane == 0) schedule[0] = make_int4(a.schedule_key, shared, 0, 0);
+    if (b == 0) schedule[0] = make_int4(a.schedule_key, next, each, rows);
 }
 
 } // namespace
@@ -102,7 +111,7 @@ tq_status write_shares(const AttendArgs &args, int32_t *schedule, cudaStream_t s
 {
     AttendArgs a = args;
     a.schedule = nullptr;
-    return launch(share_kernel, 1, 32 * SHARE_WARPS, 0, stream, error, a, reinterpret_cast<int4 *>(schedule));
+    return launch(share_kernel, 1, MOST_RAGGED, 0, stream, error, a, reinterpret_cast<int4 *>(schedule));
 }
 
 } // namespace tq

@@ -39,10 +39,11 @@ struct Sequence {
     Range packed;                          /* packed indices that are read from pages, as far as a row sees them */
 };
 
-/** A schedule is rows of four numbers, the last ones for each sequence what sequence_of reads. Before that, of SPLIT: {key, units of the
- *  line, 0, 0}; for each team {b, sequence_at, length, start} of the sequence in which its piece begins (Cursor). Of FUSED: {key, rows of
- *  sequences whose segments have several blocks, 0, 0}; for each sequence, long ones first, {its first block, blocks of each of its
- *  segments | sequence << 16, length, start} (BlockShare). */
+/** A schedule is rows of four numbers, among them for each sequence what sequence_of reads. Before that, of SPLIT: {key, units of the
+ *  line, 0, 0}; for each team {b, sequence_at, length, start} of the sequence in which its piece begins (Cursor). Of FUSED: {key, whole
+ *  blocks of all segments, runs of each, rows with whole blocks}; for each sequence, those with long last blocks first, {its first whole
+ *  block, whole blocks of each of its segments | sequence << 16, length, start} (BlockShare); behind what sequence_of reads, which of these
+ *  rows have whole blocks, one number each. */
 __device__ __forceinline__ bool is_schedule_of(const AttendArgs &a, const int4 &head)
 {
     return head.x == a.schedule_key;
@@ -51,6 +52,12 @@ __device__ __forceinline__ bool is_schedule_of(const AttendArgs &a, const int4 &
 __device__ __forceinline__ const int4 *scheduled_sequences(const AttendArgs &a, const int4 *schedule)
 {
     return schedule + 1 + a.schedule_teams;
+}
+
+/** Of a schedule of FUSED: its rows with whole blocks. */
+__device__ __forceinline__ const int32_t *scheduled_wholes(const AttendArgs &a, const int4 *schedule)
+{
+    return reinterpret_cast<const int32_t *>(scheduled_sequences(a, schedule) + a.p.layer.batch);
 }
 
 /** A sequence of a call in which nothing varies. */

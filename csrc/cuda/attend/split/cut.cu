@@ -133,7 +133,7 @@ int32_t key_of(const AttendArgs &a)
     return (int32_t)(key | 1);
 }
 
-// A schedule is a head, a row of each team and a row of each sequence.
+// A schedule of SPLIT is a head, a row of each team and a row of each sequence; fused_schedule_rows has those of FUSED.
 static_assert(TQ_SCHEDULE_ROWS > MOST_TEAMS, "room for the head and the teams");
 
 tq_status check_schedule_rows(int32_t batch, int64_t rows, const DeviceFacts &device, tq_error *error)
