@@ -147,13 +147,23 @@ def test_waves_of_wide_heads_where_shared_memory_is_short(table: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "bits,batch,max_pages,warps", [(4, 16, 256, 16), (4, 32, 256, 6), (3, 16, 256, 12), (2, 32, 256, 6), (2, 64, 32, 4)]
+    "bits,batch,max_pages,warps", [(4, 16, 256, 16), (4, 32, 256, 6), (3, 16, 256, 12), (2, 32, 256, 6), (2, 64, 32, 6)]
 )
 def test_exact_tokens_cost_no_warps(bits: int, batch: int, max_pages: int, warps: int, table: Run) -> None:
     """Of a long cache with a wave, whose tables leave little shared memory for the sums of exact tokens."""
     plan = turboquant.Plan(128, bits, bits, wave_pairs=64, metric=4)
     lines = [line(plan, batch, 1, 32, 8, max_pages, window=window) for window in (0, 33, 132)]
     assert [int(words[2]) // 32 for words in table(lines=lines)] == [warps] * 3
+
+
+@pytest.mark.parametrize("bits,windows", [(4, (0, 4)), (3, (0, 4, 132)), (2, (0, 4, 132))])
+def test_many_exact_tokens_of_few_warps_run_in_a_kernel_of_their_own(
+    bits: int, windows: tuple[int, ...], table: Run
+) -> None:
+    """Of 16 sequences of any lengths with a wave, which share one kernel unless its tables leave few warps for many."""
+    plan = turboquant.Plan(128, bits, bits, wave_pairs=64, metric=4)
+    lines = [line(plan, 16, 1, 32, 8, 128, window=window, even=False) for window in (0, 4, 132)]
+    assert tuple(w for w, words in zip((0, 4, 132), table(lines=lines)) if "fused" in words[0]) == windows
 
 
 @pytest.mark.parametrize("hopper,most", [(1, 232448), (0, 166912), (2, 101376)])

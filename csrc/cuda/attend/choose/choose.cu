@@ -20,6 +20,8 @@ constexpr Rules H200 = {
     /* long_wave_pages */ 8,
     /* most_in_turns */ 32,
     /* ragged_many */ 300,
+    /* ragged_few */ 50,
+    /* most_exact */ 16,
     /* ragged_two */ 400,
     /* half_cost */ 10,
     /* merge_cost */ 10,

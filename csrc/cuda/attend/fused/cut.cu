@@ -140,7 +140,9 @@ int64_t cut_units(const tq_plan &plan, const Device &device, int tiles, Launch *
     if (!kernel.kernel) return 0;
     lay_out_stage(&plan, kernel.tiles, &a);
     const int most = kernel.max_threads / 32, busy_warps = kernel.run > 1 ? most : r.busy_warps;
-    for (int at_once = blocks_at_once(l->segments, most, device); at_once; at_once--) {
+    /* Each block has tables of the wave, so of many there are two on a multiprocessor, if that leaves room for enough warps (measured.md). */
+    const bool two = a.wave.steps && tiles == 4 && l->segments > 2 * device.processors;
+    for (int at_once = two ? 2 : blocks_at_once(l->segments, most, device); at_once; at_once--) {
         int room = device.shared_bytes_per_processor / at_once - 1024;
         if (room > device.shared_bytes_per_block) room = device.shared_bytes_per_block;
         const int first = most / at_once < FUSED_WARPS ? most / at_once : FUSED_WARPS;
@@ -162,6 +164,7 @@ int64_t cut_units(const tq_plan &plan, const Device &device, int tiles, Launch *
             if (long_wave && at_once * f.warps % SCHEDULERS) continue;
             l->shared_bytes = fit_fused(kernel, room, long_wave, &a);
             if (l->shared_bytes > room) continue;
+            if (two && kernel.run == 1 && at_once * f.warps < busy_warps) return 0;
             l->kernel = kernel;
             l->blocks = f.sharing * (int)(l->segments / a.row_tiles);
             l->threads = 32 * f.warps;
@@ -257,9 +260,13 @@ bool cut_ragged(const tq_plan &plan, const Device &device, int tiles, Launch *la
         best = l;
     }
     *launch = best;
+    const FusedArgs &f = launch->args.fused;
     /* More than two for each multiprocessor were not measured. */
-    const bool few = launch->segments <= launch->args.fused.at_once && launch->segments <= 2 * device.processors;
-    return most_warps && (few || (!wave && of_100 >= r.ragged_many));
+    const bool few = launch->segments <= f.at_once && launch->segments <= 2 * device.processors;
+    /* With a wave few warps of such kernels have exact tokens. SPLIT has a kernel for those. */
+    const bool slow =
+        kernel.fewer_exact && of_100 > r.ragged_few && most_exact_tokens(launch->args.p) > r.most_exact * f.exact_warps;
+    return most_warps && ((few && !slow) || (!wave && of_100 >= r.ragged_many));
 }
 
 } // namespace
@@ -300,12 +307,12 @@ bool cut_fused(const tq_plan &plan, const Device &device, Launch *launch)
     Launch wholes = halves;
     int64_t by_half = cut_units(plan, device, 2, &halves), by_page = 0;
     /* Whole pages pay off where there are many. With up to four rows that is all, but for four groups there may not be many segments, which
-     * leave few warps for each; of mixed plans then if half pages do not do. With more rows, or many segments, whole pages may not cost
-     * more, and a warp is to have two of a mixed plan, or four where segments are many: `least` is what those cost. */
+     * leave few warps for each, unless there is a wave, which is summed once a page; of mixed plans then if half pages do not do. With more
+     * rows, or many segments, whole pages may not cost more, and a warp is to have two of a mixed plan, or four where segments are many: `least` is what those cost. */
     const bool only_wholes = !find_kernel(Strategy::FUSED, true, plan, row_quads, 2).kernel;
     const bool many = segments > 2 * device.processors;
     if (plan.page_tokens > 2 * TQ_TILE &&
-        (only_wholes || (many ? row_quads > 1 || a.groups < 4 || (!one_width_of(&plan) && !by_half)
+        (only_wholes || (many ? row_quads > 1 || a.groups < 4 || a.wave.steps || (!one_width_of(&plan) && !by_half)
                               : segments * a.p.layer.max_pages >= 2 * device.processors)))
         by_page = cut_units(plan, device, 4, &wholes);
     /* Where segments are few, pages of two units must cost less than half pages, not only as much (measured.md). */
