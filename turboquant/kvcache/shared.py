@@ -170,8 +170,8 @@ class Common:
         sliding_window: int,
     ) -> torch.Tensor | None:
         """The schedule of `attend` for a forward that ends at `after` positions. If sequences differ in length, the
-        first layer with the plan and the sizes of `layer` writes it. The tensor stays the same from step to step, so that a step can
-        be replayed as a CUDA graph. None on a CPU.
+        first layer with the plan and the sizes of `layer` writes it. The tensor stays the same from step to step, so
+        that a step can be replayed as a CUDA graph. None on a CPU.
         """
         equal = self.equal_schedule(after, padding, query.device)
         if equal is not None or query.device.type == "cpu":
