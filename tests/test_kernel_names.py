@@ -132,7 +132,7 @@ def test_the_command_names_the_kernels_of_a_gpu_that_is_not_there(capsys: pytest
         shape = f"{case.batch},{case.kv_heads},{case.group},{case.tokens},128"
         assert main(["info", "--gpu", "h100", "--kernels", shape]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert lines[0] == "h100, bfloat16, sequences of equal length"
+        assert lines[0] == "h100, bfloat16, sequences of equal length, no exact tokens"
         assert [shape, "3", case.name, "append_one_token", "append_prefill"] in [line.split() for line in lines]
     assert shapes
     assert main(["info", "--gpu", "h100", "--moments", "--kernels", "1,8,4,8192,128"]) == 0

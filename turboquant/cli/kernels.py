@@ -41,7 +41,7 @@ def print_kernels(shapes: Sequence[str], device_name: str, gpu: str | None = Non
                 rows.append((shape, str(bits), *_kernels_on(gpu, batch, kv_heads, heads_per_kv, tokens, plan)))
             else:
                 rows.append((shape, str(bits), *_kernels(batch, kv_heads, heads_per_kv, tokens, plan, device)))
-    print(f"{gpu or here}, bfloat16, sequences of equal length")
+    print(f"{gpu or here}, bfloat16, sequences of equal length, no exact tokens")
     print(table(rows, left=(0, 2, 3, 4)))
     return 0
 

@@ -140,7 +140,8 @@ int64_t cut_units(const tq_plan &plan, const Device &device, int tiles, Launch *
     if (!kernel.kernel) return 0;
     lay_out_stage(&plan, kernel.tiles, &a);
     const int most = kernel.max_threads / 32, busy_warps = kernel.run > 1 ? most : r.busy_warps;
-    /* Each block has tables of the wave, so of many there are two on a multiprocessor, if that leaves room for enough warps (measured.md). */
+    /* Each block has tables of the wave, so of many there are two on a multiprocessor, if that leaves room for enough warps
+     * (measured.md). */
     const bool two = a.wave.steps && tiles == 4 && l->segments > 2 * device.processors;
     for (int at_once = two ? 2 : blocks_at_once(l->segments, most, device); at_once; at_once--) {
         int room = device.shared_bytes_per_processor / at_once - 1024;
@@ -308,7 +309,8 @@ bool cut_fused(const tq_plan &plan, const Device &device, Launch *launch)
     int64_t by_half = cut_units(plan, device, 2, &halves), by_page = 0;
     /* Whole pages pay off where there are many. With up to four rows that is all, but for four groups there may not be many segments, which
      * leave few warps for each, unless there is a wave, which is summed once a page; of mixed plans then if half pages do not do. With more
-     * rows, or many segments, whole pages may not cost more, and a warp is to have two of a mixed plan, or four where segments are many: `least` is what those cost. */
+     * rows, or many segments, whole pages may not cost more, and a warp is to have two of a mixed plan, or four where segments are many:
+     * `least` is what those cost. */
     const bool only_wholes = !find_kernel(Strategy::FUSED, true, plan, row_quads, 2).kernel;
     const bool many = segments > 2 * device.processors;
     if (plan.page_tokens > 2 * TQ_TILE &&
