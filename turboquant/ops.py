@@ -8,7 +8,7 @@
     append         new tokens into a `PackedKV`, in place
     attend         attention of queries over it
     append_attend  both in one call: a decode step of one layer
-    schedule       how a step's attention is divided among a GPU's thread blocks, once for all layers
+    schedule       how a step's attention is divided among a GPU's thread blocks, once for all layers of a plan
     attend_kernel  the name of the kernel that `attend` runs
     dequantize     its tokens back into floats, for debugging
     quantize       whole sequences into pages alone
@@ -488,8 +488,9 @@ def schedule(
     sliding_window: int = 0,
     out: Schedule | None = None,
 ) -> Schedule:
-    """Divides a step's attention among a GPU's thread blocks, once for all layers. Call it when ``packed.lengths`` are
-    those of the step, and pass the result to every `attend`. The host does not wait for the device.
+    """Divides a step's attention among a GPU's thread blocks, once for all layers of a plan. Call it when
+    ``packed.lengths`` are those of the step, and pass the result to every `attend` of these. The host does not wait for
+    the device.
 
     q, packed: those of one layer. The schedule serves all layers with the same sizes and plan; a call that differs
         divides its work itself, slowly if it gives each sequence and head one thread block.
