@@ -141,8 +141,8 @@ int64_t cut_units(const tq_plan &plan, const Device &device, int tiles, Launch *
     lay_out_stage(&plan, kernel.tiles, &a);
     const int most = kernel.max_threads / 32, busy_warps = kernel.run > 1 ? most : r.busy_warps;
     /* Each block has tables of the wave, so of many there are two on a multiprocessor, if that leaves room for enough warps
-     * (measured.md). */
-    const bool two = a.wave.steps && tiles == 4 && l->segments > 2 * device.processors;
+     * (measured.md; with four rows). */
+    const bool two = a.wave.steps && tiles == 4 && a.tile_rows == 4 && l->segments > 2 * device.processors;
     for (int at_once = two ? 2 : blocks_at_once(l->segments, most, device); at_once; at_once--) {
         int room = device.shared_bytes_per_processor / at_once - 1024;
         if (room > device.shared_bytes_per_block) room = device.shared_bytes_per_block;
