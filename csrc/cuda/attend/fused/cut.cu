@@ -261,13 +261,13 @@ bool cut_ragged(const tq_plan &plan, const Device &device, int tiles, Launch *la
         best = l;
     }
     *launch = best;
-    const FusedArgs &f = launch->args.fused;
+    const AttendArgs &a = launch->args;
     /* More than two for each multiprocessor were not measured. */
-    const bool few = launch->segments <= f.at_once && launch->segments <= 2 * device.processors;
-    /* With a wave few warps of such kernels have exact tokens. SPLIT has a kernel for those. */
-    const bool slow =
-        kernel.fewer_exact && of_100 > r.ragged_few && most_exact_tokens(launch->args.p) > r.most_exact * f.exact_warps;
-    return most_warps && ((few && !slow) || (!wave && of_100 >= r.ragged_many));
+    const bool few = launch->segments <= a.fused.at_once && launch->segments <= 2 * device.processors;
+    /* With a wave eight rows were not measured, and few warps of some kernels have exact tokens, for which SPLIT has a kernel. */
+    const bool slow = kernel.fewer_exact && most_exact_tokens(a.p) > r.most_exact * a.fused.exact_warps;
+    const bool pays = of_100 <= r.ragged_few || !wave || (a.tile_rows == 4 && !slow);
+    return most_warps && ((few && pays) || (!wave && of_100 >= r.ragged_many));
 }
 
 } // namespace
