@@ -23,8 +23,8 @@ struct Rules {
     int most_in_turns; /* half pages of a warp: with exact tokens, and more blocks than there is room for at once */
     /* of any lengths; segments for 100 multiprocessors */
     int ragged_many;           /* from so many on they run here without a wave, and any that are at work at once */
-    int ragged_few;            /* with a wave, more than these only with four rows, and where a warp has */
-    int most_exact;            /* no more exact tokens than these */
+    int ragged_few;            /* with a wave, up to so many run here with any rows and exact tokens */
+    int most_exact;            /* exact tokens of a warp, where few warps have them: SPLIT takes more */
     int ragged_two;            /* up to so many have two large blocks a multiprocessor, more have small ones */
     int half_cost, merge_cost; /* what a warp takes for half a page, and what merge_parts takes; only ratios count */
     int page_cost[2];          /* for a page: head_dim up to 64, above */

@@ -495,7 +495,8 @@ struct BlockShare {
             const int32_t at = divide(last, heads);
             if (scheduled && head.y) row = load_row(at);
             if (!scheduled) row.y = min(at, batch - 1) << 16;
-            row.x = at < batch ? last - at * heads : heads; /* the head; the grid is as large as it may have to be */
+            /* In place of the first whole block the head; one too many where the grid is larger than it has to be. */
+            row.x = at < batch ? last - at * heads : heads;
         }
         /* so that the compiler knows that lanes agree */
         row = make_int4(__reduce_max_sync(ALL_LANES, row.x), __reduce_max_sync(ALL_LANES, row.y),
