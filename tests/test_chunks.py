@@ -386,6 +386,28 @@ def test_decoded_keys_have_the_variance_term_of_a_metric(group, dtype):
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
+def test_a_graph_of_attention_to_decoded_tokens(device):
+    """Replayed for other pages and queries; the number of tokens is the graph's."""
+    layer = Layer(bare(4, 4), heads=8, dim=128)
+    layer.forward(*(random(1, heads, 8320, 128, torch.bfloat16, device, seed=heads) for heads in (8, 2, 2)))
+    stored, query = layer.stored, random(1, 8, 512, 128, torch.bfloat16, device)
+
+    def attended():
+        return decoded.attend_to_decoded(stored, query, [8320], 0.1)
+
+    attended()  # cuDNN plans a shape when it meets it first
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = attended()
+    for _ in range(2):
+        stored.pages.copy_(stored.pages.roll(1, 0))
+        query.neg_()
+        graph.replay()
+        want = attended()
+        assert torch.equal(out, want[0]) and torch.equal(lse, want[1])
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("term", [False, True])
 @pytest.mark.parametrize("metric", [None, 0, 4])

@@ -16,28 +16,14 @@ namespace
 
 constexpr int WARPS = 8;
 
-struct DequantizeSide {
-    int32_t bits[PLAN_GROUPS], offset[PLAN_GROUPS];
-    int32_t tile_bytes, codes_offset, scales_offset;
-    tq_transform transform;
-    void *out; // [batch, kv_heads, max_tokens, head_dim]
-};
-
-struct DequantizeArgs {
-    const uint8_t *pages;
-    const int32_t *block_table, *lengths, *offsets; // offsets: of positions, or NULL
-    int64_t n_pages, page_bytes, record_bytes;
-    int32_t kv_heads, batch, max_pages, max_tokens, head_dim, groups, group_channels, page_tokens, rotation, tiles;
-    DequantizeSide side[2];
-    KeyMoments moments;
-    int32_t sinks, dtype;
-    HadamardSigns signs;
+struct KernelArgs : DequantizeArgs {
+    int32_t group_channels, dtype;
     LevelsByCode codebooks;
 };
 
 /** rows [32 tokens][head_dim]: group `group` of one token tile, which has half a tile to itself if groups have 16
  *  channels. */
-__device__ __forceinline__ void decode_group(const DequantizeArgs &a, int side_index, int h, const uint8_t *record,
+__device__ __forceinline__ void decode_group(const KernelArgs &a, int side_index, int h, const uint8_t *record,
                                              int token_tile, int group, float *rows, int lane)
 {
     const DequantizeSide &side = a.side[side_index];
@@ -65,8 +51,7 @@ __device__ __forceinline__ void decode_group(const DequantizeArgs &a, int side_i
         }
 }
 
-template <int PER_LANE>
-__global__ void __launch_bounds__(32 * WARPS) dequantize(const __grid_constant__ DequantizeArgs a)
+template <int PER_LANE> __global__ void __launch_bounds__(32 * WARPS) dequantize(const __grid_constant__ KernelArgs a)
 {
     extern __shared__ __align__(16) float memory[];
     float *rows = memory, *unrotated = rows;
@@ -112,7 +97,7 @@ DequantizeSide side_of(const tq_side &from, const tq_transform &transform, void 
 {
     DequantizeSide side = {};
     for (int group = 0; group < PLAN_GROUPS; group++) {
-        side.bits[group] = from.bits[group];
+        side.bits[group] = (uint8_t)from.bits[group];
         side.offset[group] = from.offset[group];
     }
     side.tile_bytes = from.tile_bytes;
@@ -124,6 +109,34 @@ DequantizeSide side_of(const tq_side &from, const tq_transform &transform, void 
 }
 
 } // namespace
+
+DequantizeArgs dequantize_args(const tq_plan &plan, const tq_layer &layer, int32_t max_tokens, void *k, void *v)
+{
+    DequantizeArgs args = {};
+    args.pages = layer.pages;
+    args.block_table = layer.block_table;
+    args.lengths = layer.lengths;
+    args.offsets = layer.position_offset;
+    args.n_pages = layer.n_pages;
+    args.page_bytes = tq_page_stride(&plan, &layer);
+    args.record_bytes = plan.record_bytes;
+    args.kv_heads = layer.kv_heads;
+    args.batch = layer.batch;
+    args.max_pages = layer.max_pages;
+    args.max_tokens = max_tokens;
+    args.head_dim = plan.head_dim;
+    args.groups = plan.groups;
+    args.page_tokens = plan.page_tokens;
+    args.rotation = plan.rotation;
+    args.sinks = layer.sinks;
+    args.tiles = (max_tokens - 1) / TQ_TILE + 1;
+    args.side[0] = side_of(plan.key, layer.key, k);
+    args.side[1] = side_of(plan.value, layer.value, v);
+    args.moments = key_moments_of(plan, layer.key);
+    args.signs = signs_of(plan);
+    return args;
+}
+
 } // namespace tq
 
 using namespace tq;
@@ -162,31 +175,8 @@ tq_status tq_cuda_dequantize(const tq_plan *plan, const tq_layer *layer, int32_t
     }
     const bool dense = plan->rotation == TQ_ROTATION_DENSE;
 
-    DequantizeArgs args = {};
-    args.pages = l.pages;
-    args.block_table = l.block_table;
-    args.lengths = l.lengths;
-    args.offsets = l.position_offset;
-    args.n_pages = l.n_pages;
-    args.page_bytes = tq_page_stride(plan, &l);
-    args.record_bytes = plan->record_bytes;
-    args.kv_heads = l.kv_heads;
-    args.batch = l.batch;
-    args.max_pages = l.max_pages;
-    args.max_tokens = max_tokens;
-    args.head_dim = plan->head_dim;
-    args.groups = plan->groups;
-    args.group_channels = plan->group_channels;
-    args.page_tokens = plan->page_tokens;
-    args.rotation = plan->rotation;
-    args.tiles = (max_tokens - 1) / TQ_TILE + 1;
-    args.side[0] = side_of(plan->key, l.key, k);
-    args.side[1] = side_of(plan->value, l.value, v);
-    args.moments = key_moments_of(*plan, l.key);
-    args.sinks = l.sinks;
-    args.dtype = dtype;
-    args.signs = signs_of(*plan);
-    args.codebooks = of_codebooks<LevelsByCode>(*plan, fill_levels_by_code);
+    KernelArgs args = {dequantize_args(*plan, l, max_tokens, k, v), plan->group_channels, dtype,
+                       of_codebooks<LevelsByCode>(*plan, fill_levels_by_code)};
     const size_t shared_bytes =
         sizeof(float) * (TQ_TILE * plan->head_dim * (dense ? 2 : 1) + (dense ? WARPS * MATRIX_BLOCK : 0));
     return launch(plan->head_dim > 256 ? dequantize<16> : dequantize<8>,

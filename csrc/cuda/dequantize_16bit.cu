@@ -16,8 +16,6 @@
 // oscillation, which a lane turns on from token to token.
 #include "cuda/dequantize.h"
 #include "cuda/device/launch.cuh"
-#include "cuda/device/wave.cuh"
-#include "cuda/tile/codebooks.h"
 #include "cuda/tile/fragments.cuh"
 #include "cuda/tile/pack.cuh"
 
@@ -26,7 +24,7 @@ namespace tq
 namespace
 {
 
-constexpr int MOST_CHANNELS = 256, GROUPS = MOST_CHANNELS / TQ_TILE; // of a plan
+constexpr int MOST_CHANNELS = 256; // of a plan
 constexpr int MATRIX_WARPS = 8;
 
 /** The wave of a channel: along * cos + across * sin of position * increment. pairs: how many turn in the channel;
@@ -57,26 +55,10 @@ struct Matrices {
     }
 };
 
-struct Side {
-    uint8_t bits[GROUPS];
-    int32_t offset[GROUPS];
-    int32_t tile_bytes, codes_offset, scales_offset;
-    tq_transform transform;
-    void *out; // [batch, kv_heads, max_tokens, head_dim]
-};
-
-struct Args {
-    const uint8_t *pages;
-    const int32_t *block_table, *lengths, *offsets; // offsets: of positions, or NULL
-    int64_t n_pages, page_bytes, record_bytes;
-    int32_t kv_heads, batch, max_pages, max_tokens, head_dim, groups, page_tokens, rotation, sinks;
-    int32_t tiles;     // token tiles of a sequence
+struct Args : DequantizeArgs {
     int32_t per_block; // token tiles of a block
     int32_t runs;      // blocks that share the token tiles of a head
-    Side side[2];
-    KeyMoments moments;
     Matrices matrices;
-    HadamardSigns signs;
     LevelTables tables;
     float step[TQ_WIDE_BITS + 1];
 };
@@ -115,7 +97,7 @@ __global__ void __launch_bounds__(32 * MATRIX_WARPS) make_matrices(const __grid_
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, d = a.head_dim, columns = a.matrices.columns;
     const int parts = columns / MATRIX_WARPS, part = blockIdx.x % parts, head_index = blockIdx.x / parts,
               h = head_index % a.kv_heads, s = head_index / a.kv_heads, j = part * MATRIX_WARPS + warp;
-    const Side &side = a.side[s];
+    const DequantizeSide &side = a.side[s];
     const HeadMoments head = s == 0 && a.moments.any() ? a.moments.of_head(h) : HeadMoments{};
     if (s == 0 && part == 0 && a.moments.pairs)
         find_oscillations(a.moments, head, oscillations, a.matrices.oscillations(head_index));
@@ -303,7 +285,7 @@ __device__ __forceinline__ void rows_of_side(const Args &a, char *memory)
     constexpr int BLOCKS = S::BLOCKS, OWN = 2 * BLOCKS; // channels of a lane
     const int threads = blockDim.x, warps = threads / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32,
               g = lane / 4, t = lane % 4, d = a.head_dim;
-    const Side &side = a.side[!KEYS];
+    const DequantizeSide &side = a.side[!KEYS];
     // blockIdx.x: | side | head | channels of a block | run |
     const int wide = (d + S::CHANNELS * warps - 1) / (S::CHANNELS * warps), run = blockIdx.x % a.runs,
               part = blockIdx.x / a.runs % wide, h = blockIdx.x / a.runs / wide % a.kv_heads,
@@ -469,21 +451,6 @@ __global__ void __launch_bounds__(32 * Shape<D>::WARPS, Shape<D>::RESIDENT)
     else rows_of_side<D, BF16, false, false>(a, dequantize_memory);
 }
 
-Side side_of(const tq_side &from, const tq_transform &transform, void *out)
-{
-    Side side = {};
-    for (int group = 0; group < GROUPS; group++) {
-        side.bits[group] = from.bits[group];
-        side.offset[group] = from.offset[group];
-    }
-    side.tile_bytes = from.tile_bytes;
-    side.codes_offset = (int32_t)from.codes_offset;
-    side.scales_offset = (int32_t)from.scales_offset;
-    side.transform = transform;
-    side.out = out;
-    return side;
-}
-
 Matrices matrices_of(const tq_plan &plan, void *workspace)
 {
     return {static_cast<uint8_t *>(workspace), plan.head_dim, TQ_TILE * plan.groups};
@@ -537,28 +504,8 @@ tq_status dequantize_16bit(const tq_plan &plan, const tq_layer &layer, int32_t m
     TQ_CUDA_TRY(current_device(&device, error));
     const LevelsByCode &steps = of_codebooks<LevelsByCode>(plan, fill_levels_by_code);
     Args a = {};
-    a.pages = layer.pages;
-    a.block_table = layer.block_table;
-    a.lengths = layer.lengths;
-    a.offsets = layer.position_offset;
-    a.n_pages = layer.n_pages;
-    a.page_bytes = tq_page_stride(&plan, &layer);
-    a.record_bytes = plan.record_bytes;
-    a.kv_heads = layer.kv_heads;
-    a.batch = layer.batch;
-    a.max_pages = layer.max_pages;
-    a.max_tokens = max_tokens;
-    a.head_dim = plan.head_dim;
-    a.groups = plan.groups;
-    a.page_tokens = plan.page_tokens;
-    a.rotation = plan.rotation;
-    a.sinks = layer.sinks;
-    a.tiles = (max_tokens - 1) / TQ_TILE + 1;
-    a.side[0] = side_of(plan.key, layer.key, k);
-    a.side[1] = side_of(plan.value, layer.value, v);
-    a.moments = key_moments_of(plan, layer.key);
+    static_cast<DequantizeArgs &>(a) = dequantize_args(plan, layer, max_tokens, k, v);
     a.matrices = matrices_of(plan, workspace);
-    a.signs = signs_of(plan);
     a.tables = of_codebooks<LevelTables>(plan, fill_level_tables);
     for (int bits = 0; bits <= TQ_WIDE_BITS; bits++) a.step[bits] = steps.step[bits];
     const int sides = sides_of(plan);
