@@ -12,8 +12,9 @@ Shapes are (batch, KV heads, group, tokens, head_dim). Two of them are also time
 as in speculative decoding, each of which sees all tokens. Codes are those of random normal keys and values. A shape
 smaller than `ROTATE_BYTES` is held several times, and calls take turns. The baseline is the fastest on the same
 tokens in bf16 of PyTorch's cuDNN and flash attention, also with the group's heads as query rows of one KV head
-(decoding needs no mask), and of FlashInfer's paged decoding where it is installed (it compiles on first use).
-FlashInfer on fp8 keys and values is timed as well, as a peer.
+(decoding needs no mask), of FlashInfer's paged decoding where it is installed (it compiles on first use), and of vLLM's
+FlashAttention 3 where that is. FlashInfer on fp8 keys and values is timed as well, as a peer, and FlashAttention 3 on
+fp8 queries, keys and values.
 
 Section heads times the same at other head sizes, those of Llama 3.2 1B, Phi 3 mini and Gemma 2 9B. The file is
 attend_heads.json.
@@ -165,6 +166,35 @@ def flashinfer(shape: Shape) -> dict[str, Any]:
             starts, pages, last, kv_heads * group, kv_heads, d, page, q_data_type=torch.bfloat16, kv_data_type=dtype
         )
         calls = [lambda kv=kv, q=q, wrapper=wrapper: wrapper.run(q, tuple(kv)) for kv in caches]
+        out[name] = microseconds(calls, "cuda")["us"]
+    return out
+
+
+def flash_attention_3(mix: Mix) -> dict[str, Any]:
+    """Times of vLLM's FlashAttention 3 on bf16 and on fp8 queries, keys and values, with its plan for the lengths; {}
+    where vLLM is not installed."""
+    if find_spec("vllm") is None:
+        return {}
+    from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
+
+    batch, most, heads, d = len(mix.lengths), max(mix.lengths), mix.kv_heads * mix.group, mix.head_dim
+    lengths = torch.tensor(mix.lengths, dtype=torch.int32, device="cuda")
+    starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * mix.query_tokens
+    q = torch.randn(batch * mix.query_tokens, heads, d, device="cuda", dtype=torch.bfloat16)
+    out = {}
+    for name, dtype in (("flash3_us", torch.bfloat16), ("flash3_fp8_us", torch.float8_e4m3fn)):
+        torch.cuda.empty_cache()
+        n, size = copies(2 * dtype.itemsize * sum(mix.lengths) * mix.kv_heads * d), (batch, most, mix.kv_heads, d)
+        caches = [[torch.randn(size, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in "kv"] for _ in range(n)]
+        plan = get_scheduler_metadata(
+            batch, mix.query_tokens, most, heads, mix.kv_heads, d, lengths, dtype, cu_seqlens_q=starts, causal=True
+        )
+        attend = partial(
+            flash_attn_varlen_func, cu_seqlens_q=starts, max_seqlen_q=mix.query_tokens, seqused_k=lengths,
+            max_seqlen_k=most, causal=True, scheduler_metadata=plan, fa_version=3,
+        )  # fmt: skip
+        rows = q.to(dtype)
+        calls = [lambda kv=kv, rows=rows, attend=attend: attend(rows, *kv) for kv in caches]
         out[name] = microseconds(calls, "cuda")["us"]
     return out
 
@@ -342,6 +372,7 @@ class Mix(NamedTuple):
     group: int = 4
     query_tokens: int = 1
     equal: bool = False
+    head_dim: int = 128
 
 
 def mixes() -> dict[str, Mix]:
@@ -434,12 +465,14 @@ def ragged(args: argparse.Namespace) -> None:
         if not name.startswith(args.only):
             continue
         times: dict[tuple[str, int], float] = {}
+        peers = flash_attention_3(mix)
+        print(name, peers, flush=True)
         for bits, pairs in RAGGED_PLANS:
             if not set(bits.split(",")) <= {*args.bits, "5"}:
                 continue
             widths = [int(b) for b in bits.split(",")]
             plan = Plan(128, widths[0], widths[-1], wave_pairs=pairs, metric=4 if pairs else None)
-            metrics = timed_mix(mix, plan)
+            metrics = timed_mix(mix, plan) | peers
             metrics["of_read_ceiling"] = round(metrics["bytes"] / metrics["us"] / 1e6 / float(read), 3)
             times[bits, pairs] = metrics["us"]
             if len(widths) > 1:
@@ -505,7 +538,9 @@ def main() -> None:
             continue
         torch.cuda.empty_cache()
         several = {"query_tokens": query_tokens} if query_tokens > 1 else {}
+        batch, kv_heads, group, tokens, d = shape
         base = baseline(shape, query_tokens) | ({} if several else flashinfer(shape))
+        base |= flash_attention_3(Mix(batch * [tokens], kv_heads, group, query_tokens, head_dim=d))
         best = min((us for name, us in base.items() if "fp8" not in name), default=float("nan"))
         for bits in args.bits:
             widths = tuple(map(int, bits.split(",")))
