@@ -12,16 +12,15 @@ Shapes are (batch, KV heads, group, tokens, head_dim). Two of them are also time
 as in speculative decoding, each of which sees all tokens. Codes are those of random normal keys and values. A shape
 smaller than `ROTATE_BYTES` is held several times, and calls take turns. The baseline is the fastest on the same
 tokens in bf16 of PyTorch's cuDNN and flash attention, also with the group's heads as query rows of one KV head
-(decoding needs no mask), of FlashInfer's paged decoding where it is installed (it compiles on first use), and of vLLM's
-FlashAttention 3 where that is. FlashInfer on fp8 keys and values is timed as well, as a peer, and FlashAttention 3 on
-fp8 queries, keys and values.
+(decoding needs no mask), and of vLLM's FlashAttention 3 where that is installed, which is also timed on fp8 queries,
+keys and values.
 
 Section heads times the same at other head sizes, those of Llama 3.2 1B, Phi 3 mini and Gemma 2 9B. The file is
 attend_heads.json.
 
 Section window times a decode step of a layer, `append_attend`, with exact sinks and an exact window, and without: as
-many tokens in all; of plans without a wave and a metric and of plans with. `over_plain` is its time over that of the
-same plan without exact tokens. The file is attend_window.json.
+many tokens in all; of plans without a wave and a metric and of plans with; and the batches of section ragged.
+`over_plain` is its time over that of the same plan without exact tokens. The file is attend_window.json.
 
 Section moments times attention with a wave of all pairs, which turn as those of Llama 3, and a metric of rank 4, and
 without: `over_plain` is the one's time over the other's. The file is attend_moments.json.
@@ -142,34 +141,6 @@ def baseline(shape: Shape, query_tokens: int = 1) -> dict[str, Any]:
     return out
 
 
-def flashinfer(shape: Shape) -> dict[str, Any]:
-    """Times of FlashInfer on bf16 and on fp8 keys and values, at head_dim 128; {} where it is not installed."""
-    batch, kv_heads, group, tokens, d = shape
-    if find_spec("flashinfer") is None or d != 128:
-        return {}
-    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
-
-    page = 16
-    each = tokens // page
-    starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * each
-    pages = torch.arange(batch * each, dtype=torch.int32, device="cuda")
-    last = torch.full((batch,), page, dtype=torch.int32, device="cuda")
-    out = {}
-    for name, dtype in (("flashinfer_us", torch.bfloat16), ("flashinfer_fp8_us", torch.float8_e4m3fn)):
-        n = copies(2 * dtype.itemsize * batch * kv_heads * tokens * d)
-        size = (batch * each, kv_heads, page, d)
-        q = torch.randn(batch, kv_heads * group, d, device="cuda", dtype=torch.bfloat16)
-        caches = [[torch.randn(size, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in "kv"] for _ in range(n)]
-        workspace = torch.zeros(128 << 20, dtype=torch.uint8, device="cuda")
-        wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True, backend="fa2")
-        wrapper.plan(
-            starts, pages, last, kv_heads * group, kv_heads, d, page, q_data_type=torch.bfloat16, kv_data_type=dtype
-        )
-        calls = [lambda kv=kv, q=q, wrapper=wrapper: wrapper.run(q, tuple(kv)) for kv in caches]
-        out[name] = microseconds(calls, "cuda")["us"]
-    return out
-
-
 def flash_attention_3(mix: Mix) -> dict[str, Any]:
     """Times of vLLM's FlashAttention 3 on bf16 and on fp8 queries, keys and values, with its plan for the lengths; {}
     where vLLM is not installed."""
@@ -285,35 +256,40 @@ def steps(shape: Shape, plan: Plan, sinks: int, window: int, n: int) -> list[dic
     return [new | cache, *(new | {name: x.clone() for name, x in cache.items()} for _ in range(n - 1))]
 
 
-def check_window(shape: Shape, plan: Plan, sinks: int, window: int) -> float:
-    """Largest error of a step relative to the largest output, against float64 over what the cache holds; on a cut."""
-    batch, kv_heads, group, tokens, d = shape
-    cut = (min(batch, 2), min(kv_heads, 2), group, min(tokens, 1024) - 5, d)
-    (one,) = steps(cut, plan, sinks, window, 1)
+def check_step(one: dict[str, Any], plan: Plan, sinks: int, window: int) -> float:
+    """Largest error of a step relative to the largest output, against float64 over what the cache holds then."""
     out = torch.ops.turboquant.append_attend(plan.words, **one)
-    packed = cut[3] + 1 - sinks - window
-    decoded = torch.ops.turboquant.dequantize(
-        plan.words,
-        *(one["pages"], one["block_table"], one["lengths"] - sinks - window, packed),
-        **moments(plan, cut[1]),
-        sinks=sinks,
-    )
-    exact = [[one[f"{part}_{x}"] for part in ("sink", "window") if f"{part}_{x}" in one] for x in "kv"]
-    keys, values = (torch.cat([x.double(), *(y.double() for y in ys)], 2) for x, ys in zip(decoded, exact))
-    want = F.scaled_dot_product_attention(one["q"].double(), keys, values, enable_gqa=True)
-    return float((out - want).abs().max() / want.abs().max())
+    packed = one["lengths"] - sinks - window
+    where = {name: x for name, x in one.items() if name.startswith("key_")}
+    held = plan.words, one["pages"], one["block_table"], packed, int(packed.max())
+    decoded = torch.ops.turboquant.dequantize(*held, **where, sinks=sinks)
+    worst = 0.0
+    for b, count in enumerate(packed.tolist()):
+        exact = [[one[f"{part}_{x}"][b] for part in ("sink", "window") if f"{part}_{x}" in one] for x in "kv"]
+        keys, values = (torch.cat([x[b, :, :count].double(), *(y.double() for y in ys)], 1)
+                        for x, ys in zip(decoded, exact))  # fmt: skip
+        want = F.scaled_dot_product_attention(one["q"][b].double(), keys, values, enable_gqa=True)
+        worst = max(worst, float((out[b] - want).abs().max() / want.abs().max()))
+    return worst
+
+
+def timed_steps(cut: dict[str, Any], held: list[dict[str, Any]], plan: Plan, sinks: int, window: int) -> dict[str, Any]:
+    """Microseconds of a step, by turns of several caches; checked first on a cut."""
+    error = check_step(cut, plan, sinks, window)
+    if not error < 5e-3:  # bf16 outputs round at 4e-3
+        raise AssertionError(f"{plan}, {sinks} sinks, window {window}: a step is off by {error}")
+    step = torch.ops.turboquant.append_attend
+    calls = [lambda one=one, words=plan.words: step(words, **one) for one in held]
+    return microseconds(calls, "cuda") | {"error": error}
 
 
 def timed_step(shape: Shape, plan: Plan, sinks: int, window: int) -> dict[str, Any]:
-    """Microseconds of one step, checked first."""
     torch.cuda.empty_cache()
-    n = copies(shape[0] * shape[1] * shape[3] // plan.page_tokens * plan.record_bytes)
-    error = check_window(shape, plan, sinks, window)
-    if not error < 5e-3:  # bf16 outputs round at 4e-3
-        raise AssertionError(f"{shape}, {plan}, {sinks} sinks, window {window}: a step is off by {error}")
-    step, held = torch.ops.turboquant.append_attend, steps(shape, plan, sinks, window, n)
-    calls = [lambda one=one, words=plan.words: step(words, **one) for one in held]
-    return microseconds(calls, "cuda") | {"error": error}
+    batch, kv_heads, group, tokens, d = shape
+    n = copies(batch * kv_heads * tokens // plan.page_tokens * plan.record_bytes)
+    cut = (min(batch, 2), min(kv_heads, 2), group, min(tokens, 1024) - 5, d)
+    (one,), held = (steps(each, plan, sinks, window, m) for each, m in ((cut, 1), (shape, n)))
+    return timed_steps(one, held, plan, sinks, window)
 
 
 def named(shape: Shape) -> dict[str, Any]:
@@ -332,6 +308,17 @@ def windows(args: argparse.Namespace) -> None:
             where = named(shape) | {"bits": bits, "wave_pairs": pairs, "metric": rank}
             report.add("window", where | {"sinks": sinks, "window": window}, metrics)
             print(shape, bits, pairs, sinks, window, metrics["us"], "us", metrics["over_plain"], "x", flush=True)
+    some = [(name, mix) for name, mix in mixes().items() if not mix.equal and mix.query_tokens == 1]
+    for (name, mix), (bits, pairs) in product(some if not args.only else [], RAGGED_PLANS):
+        widths, plain = [int(b) for b in bits.split(",")], float("nan")
+        plan = Plan(mix.head_dim, widths[0], widths[-1], wave_pairs=pairs, metric=4 if pairs else None)
+        for sinks, window in (WINDOWS[0], WINDOWS[-1]):
+            metrics = timed_ragged_step(mix, plan, sinks, window)
+            plain = metrics["us"] if not sinks + window else plain
+            metrics["over_plain"] = round(metrics["us"] / plain, 3)
+            where = {"lengths": name, "bits": bits, "wave_pairs": pairs, "metric": plan.metric}
+            report.add("window_ragged", where | {"sinks": sinks, "window": window}, metrics)
+            print(name, bits, pairs, sinks, window, metrics["us"], "us", metrics["over_plain"], "x", flush=True)
     print(report.save(args.out))
 
 
@@ -458,6 +445,30 @@ def timed_mix(mix: Mix, plan: Plan) -> dict[str, Any]:
     return {"kernel": kernel, "bytes": nbytes, "error": error} | microseconds(calls, "cuda")
 
 
+def ragged_steps(mix: Mix, plan: Plan, sinks: int, window: int, n: int = 0) -> list[dict[str, Any]]:
+    """Arguments of `append_attend` of one more token of each sequence, for n caches, or as many as calls take turns."""
+    packed, q = hold(mix._replace(lengths=[m - sinks - window for m in mix.lengths]), plan), queries(mix, plan)
+    k, v = (x.squeeze(2) for x in torch.randn(2, len(q), mix.kv_heads, 1, 1, mix.head_dim, device="cuda").to(q.dtype))
+    one = {"q": q, "k": k, "v": v, "lengths": torch.tensor(mix.lengths, dtype=torch.int32, device="cuda")}
+    one |= {"pages": packed.pages, "block_table": packed.block_table} | packed.transforms
+    for part, rows in (("sink", sinks), ("window", window)):
+        if rows:
+            one |= {f"{part}_{x}": torch.randn_like(k.expand(-1, -1, rows, -1)) for x in "kv"}
+    one["schedule"] = torch.zeros((ops.schedule_rows(len(q), q.device), 4), dtype=torch.int32, device="cuda")
+    where = q, packed.pages, packed.block_table, one["lengths"]
+    torch.ops.turboquant.schedule(plan.words, one["schedule"], *where, sinks=sinks, window=window)
+    n = n or copies(packed.pages.nbytes)
+    return [one, *(one | {"pages": packed.pages.clone()} for _ in range(n - 1))]
+
+
+def timed_ragged_step(mix: Mix, plan: Plan, sinks: int, window: int) -> dict[str, Any]:
+    torch.cuda.empty_cache()
+    mix = mix._replace(lengths=[max(n, sinks + window + 1) for n in mix.lengths])
+    cut = mix._replace(lengths=[700, 135, 261, 640, 300], kv_heads=min(mix.kv_heads, 2))
+    (one,), held = ragged_steps(cut, plan, sinks, window, 1), ragged_steps(mix, plan, sinks, window)
+    return timed_steps(one, held, plan, sinks, window)
+
+
 def ragged(args: argparse.Namespace) -> None:
     report, read = Report("attend_ragged", "cuda"), ceilings("cuda")["read_tbps"]
     report.add("ceilings", {}, {"read_tbps": read})
@@ -539,8 +550,9 @@ def main() -> None:
         torch.cuda.empty_cache()
         several = {"query_tokens": query_tokens} if query_tokens > 1 else {}
         batch, kv_heads, group, tokens, d = shape
-        base = baseline(shape, query_tokens) | ({} if several else flashinfer(shape))
-        base |= flash_attention_3(Mix(batch * [tokens], kv_heads, group, query_tokens, head_dim=d))
+        base = baseline(shape, query_tokens) | flash_attention_3(
+            Mix(batch * [tokens], kv_heads, group, query_tokens, head_dim=d)
+        )
         best = min((us for name, us in base.items() if "fp8" not in name), default=float("nan"))
         for bits in args.bits:
             widths = tuple(map(int, bits.split(",")))

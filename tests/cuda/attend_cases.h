@@ -106,6 +106,17 @@ static void add_moments(std::vector<Case> *cases)
                 c.lengths[77] = 20000, c.heads = 1, c.group = 1, c.even = 0, c.key_bits = bits;
             });
     }
+    for (const char *bits : {"2", "3", "4", "5"}) /* as many with exact tokens */
+        for (int group : {1, 8})
+            for (int pairs : {0, 64})
+                add("300 sequences, window 128, bits " + std::string(bits) + ", group " + std::to_string(group) +
+                        (pairs ? ", wave" : ""),
+                    [=](Case &c) {
+                        for (int i = 0; i < 300; i++) c.lengths.resize(i + 1, i * 37 % 400);
+                        c.lengths[77] = 9000, c.heads = 1, c.group = group, c.even = 0, c.sinks = 4, c.window = 128;
+                        c.key_bits = bits, c.value_bits = *bits == '5' ? "4" : "", c.pairs = pairs;
+                        c.metric = pairs ? 5 : 0;
+                    });
     for (int heads : {1, 7}) /* clusters of 16, and parts that are merged */
         for (int length : {11000, 20000})
             add("long, heads " + std::to_string(heads) + ", " + std::to_string(length) + " tokens",

@@ -59,6 +59,7 @@ class DecodeGraph:
     @staticmethod
     def takes(cache: TurboQuantCache, ids: torch.Tensor) -> bool:
         """Whether a step on ids [batch, tokens] can be replayed."""
+        sequences, device = ids.shape[0], ids.device
         return (
             ids.is_cuda
             and cache.memory_limit is None
@@ -66,10 +67,10 @@ class DecodeGraph:
             and not torch.is_grad_enabled()
             and all(
                 stored.tokens
-                and stored.pages.device == ids.device
+                and stored.pages.device == device
                 and not stored.sliding_window
                 and not stored.record_past
-                and len(stored.padding) == len(ids)
+                and len(stored.padding) == sequences
                 for stored in _storages(cache)
             )
         )
