@@ -435,7 +435,7 @@ def test_a_graph_serves_other_batches(
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_cuda)])
-@pytest.mark.parametrize("batch,schedule,strategy", [(1, None, "fused"), (64, "line", "split"), (64, "equal", "fused")])
+@pytest.mark.parametrize("batch,schedule,strategy", [(1, None, "fused"), (64, "line", "fused"), (64, "equal", "fused")])
 def test_serving_runs_fast_kernels(
     batch: int, schedule: str | None, strategy: str, device: str, rng: np.random.Generator
 ) -> None:
