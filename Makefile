@@ -15,6 +15,7 @@ WORKERS ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 # Threads of OpenMP that wait leave their core to others: waiting busily, tests with small models take twice the CPU time.
 export OMP_WAIT_POLICY ?= PASSIVE
+QUICK := 'not slow and not grid'
 # Tests that run no native code in this process: once is enough.
 NO_NATIVE := $(foreach name,layering stub calculator_page site,--ignore=tests/test_$(name).py)
 # Every kind of GPU that the kernels are meant for: code for 8.0 runs on 8.6 and 8.9 too.
@@ -47,10 +48,10 @@ demo: build
 
 # What one runs while one works. The rest, exhaustive or long, is test-slow; .ci/run runs both.
 test: build
-	$(RUN) -m pytest $(SHARED_OUT) -m 'not slow' $(PYTEST_ARGS)
+	$(RUN) -m pytest $(SHARED_OUT) -m $(QUICK) $(PYTEST_ARGS)
 
 test-slow: build
-	$(RUN) -m pytest $(SHARED_OUT:worksteal=loadfile) -m slow $(PYTEST_ARGS)
+	$(RUN) -m pytest $(SHARED_OUT:worksteal=loadfile) -m 'slow or grid' $(PYTEST_ARGS)
 
 test-gpu: export TURBOQUANT_CUDA = 1
 test-gpu: build
@@ -144,7 +145,7 @@ sanitize-core: $(SANITIZE)/.ready
 	$(SANITIZE)/venv/bin/python setup.py -q build_py --build-lib $(SANITIZE)/core
 	$(SANITIZING) TURBOQUANT_TORCH=0 $(SANITIZE)/venv/bin/python setup.py -q build_ext --build-lib $(SANITIZE)/core
 	PYTHONPATH=$(abspath $(SANITIZE)/core) TURBOQUANT_SANITIZED=$(abspath $(SANITIZE)/core/turboquant/libturboquant.so) $(SANITIZED) \
-	    $(SANITIZE)/venv/bin/python -m pytest $(SHARED_OUT) -p no:cacheprovider --capture=sys -m 'not slow' $(NO_NATIVE) $(PYTEST_ARGS)
+	    $(SANITIZE)/venv/bin/python -m pytest $(SHARED_OUT) -p no:cacheprovider --capture=sys -m $(QUICK) $(NO_NATIVE) $(PYTEST_ARGS)
 
 # The operators: csrc/torch and what it calls, inside a torch that knows nothing of sanitizers. Any tests run so:
 #   make sanitize-torch SANITIZE_TESTS='tests/test_cache.py tests/test_pages.py'
