@@ -150,7 +150,7 @@ sanitize-core: $(SANITIZE)/.ready
 # The operators: csrc/torch and what it calls, inside a torch that knows nothing of sanitizers. Any tests run so:
 #   make sanitize-torch SANITIZE_TESTS='tests/test_cache.py tests/test_pages.py'
 # By default the operators' own, without those in which torch traces or other processes start: slow, and the same calls.
-SANITIZE_TESTS ?= tests/test_ops.py tests/test_ops_errors.py -k 'not (compile or opcheck or tracing or example or import or threads)'
+SANITIZE_TESTS ?= tests/test_ops.py tests/test_ops_errors.py -m 'not grid' -k 'not (compile or opcheck or tracing or example or import or threads)'
 sanitize-torch: $(READY)
 	rm -rf $(SANITIZE)/torch
 	$(INTERPRETER) setup.py -q build_py --build-lib $(SANITIZE)/torch

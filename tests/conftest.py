@@ -48,7 +48,7 @@ settings.register_profile("explore", deadline=None, max_examples=400, derandomiz
 settings.load_profile("turboquant")
 
 
-MANY_CASES = 24
+MANY_CASES = 16
 
 OPTIONAL = frozenset({"torch", "transformers", "safetensors"})
 ABSENT = {name for name in OPTIONAL if importlib.util.find_spec(name) is None}

@@ -14,6 +14,7 @@ from c_library import ROOT, clean_environment, run
 CC = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CC is None, reason="there is no C compiler")
 def test_every_tensor_may_be_missing(tmp_path: Path) -> None:
     library = tmp_path / "no_memory.so"
