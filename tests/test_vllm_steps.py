@@ -190,14 +190,15 @@ def test_pages_that_are_written_again_lose_their_rows():
 
 
 def test_a_schedule_is_written_for_each_plan(monkeypatch):
-    """One for all layers of a plan; a layer of another, whose kernel may cut the work otherwise, writes it anew."""
-    written = []
+    """Once a step, for all its layers. Layers of another, whose kernel may cut the work otherwise, have their own."""
+    written, used = [], []
     monkeypatch.setattr(steps, "write_schedule", lambda attention, *_: written.append(attention.words))
-    for name in ("append", "attend"):
-        monkeypatch.setattr(steps, name, lambda *_, **__: None)
-    schedule = steps.Schedule(torch.empty(0, 4, dtype=torch.int32))
+    monkeypatch.setattr(steps, "append", lambda *_: None)
+    monkeypatch.setattr(steps, "attend", lambda *_, schedule: used.append((len(schedule), int(schedule[0, 0]))))
+    tables = {plan: torch.full((9, 4), i, dtype=torch.int32) for i, plan in enumerate(("3, 3", "4, 2"))}
+    schedule = steps.Schedule(tables, 5)
     step = SimpleNamespace(tokens=2, few=object(), first=2, chunks=None, schedule=schedule, whole=None, pasts=())
     x = torch.empty(2, HEADS, HEAD_DIM)
-    for plan in ("3, 3", "3, 3", "4, 2"):
+    for plan in ("3, 3", "4, 2", "3, 3"):
         run(SimpleNamespace(words=plan, learned_sinks=None), step, x, x, x, None, x.clone(), dense_attention)
-    assert written == ["3, 3", "4, 2"]
+    assert written == ["3, 3", "4, 2"] and used == [(5, 0), (5, 1), (5, 0)]

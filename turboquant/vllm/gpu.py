@@ -3,6 +3,8 @@ attention of chunks."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +26,7 @@ TELL = 64  # steps between two looks at how many rows were found
 
 class GpuBuilder(Builder):
     """Makes the `Step` of a batch without waiting for the device. Tensors that CUDA graphs see have fixed addresses:
-    vLLM's own, the rows of first tokens, and the schedule."""
+    vLLM's own, the rows of first tokens, and the schedules."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
@@ -33,12 +35,14 @@ class GpuBuilder(Builder):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.drafts = vllm_config.speculative_config is not None
         requests = vllm_config.scheduler_config.max_num_seqs
-        rows = schedule_rows(requests, device) if device.type == "cuda" else 0
-        self.table = torch.zeros(rows, 4, dtype=torch.int32, device=device)
+        self.tables = defaultdict[Any, torch.Tensor](partial(self._new_table, requests))
         self.sink_rows = torch.full((requests,), -1, dtype=torch.int32, device=device)
         self.steps, self.exact_count, self.lost = 0, 0, 0
         self.told = torch.zeros(3, dtype=torch.int64).pin_memory() if device.type == "cuda" else torch.zeros(3).long()
         self.sinks = self._table()
+
+    def _new_table(self, requests: int) -> torch.Tensor:
+        return torch.zeros(schedule_rows(requests, self.device), 4, dtype=torch.int32, device=self.device)
 
     def _table(self) -> DeviceSinks | None:
         """The rows of first tokens; None if there are none, or while vLLM makes builders before it has counted blocks,
@@ -68,7 +72,8 @@ class GpuBuilder(Builder):
         whole = Batch(m.query_start_loc, m.seq_lens, m.block_table_tensor, rows, None, None, 0, m.max_query_len)
         few = self.reorder_batch_threshold or 1
         n = int((counts <= few).argmin()) if (counts > few).any() else len(counts)
-        schedule = Schedule(self.table[: schedule_rows(n, self.table.device)]) if n and self.table.is_cuda else None
+        on_gpu = self.device.type == "cuda"
+        schedule = Schedule(self.tables, schedule_rows(n, self.device)) if n and on_gpu else None
         return Step.of(whole, starts, bounds, few, schedule)
 
     def _count(self) -> None:

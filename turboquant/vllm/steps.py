@@ -10,7 +10,7 @@ fewer rows are a call of `attend`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -36,11 +36,24 @@ Dense = Callable[[Attention, torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 
 @dataclass
 class Schedule:
-    """How the decode steps of all layers of one plan are divided, in memory that CUDA graphs know. The first layer of a
-    step writes it, and the first of another plan again."""
+    """How the decode steps of a batch are divided: a table for each plan, by its words, int32 [rows, 4] or more.
 
-    table: torch.Tensor
-    written: tuple[int, ...] = ()  # words of the plan that it is for
+    tables   kept from step to step, at addresses that CUDA graphs know
+    written  the plans whose first layer in this step was here
+    """
+
+    tables: dict[tuple[int, ...], torch.Tensor]
+    rows: int
+    written: set[tuple[int, ...]] = field(default_factory=set)
+
+    def of(self, attention: Attention, query: torch.Tensor, batch: Batch, pages: torch.Tensor) -> torch.Tensor:
+        """The table of a layer's plan, which the first of its layers writes."""
+        words = attention.words
+        table = self.tables[words][: self.rows]
+        if words not in self.written:
+            write_schedule(attention, query, batch, pages, table)
+            self.written.add(words)
+        return table
 
 
 @dataclass(frozen=True)
@@ -120,10 +133,7 @@ def run(
     if step.few is not None:
         some, how = slice(0, step.first), dict[str, Any]()
         if step.schedule is not None:
-            if step.schedule.written != attention.words:
-                write_schedule(attention, query[some], step.few, pages, step.schedule.table)
-                step.schedule.written = attention.words
-            how["schedule"] = step.schedule.table
+            how["schedule"] = step.schedule.of(attention, query[some], step.few, pages)
         if attention.learned_sinks is not None:
             how["lse"] = torch.empty(query[some].shape[:2], dtype=torch.float32, device=query.device)
         attend(attention, query[some], step.few, pages, out[some], **how)
