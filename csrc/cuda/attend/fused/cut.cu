@@ -250,8 +250,8 @@ bool cut_ragged(const tq_plan &plan, const Device &device, int tiles, Launch *la
         for (f.warps = most / at_once < FUSED_WARPS ? most / at_once : FUSED_WARPS; f.warps >= 2; f.warps--) {
             f.teams = f.warps;
             l.shared_bytes = fit_fused(kernel, room, true, &a);
-            const bool has_exact = !a.exact_parts || 2 * f.exact_warps >= f.warps;
-            if (l.shared_bytes <= room && has_exact && (!wave || at_once * f.warps % SCHEDULERS == 0)) break;
+            const bool half_exact = !a.exact_parts || 2 * f.exact_warps >= f.warps; /* measured.md */
+            if (l.shared_bytes <= room && half_exact && (!wave || at_once * f.warps % SCHEDULERS == 0)) break;
         }
         const int warps = at_once * f.warps < enough ? at_once * f.warps : enough;
         if (f.warps < 2 || warps <= most_warps) continue;
@@ -265,8 +265,8 @@ bool cut_ragged(const tq_plan &plan, const Device &device, int tiles, Launch *la
     const AttendArgs &a = launch->args;
     /* More than two for each multiprocessor were not measured. */
     const bool few = launch->segments <= a.fused.at_once && launch->segments <= 2 * device.processors;
-    /* Exact tokens take SPLIT a kernel more, so any number of segments runs here. But of not many segments at 4 bits with a wave SPLIT is
-     * faster if a warp has many exact tokens, and of eight rows at 2 bits if there are none (measured.md). */
+    /* SPLIT has a kernel more for exact tokens, so any number of segments that have some runs here. Two cases with a wave are faster there:
+     * few segments of 4 bits whose warps have many exact tokens, and eight rows of 2 bits without any (measured.md). */
     const bool many_exact = most_exact_tokens(a.p) > r.most_exact * a.fused.exact_warps;
     const bool slow = wave && of_100 > r.ragged_few &&
                       (a.tile_rows == 4 ? few && many_exact && kernel.bits == 4 : kernel.bits == 2 && !a.exact_parts);
