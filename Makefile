@@ -15,7 +15,6 @@ WORKERS ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 # Threads of OpenMP that wait leave their core to others: waiting busily, tests with small models take twice the CPU time.
 export OMP_WAIT_POLICY ?= PASSIVE
-QUICK := 'not slow and not grid'
 # Tests that run no native code in this process: once is enough.
 NO_NATIVE := $(foreach name,layering stub calculator_page site,--ignore=tests/test_$(name).py)
 # Every kind of GPU that the kernels are meant for: code for 8.0 runs on 8.6 and 8.9 too.
@@ -48,7 +47,7 @@ demo: build
 
 # What one runs while one works. The rest, exhaustive or long, is test-slow; .ci/run runs both.
 test: build
-	$(RUN) -m pytest $(SHARED_OUT) -m $(QUICK) $(PYTEST_ARGS)
+	$(RUN) -m pytest $(SHARED_OUT) -m 'not slow and not grid' $(PYTEST_ARGS)
 
 test-slow: build
 	$(RUN) -m pytest $(SHARED_OUT:worksteal=loadfile) -m 'slow or grid' $(PYTEST_ARGS)
@@ -133,7 +132,7 @@ SANITIZED = PYTHONSAFEPATH=1 PYTHONMALLOC=malloc \
 sanitize: sanitize-core
 	$(MAKE) sanitize-torch  # not beside it: they share objects
 
-# The quick suite on the C core and its Python binding, and the programs of tests/c on the same library, in an environment
+# What is not slow of the suite on the C core and its Python binding, and the programs of tests/c on the same library, in an environment
 # without torch, so this is also the test that the package does without (tests/conftest.py leaves out what needs it).
 $(SANITIZE)/.ready: $(CONSTRAINTS)
 	$(PYTHON) -m venv $(SANITIZE)/venv
@@ -145,12 +144,12 @@ sanitize-core: $(SANITIZE)/.ready
 	$(SANITIZE)/venv/bin/python setup.py -q build_py --build-lib $(SANITIZE)/core
 	$(SANITIZING) TURBOQUANT_TORCH=0 $(SANITIZE)/venv/bin/python setup.py -q build_ext --build-lib $(SANITIZE)/core
 	PYTHONPATH=$(abspath $(SANITIZE)/core) TURBOQUANT_SANITIZED=$(abspath $(SANITIZE)/core/turboquant/libturboquant.so) $(SANITIZED) \
-	    $(SANITIZE)/venv/bin/python -m pytest $(SHARED_OUT) -p no:cacheprovider --capture=sys -m $(QUICK) $(NO_NATIVE) $(PYTEST_ARGS)
+	    $(SANITIZE)/venv/bin/python -m pytest $(SHARED_OUT) -p no:cacheprovider --capture=sys -m 'not slow' $(NO_NATIVE) $(PYTEST_ARGS)
 
 # The operators: csrc/torch and what it calls, inside a torch that knows nothing of sanitizers. Any tests run so:
 #   make sanitize-torch SANITIZE_TESTS='tests/test_cache.py tests/test_pages.py'
 # By default the operators' own, without those in which torch traces or other processes start: slow, and the same calls.
-SANITIZE_TESTS ?= tests/test_ops.py tests/test_ops_errors.py -m 'not grid' -k 'not (compile or opcheck or tracing or example or import or threads)'
+SANITIZE_TESTS ?= tests/test_ops.py tests/test_ops_errors.py -k 'not (compile or opcheck or tracing or example or import or threads)'
 sanitize-torch: $(READY)
 	rm -rf $(SANITIZE)/torch
 	$(INTERPRETER) setup.py -q build_py --build-lib $(SANITIZE)/torch
