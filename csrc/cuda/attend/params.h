@@ -43,6 +43,8 @@ constexpr int TEAM_OF_MANY_ROWS = 4; /* warps of a team of attend_many_rows */
 /** Sets of 8 rows of a tile for which warps of attend_fused_many_rows attend to exact tokens; 1 in attend_fused
  *  (team_rows 0). */
 constexpr int exact_sets(int team_rows) { return team_rows ? team_rows / 8 : 1; }
+constexpr int EXACT_TILE = 8,
+              EXACT_ROWS = 8;         /* exact tokens that a warp of attend_fused has at a time, and rows at most */
 constexpr int FUSED_BLOCK_BYTES = 64; /* shared memory for the segment of a block of attend_fused */
 constexpr int END_ROWS = 16;          /* the most rows of a block of prepare or combine */
 constexpr int QUERY_BASE = 254;       /* a query number is hi * 254 + lo, both in -127..127 */
@@ -117,9 +119,7 @@ struct FusedArgs {
     int32_t run;     /* of the kernel's Variant */
     int32_t at_once; /* ragged: blocks that there is room for at once */
     int32_t exact_warps; /* of a block, the first ones, that share exact tokens for the same rows */
-    bool exact_last;     /* they come after the units, and their sums lie in the stage behind those of packed tokens */
     int32_t team_bytes;  /* shared memory of a team: its stage, then its sums */
-    int32_t exact_bytes; /* from the exact sums of one part to the next */
     int32_t rows, queries, spare, value_scale, totals, exact, slots,
         block; /* offsets in shared memory after the teams', in bytes */
 };

@@ -60,11 +60,6 @@ struct Variant {
                                            : GROUPS > 2        ? (TILES > 2 && ONE_WIDTH ? 168 : 128)
                                            : TILES > 2 && WAVE ? 128
                                                                : 96;
-    /* Of attend_fused with a wave, whose tables leave room for few warps: what it may do where exact tokens would leave room for fewer.
-     * EXACT_LAST: attend to them after the units; the code for that slows other kernels down (measured.md). FEWER_EXACT: fewer warps attend to
-     * them. */
-    static constexpr bool EXACT_LAST = WAVE && ROW_QUADS == 1 && GROUPS == 4 && (BITS == 2 || BITS == 3);
-    static constexpr bool FEWER_EXACT = RUN > 1;
     /* shared memory of a warp beside the stages of its team */
     static constexpr int WARP_BYTES = BETWEEN_BYTES + (QUERY_IN_SHARED ? ROW_QUADS * GROUPS * 256 : 0);
 };
@@ -88,7 +83,7 @@ template <int BITS_, int ROWS_, bool WAVE_ = true> struct ManyRows {
     /* of a token tile whose scores are multiplied together: as the registers allow */
     static constexpr int HALVES = ROWS == 16 ? 2 : 1;
     static constexpr int TEAM_WARPS = TEAM_OF_MANY_ROWS, RUN = 1;
-    static constexpr bool EXACT_LAST = false, FEWER_EXACT = false, RAGGED = false;
+    static constexpr bool RAGGED = false;
     static constexpr bool BULK = true, ONE_WIDTH = BITS != BY_GROUP, WAVE = WAVE_, VARIANCE = true;
     /* Of keys of 4 and 5 bits, as of Variant. With 32 rows two are slower than one (measured.md). */
     static constexpr bool TWO_PRODUCTS = ROWS == 16;

@@ -21,7 +21,6 @@ constexpr Rules H200 = {
     /* most_in_turns */ 32,
     /* ragged_many */ 300,
     /* ragged_few */ 50,
-    /* most_exact */ 16,
     /* ragged_two */ 400,
     /* half_cost */ 10,
     /* merge_cost */ 10,

@@ -55,7 +55,6 @@ template <class MAKE, int ROW, int ROW_QUADS, int TILES> KernelChoice compiled_k
     }
     k.row = ROW, k.rows = V::ROWS, k.bits = R.width, k.tiles = V::TILES, k.run = V::RUN,
     k.two_products = V::TWO_PRODUCTS;
-    k.exact_last = V::EXACT_LAST, k.fewer_exact = V::FEWER_EXACT;
     if constexpr (has_many_rows(R.strategy)) {
         k.team_rows = V::ROWS, k.max_threads = V::MAX_THREADS;
         k.own_bytes = is_fused(R.strategy) ? V::SHARING_BYTES : V::TEAM_BYTES;

@@ -19,12 +19,11 @@ struct Rules {
     int most_8_rows;     /* half pages of a warp: 8 rows, not 4 bits, by half pages */
     int most_any_4_rows; /* any widths, several blocks a multiprocessor (two: no limit) */
     int most_any_8_rows;
-    int long_wave_pages; /* pages of a warp: with more, fewer warps have exact tokens, so that there is room for more warps */
-    int most_in_turns; /* half pages of a warp: with exact tokens, and more blocks than there is room for at once */
+    int long_wave_pages; /* pages of a warp with a wave: with more, schedulers have equally many warps */
+    int most_in_turns;   /* half pages of a warp: with exact tokens, and more blocks than there is room for at once */
     /* of any lengths; segments for 100 multiprocessors */
     int ragged_many; /* from so many on they run here without a wave, and any that are at work at once or have exact tokens */
-    int ragged_few; /* with a wave, up to so many run here whatever rows and exact tokens they have */
-    int most_exact; /* exact tokens of a warp at 4 bits with a wave: with more, SPLIT takes those that are at work at once */
+    int ragged_few;            /* with a wave, up to so many run here whatever rows they have */
     int ragged_two;            /* up to so many have two large blocks a multiprocessor, more have small ones */
     int half_cost, merge_cost; /* what a warp takes for half a page, and what merge_parts takes; only ratios count */
     int page_cost[2];          /* for a page: head_dim up to 64, above */

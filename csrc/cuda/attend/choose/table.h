@@ -27,11 +27,10 @@ struct KernelChoice {
     int run; /* neighbouring units that a warp has one after the other: 1, or 2 for the halves of a page */
     int max_threads, ragged_threads;
     bool two_products;
-    bool exact_last, fewer_exact; /* fused: of its Variant */
-    int own_bytes;                /* shared memory beside the stages: of a warp, with many rows of a team */
-    int team_rows;                /* with many rows: rows of a team; 0 otherwise */
-    int row;                      /* of KERNELS */
-    int rows;                     /* that it takes at once */
+    int own_bytes; /* shared memory beside the stages: of a warp, with many rows of a team */
+    int team_rows; /* with many rows: rows of a team; 0 otherwise */
+    int row;       /* of KERNELS */
+    int rows;      /* that it takes at once */
 };
 
 constexpr unsigned R4 = 1, R8 = 2, R16 = 4, R32 = 8; /* sets of numbers of rows, in units of four */

@@ -51,7 +51,7 @@ bool keeps_busy(int64_t blocks, int64_t room, const Rules &r)
 constexpr int FEW_UNITS = 2;
 constexpr int SCHEDULERS = 4; /* of a multiprocessor */
 
-/** Shared memory of the blocks; returns their bytes. exact_warps and exact_last are set. */
+/** Shared memory of the blocks, and the warps that have exact tokens, no more than there are tiles of these; returns the bytes. */
 int lay_out_fused(const KernelChoice &kernel, AttendArgs *args)
 {
     AttendArgs &a = *args;
@@ -60,7 +60,11 @@ int lay_out_fused(const KernelChoice &kernel, AttendArgs *args)
     int64_t rows = a.row_tiles > 1 ? a.tile_rows : a.rows, sent = (rows + f.cluster - 1) / f.cluster * f.cluster,
             slot = f.sharing == f.cluster ? part_floats(a) * (int64_t)sizeof(float) : 0;
     f.stride = f.teams * f.sharing;
-    const int64_t kept = f.exact_last ? 2 * sums : sums;
+    const int64_t tiles = (most_exact_tokens(a.p) + EXACT_TILE - 1) / EXACT_TILE,
+                  of_block = (tiles + f.sharing - 1) / f.sharing;
+    f.exact_warps = f.warps / exact_sets(kernel.team_rows);
+    if (f.exact_warps > of_block) f.exact_warps = (int)of_block;
+    const int64_t kept = a.exact_parts && !kernel.team_rows ? 2 * sums : sums;
     f.team_bytes = (int32_t)(a.stage_bytes > kept ? a.stage_bytes : kept);
     take(&at, (int64_t)f.teams * f.team_bytes);
     f.rows = (int32_t)take(&at, a.tile_rows * sizeof(RowArgs));
@@ -68,28 +72,12 @@ int lay_out_fused(const KernelChoice &kernel, AttendArgs *args)
     f.spare = (int32_t)take(&at, sums);
     f.value_scale = (int32_t)take(&at, 32 * sizeof(float2));
     f.totals = (int32_t)take(&at, (f.teams + f.exact_warps) * a.tile_rows * sizeof(float4));
-    f.exact_bytes = (int32_t)(f.exact_last ? f.team_bytes : sums);
-    f.exact = (int32_t)(f.exact_last ? sums : take(&at, a.exact_parts ? f.exact_warps * sums : 0));
+    f.exact = kernel.team_rows ? (int32_t)take(&at, f.exact_warps * sums) : (int32_t)sums;
     f.slots = (int32_t)take(&at, sent * slot);
     a.at_teams = (int32_t)take(&at, (int64_t)f.teams * kernel.own_bytes);
     a.at_barriers = (int32_t)at;
     f.block = a.at_barriers + f.teams * 32;
     return lay_out_wave(kernel, f.warps, a.tile_rows, f.block + FUSED_BLOCK_BYTES, args);
-}
-
-/** The same with as many warps as there are for the exact tokens. Where that exceeds `room` and may_change, fewer warps have them, or they come
- *  last, if the kernel can do that. */
-int fit_fused(const KernelChoice &kernel, int room, bool may_change, AttendArgs *args)
-{
-    FusedArgs &f = args->fused;
-    f.exact_warps = f.warps / exact_sets(kernel.team_rows), f.exact_last = false;
-    int bytes = lay_out_fused(kernel, args);
-    if (bytes <= room || !may_change || !args->exact_parts) return bytes;
-    f.exact_last = kernel.exact_last;
-    if (f.exact_last) bytes = lay_out_fused(kernel, args);
-    while (bytes > room && kernel.fewer_exact && f.exact_warps > 1)
-        f.exact_warps--, bytes = lay_out_fused(kernel, args);
-    return bytes;
 }
 
 enum class Verdict { YES, FEWER_AT_ONCE, NO };
@@ -160,10 +148,10 @@ int64_t cut_units(const tq_plan &plan, const Device &device, int tiles, Launch *
             int busy = saves ? f.warps : busy_warps;
             if (f.warps > busy_warps && (f.warps < first || units > busy * f.sharing)) continue;
             /* With a wave each scheduler has equally many (measured.md). */
-            const bool long_wave =
-                (kernel.exact_last && rounds > FEW_UNITS) || (kernel.fewer_exact && rounds > r.long_wave_pages);
+            const bool long_wave = a.wave.steps && kernel.bits && a.tile_rows == 4 && a.groups == 4 &&
+                                   rounds > (kernel.run > 1 ? r.long_wave_pages : FEW_UNITS);
             if (long_wave && at_once * f.warps % SCHEDULERS) continue;
-            l->shared_bytes = fit_fused(kernel, room, long_wave, &a);
+            l->shared_bytes = lay_out_fused(kernel, &a);
             if (l->shared_bytes > room) continue;
             if (two && kernel.run == 1 && at_once * f.warps < busy_warps) return 0;
             l->kernel = kernel;
@@ -202,7 +190,7 @@ int64_t cut_tiles(const tq_plan &plan, const Device &device, int rows, Launch *l
     for (f.teams = l->kernel.max_threads / (32 * TEAM_OF_MANY_ROWS); f.teams > 2; f.teams--) {
         f.warps = TEAM_OF_MANY_ROWS * f.teams;
         int64_t rounds = share_segments(l->segments, a.p.layer.max_pages, device.processors, device, &f);
-        l->shared_bytes = fit_fused(l->kernel, INT32_MAX, false, &a);
+        l->shared_bytes = lay_out_fused(l->kernel, &a);
         if (l->shared_bytes > device.shared_bytes_per_block) continue;
         l->blocks = f.sharing * (int)(l->segments / a.row_tiles);
         l->threads = 32 * f.warps;
@@ -249,9 +237,8 @@ bool cut_ragged(const tq_plan &plan, const Device &device, int tiles, Launch *la
         if (room > device.shared_bytes_per_block) room = device.shared_bytes_per_block;
         for (f.warps = most / at_once < FUSED_WARPS ? most / at_once : FUSED_WARPS; f.warps >= 2; f.warps--) {
             f.teams = f.warps;
-            l.shared_bytes = fit_fused(kernel, room, true, &a);
-            const bool half_exact = !a.exact_parts || 2 * f.exact_warps >= f.warps; /* measured.md */
-            if (l.shared_bytes <= room && half_exact && (!wave || at_once * f.warps % SCHEDULERS == 0)) break;
+            l.shared_bytes = lay_out_fused(kernel, &a);
+            if (l.shared_bytes <= room && (!wave || at_once * f.warps % SCHEDULERS == 0)) break;
         }
         const int warps = at_once * f.warps < enough ? at_once * f.warps : enough;
         if (f.warps < 2 || warps <= most_warps) continue;
@@ -265,11 +252,9 @@ bool cut_ragged(const tq_plan &plan, const Device &device, int tiles, Launch *la
     const AttendArgs &a = launch->args;
     /* More than two for each multiprocessor were not measured. */
     const bool few = launch->segments <= a.fused.at_once && launch->segments <= 2 * device.processors;
-    /* SPLIT has a kernel more for exact tokens, so any number of segments that have some runs here. Two cases with a wave are faster there:
-     * few segments of 4 bits whose warps have many exact tokens, and eight rows of 2 bits without any (measured.md). */
-    const bool many_exact = most_exact_tokens(a.p) > r.most_exact * a.fused.exact_warps;
-    const bool slow = wave && of_100 > r.ragged_few &&
-                      (a.tile_rows == 4 ? few && many_exact && kernel.bits == 4 : kernel.bits == 2 && !a.exact_parts);
+    /* SPLIT has a kernel more for exact tokens, so any number of segments that have some runs here. Eight rows of 2 bits with a wave and
+     * without exact tokens are faster there (measured.md). */
+    const bool slow = wave && of_100 > r.ragged_few && a.tile_rows == 8 && kernel.bits == 2 && !a.exact_parts;
     return most_warps && !slow && (few || a.exact_parts || (!wave && of_100 >= r.ragged_many));
 }
 

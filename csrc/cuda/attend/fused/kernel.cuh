@@ -4,7 +4,7 @@
  * Several blocks may share a segment. Each of them
  *   - prepares all queries of the tile of rows, one warp per row, while the first pages are loaded,
  *   - attends: each of the segment's n teams (one warp, or four as in attend_many_rows) processes every n-th unit.
- *     Warps attend to exact tokens while they wait for their first unit,
+ *     Then warps attend to exact tokens,
  *   - merges the parts of its teams.
  * If the blocks form a cluster, each finishes some of the rows, from parts that the others send, un-rotates and writes
  * them.
@@ -18,10 +18,9 @@
  * piece of its units. */
 #ifndef TQ_CUDA_ATTEND_FUSED_KERNEL_CUH
 #define TQ_CUDA_ATTEND_FUSED_KERNEL_CUH
+#include "cuda/attend/fused/exact.cuh"
 #include "cuda/attend/loop/team.cuh"
 #include "cuda/attend/loop/warp.cuh"
-#include "cuda/attend/rows/exact.cuh"
-#include "cuda/attend/rows/output.cuh"
 
 namespace tq
 {
@@ -101,10 +100,11 @@ template <class V> struct FusedSpace {
     {
         return at<float>(team * a.fused.team_bytes) + row * a.pitch;
     }
-    /** The row's sums of the part-th warp with exact tokens. */
+    /** The row's exact sums of a part. Where a warp is a team, they lie in its stage behind those of packed tokens. */
     __device__ __forceinline__ float *exact_sums(int part, int row) const
     {
-        return at<float>(a.fused.exact + part * a.fused.exact_bytes) + row * a.pitch;
+        if (V::TEAM_WARPS > 1) return at<float>(a.fused.exact) + (part * ROWS + row) * a.pitch;
+        return at<float>((a.fused.teams - 1 - part) * a.fused.team_bytes + a.fused.exact) + row * a.pitch;
     }
     /** Totals of a part of a row: {max, sum, sum of packed tokens, rounded_sum}. First come the parts of packed tokens,
      *  one for each team, then exact ones. */
@@ -119,123 +119,63 @@ template <class V> struct FusedSpace {
     }
 };
 
-/** The exact tokens of one warp, with the next one being loaded; fused.exact_warps warps of each block share those of
- *  the segment. A lane has channels 4 lane .. of rows and tokens. */
-struct ExactTokens {
-    ExactView view;
-    int32_t next, end, stride, position; /* among the tokens that the sequence's rows see */
-    Quad k, v;
-
-    __device__ __forceinline__ ExactTokens(const AttendArgs &a, const RowSet &s, const Sequence &seq, int32_t turn,
-                                           int32_t sharing, bool any, int lane)
-        : next(turn), end(0), stride(a.fused.exact_warps * sharing)
-    {
-        if (!any) return;
-        view = view_exact(a, seq, s.b);
-        end = view.sinks.count() + view.recent.count();
-        load(a, s, seq, lane);
-    }
-    __device__ __forceinline__ bool more() const { return next < end; }
-    __device__ __forceinline__ void step_on(const AttendArgs &a, const RowSet &s, const Sequence &seq, int lane)
-    {
-        next += stride;
-        load(a, s, seq, lane);
-    }
-    __device__ __forceinline__ void load(const AttendArgs &a, const RowSet &s, const Sequence &seq, int lane)
-    {
-        k.raw = v.raw = make_uint4(0, 0, 0, 0);
-        if (!more()) return;
-        ExactToken token = exact_token(a, s, seq, view, next);
-        position = token.position;
-        if (4 * lane >= a.head_dim) return;
-        k = load_quad(token.k, 4 * lane, a.p.layer.dtype);
-        v = load_quad(token.v, 4 * lane, a.p.layer.dtype);
-    }
-};
-
-/** Sums the first N of x[i] over all lanes; lanes 32 / N * i .. get x[i]. Lanes exchange halves until each has one
- *  sum. */
-template <int N, int D = 16, int SIZE> __device__ __forceinline__ float sum_to_lanes(float (&x)[SIZE], int lane)
+/** The same as attend_exact_of_warp of float32, for ROWS rows from first_row on. A call: few plans need it, and code that is skipped costs time
+ *  too (measured.md). */
+template <class V, int ROWS>
+__device__ __noinline__ void attend_exact_floats(const AttendArgs &a, RowSet s, Sequence seq, ExactTokens tokens,
+                                                 int part, int first_row, int lane)
 {
-    if constexpr (N > 1) {
-        bool upper = lane & D;
+    const FusedSpace<V> space = {a};
+    ExactSumsOfFloats<ROWS> sums;
+    sums.attend(a, s, seq, tokens, first_row, lane);
+    if (lane % sums.LANES == 0)
+        *space.totals(a.fused.teams + part, first_row + lane / sums.LANES) =
+            make_float4(sums.weights.top, sums.weights.sum, 0, 0);
+    if (4 * lane >= TQ_TILE * a.groups) return;
 #pragma unroll
-        for (int i = 0; i < N / 2; i++) {
-            float sent = upper ? x[i] : x[i + N / 2], kept = upper ? x[i + N / 2] : x[i];
-            x[i] = kept + __shfl_xor_sync(ALL_LANES, sent, D);
-        }
-        return sum_to_lanes<N / 2, D / 2>(x, lane);
-    } else {
-#pragma unroll
-        for (int d = D; d; d /= 2) x[0] += __shfl_xor_sync(ALL_LANES, x[0], d);
-        return x[0];
-    }
+    for (int r = 0; r < ROWS; r++)
+        *reinterpret_cast<float4 *>(space.exact_sums(part, first_row + r) + 4 * lane) = sums.o[r];
 }
 
-/** Whether exact tokens come after the units. */
-template <class V> __device__ __forceinline__ bool exact_last(const AttendArgs &a)
-{
-    return V::EXACT_LAST && a.fused.exact_last;
-}
-
-/** Whether a warp has some of the exact tokens that come before the units. */
-template <class V> __device__ __forceinline__ bool has_exact(const AttendArgs &a, int warp)
-{
-    return a.exact_parts && !exact_last<V>(a) && (!V::FEWER_EXACT || warp < a.fused.exact_warps);
-}
-
-/** The first exact token of a warp; rank: of its block. */
-template <class V> __device__ __forceinline__ int32_t exact_turn(int32_t rank, int32_t sharing, int warp)
-{
-    return rank + warp / FusedSpace<V>::SETS * sharing;
-}
-
-/** A warp's part of the exact tokens. Numbers of a row are in the lanes of sum_to_lanes. Inlined, because a call is
- *  slower (measured.md). */
+/** A warp's part of the exact tokens, after its units, to where the block merges. The last warps come first, because they have the fewest
+ *  units. Inlined, because a call is slower (measured.md). */
 template <class V>
-__device__ __forceinline__ void attend_exact_of_warp(const AttendArgs &a, const RowSet &s, const Sequence &seq,
-                                                     ExactTokens &tokens, const FusedSpace<V> &space, int warp,
-                                                     int lane)
+__device__ __forceinline__ void attend_exact_of_warp(const AttendArgs &a, const FusedBlock &block,
+                                                     const FusedSpace<V> &space, int warp, int lane)
 {
-    constexpr int ROWS = FusedSpace<V>::ROWS_OF_SET, SETS = FusedSpace<V>::SETS, LANES = 32 / ROWS;
-    int part = warp / SETS, first_row = ROWS * (warp % SETS), own = first_row + lane / LANES;
-    bool any = tokens.more();
-    float top = -INFINITY, sum = 0;
-    float4 o[ROWS];
-    if (any) {
-        int64_t at = query_at(a, s, own);
-        ExactSight sight(a, seq, s.b, find_row(a, s, own));
-        Quad raw[ROWS];
-        float4 q[ROWS];
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) raw[r] = QueryLoad<4>(a, __shfl_sync(ALL_LANES, at, LANES * r), lane).raw[0];
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) q[r] = to_float4(raw[r], a.p.layer.dtype), o[r] = make_float4(0, 0, 0, 0);
+    constexpr int OF_SET = FusedSpace<V>::ROWS_OF_SET, SETS = FusedSpace<V>::SETS,
+                  ROWS = OF_SET < EXACT_ROWS ? OF_SET : EXACT_ROWS;
+    const int turn = a.fused.warps - 1 - warp, part = turn / SETS, first_of_set = OF_SET * (turn % SETS), g = lane / 4,
+              t = lane % 4;
+    if (part >= a.fused.exact_warps) return;
+    const RowSet &s = block.set;
+    const Sequence seq = load_sequence(a, s.b);
+    const ExactTokens first(a, s, seq, block.rank, part, space.sharing(), lane);
 #pragma unroll 1
-        do {
-            float4 key = to_float4(tokens.k, a.p.layer.dtype), value = to_float4(tokens.v, a.p.layer.dtype);
-            int32_t position = tokens.position;
-            tokens.step_on(a, s, seq, lane);
-            float dot[ROWS];
+    for (int row = first_of_set; row < first_of_set + OF_SET; row += ROWS) {
+        float4 *totals = space.totals(a.fused.teams + part, row);
+        if (!first.more()) {
+            if (lane < ROWS) totals[lane] = make_float4(-INFINITY, 0, 0, 0);
+            continue;
+        }
+        if (a.p.layer.dtype == TQ_F32) {
+            attend_exact_floats<V, ROWS>(a, s, seq, first, part, row, lane);
+            continue;
+        }
+        ExactTokens tokens = first;
+        ExactSums<V::GROUPS, ROWS> sums;
+        sums.attend(a, s, seq, tokens, row, lane);
+        if (t == 0 && g < ROWS) totals[g] = make_float4(sums.weights.top, sums.weights.sum, 0, 0);
 #pragma unroll
-            for (int r = 0; r < ROWS; r++) dot[r] = dot_quads(q[r], key, 0);
-            float logit = sight.logit(a, position, sum_to_lanes<ROWS>(dot, lane)), before = top;
-            top = fmaxf(before, logit);
-            float factor = moved(before, top), weight = moved(logit, top);
-            sum = fmaf(sum, factor, weight);
+        for (int j = 0; j < 2; j++)
 #pragma unroll
-            for (int r = 0; r < ROWS; r++) {
-                float f = __shfl_sync(ALL_LANES, factor, LANES * r), w = __shfl_sync(ALL_LANES, weight, LANES * r);
-                o[r] = make_float4(fmaf(o[r].x, f, w * value.x), fmaf(o[r].y, f, w * value.y),
-                                   fmaf(o[r].z, f, w * value.z), fmaf(o[r].w, f, w * value.w));
+            for (int c = 0; c < V::GROUPS; c++) {
+                if (2 * t + j >= ROWS || c >= a.groups) continue;
+                const auto &o = sums.o[c];
+                *reinterpret_cast<float4 *>(space.exact_sums(part, row + 2 * t + j) + TQ_TILE * c + 4 * g) =
+                    make_float4(o[0][j], o[0][2 + j], o[1][j], o[1][2 + j]);
             }
-        } while (tokens.more());
     }
-    if (lane % LANES == 0) *space.totals(a.fused.teams + part, own) = make_float4(top, sum, 0, 0);
-    if (any && 4 * lane < TQ_TILE * a.groups)
-#pragma unroll
-        for (int r = 0; r < ROWS; r++)
-            *reinterpret_cast<float4 *>(space.exact_sums(part, first_row + r) + 4 * lane) = o[r];
 }
 
 /** Writes a warp's part of the packed tokens to where the block merges. */
@@ -545,8 +485,8 @@ private:
     }
 };
 
-/** Finds the block's segment and all addresses while the previous kernel still runs. Then loads the queries, the first
- *  exact tokens and the first pages, and prepares everything else meanwhile. FRUGAL: as in attend_fused. */
+/** Finds the block's segment and all addresses while the previous kernel still runs. Then loads the queries and the first
+ *  pages, and prepares everything else meanwhile. FRUGAL: as in attend_fused. */
 template <class V, bool FRUGAL>
 __device__ __forceinline__ BlockStart<V::RUN> start_block(const AttendArgs &a, const FusedSpace<V> &space,
                                                           const Ring<V, true> &ring, int team, int thread, int warp,
@@ -605,9 +545,6 @@ __device__ __forceinline__ BlockStart<V::RUN> start_block(const AttendArgs &a, c
     if (!ragged) seq = load_sequence(a, b);
     if (a.p.query_start_loc) /* with the loads above in flight */
         load = QueryLoad<4>(a, set, first_row_of_warp(a, warp), lane);
-    /* The first warps come first, because they have the fewest rows to prepare. These loads are issued before those of
-     * the pages, which would delay them (measured.md). */
-    ExactTokens exact(a, set, seq, exact_turn<V>(rank, sharing, warp), sharing, has_exact<V>(a, warp), lane);
     if (!ragged) view = view_packed(a, seq);
     Stride<V::RUN> ahead(a, view, b, h, turn);
     bool works = ahead.more();
@@ -629,11 +566,10 @@ __device__ __forceinline__ BlockStart<V::RUN> start_block(const AttendArgs &a, c
     prepare_rows<V>(a, set, seq, load, wave_load, metric, scale, flip, space, warp, lane);
     if (warp == 0) /* warp 0 has the fewest rows */
         space.value_scale()[lane] = ValueScale<4>(a, set, lane).pair();
-    if (has_exact<V>(a, warp)) attend_exact_of_warp<V>(a, set, seq, exact, space, warp, lane);
     return {block, ahead, works};
 }
 
-/** FRUGAL is for kernels that are short of registers, with 96, or with 128 and EXACT_LAST: the block's segment is kept in
+/** FRUGAL is for kernels that are short of registers, with 96: the block's segment is kept in
  *  shared memory between steps. Otherwise it would be spilled to device memory, which is busy with pages. In other kernels, reading it
  *  back costs time (measured.md). */
 template <class V, bool FRUGAL> __device__ __forceinline__ void attend_fused(const AttendArgs &a)
@@ -661,20 +597,14 @@ template <class V, bool FRUGAL> __device__ __forceinline__ void attend_fused(con
     else if (V::WAVE) start.block.read_back(*space.block());
     if (!FRUGAL) /* nothing made of them is kept until here, where it would take uniform registers that the loop's copies need */
         compute_here(start.block.set.b), compute_here(start.block.set.h);
-    if (exact_last<V>(a)) {
-        const FusedBlock &block = start.block;
-        Sequence seq = load_sequence(a, block.set.b);
-        ExactTokens exact(a, block.set, seq, exact_turn<V>(block.rank, space.sharing(), warp), space.sharing(), true,
-                          lane);
-        attend_exact_of_warp<V>(a, block.set, seq, exact, space, warp, lane);
-    }
+    if (a.exact_parts) attend_exact_of_warp<V>(a, start.block, space, warp, lane);
     finish_block<V>(a, space, start.block, warp, lane);
 }
 
 template <class V>
 __global__ void __maxnreg__(V::FUSED_REGISTERS) attend_fused_kernel(const __grid_constant__ AttendArgs a)
 {
-    if constexpr (is_for_this_device<V>()) attend_fused<V, V::FUSED_REGISTERS <= (V::EXACT_LAST ? 128 : 96)>(a);
+    if constexpr (is_for_this_device<V>()) attend_fused<V, V::FUSED_REGISTERS <= 96>(a);
 }
 
 /* ---- FUSED_MANY_ROWS: teams of four warps process the units, which are whole pages (loop/team.cuh) ---- */
