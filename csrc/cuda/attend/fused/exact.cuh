@@ -1,5 +1,5 @@
-/* Exact tokens of FUSED: a warp has eight at a time, which it multiplies with up to eight rows on tensor cores. Numbers of 16 bits are products
- * as they are, and weights are two numbers, so nothing is rounded but sums in float32. float32 has a loop of its own. */
+/* Exact tokens of FUSED: a warp has eight at a time, which it multiplies with up to eight rows on tensor cores, in the 16 bits that they have. A
+ * weight is the sum of two such numbers, so that it keeps 16 bits or more. float32 has a loop of its own. */
 #ifndef TQ_CUDA_ATTEND_FUSED_EXACT_CUH
 #define TQ_CUDA_ATTEND_FUSED_EXACT_CUH
 #include "cuda/attend/rows/exact.cuh"
@@ -46,7 +46,7 @@ private:
     }
 };
 
-/** Four numbers of 16 bits from number i on; 0 behind the last channel. */
+/** A row's four numbers of 16 bits from a channel on; 0 behind the last channel. */
 __device__ __forceinline__ uint2 load_halves(const AttendArgs &a, const void *row, int channel)
 {
     uint2 x = make_uint2(0, 0);
@@ -106,11 +106,11 @@ struct RunningWeights {
 };
 
 /** A warp's sums of weighted values of 16 bits for ROWS rows of the set, from first_row on. GROUPS of 32 channels. Of a key, lane 4 g + t has
- *  channels 16 c + 4 t ..; of values 32 c + 4 g ... */
+ *  channels 16 c + 4 t .., of a value 32 c + 4 g ... */
 template <int GROUPS, int ROWS> struct ExactSums {
     static_assert(ROWS <= EXACT_ROWS);
-    float o[GROUPS][2]
-           [4]; /* lane 4 g + t, [c][i]: channels 32 c + 4 g + 2 i of rows 2 t, 2 t + 1; then the next channel */
+    /* Lane 4 g + t, [c][i]: channel 32 c + 4 g + 2 i of rows 2 t and 2 t + 1, then the next channel. */
+    float o[GROUPS][2][4];
     RunningWeights weights;
 
     __device__ __forceinline__ void attend(const AttendArgs &a, const RowSet &s, const Sequence &seq,
