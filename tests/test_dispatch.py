@@ -147,8 +147,7 @@ def test_waves_of_wide_heads_where_shared_memory_is_short(table: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "bits,batch,max_pages,warps",
-    [(4, 16, 256, 16), (4, 32, 256, 6), (3, 16, 256, 12), (2, 32, 256, 6), (2, 64, 32, 6)],
+    "bits,batch,max_pages,warps", [(4, 16, 256, 16), (4, 32, 256, 6), (3, 16, 256, 12), (2, 32, 256, 6), (2, 64, 32, 6)]
 )
 def test_exact_tokens_cost_no_warps(bits: int, batch: int, max_pages: int, warps: int, table: Run) -> None:
     """Of a long cache with a wave, whose tables leave little shared memory for the sums of exact tokens."""

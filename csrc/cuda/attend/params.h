@@ -118,8 +118,8 @@ struct FusedArgs {
     bool ragged;     /* a schedule says how many blocks share a segment, each with a piece of its units; sharing is 1 */
     int32_t run;     /* of the kernel's Variant */
     int32_t at_once; /* ragged: blocks that there is room for at once */
-    int32_t exact_warps; /* of a block, the first ones, that share exact tokens for the same rows */
-    int32_t team_bytes;  /* shared memory of a team: its stage, then its sums */
+    int32_t exact_warps; /* of a block, the last ones, that share exact tokens for the same rows */
+    int32_t team_bytes;  /* shared memory of a team: its stage, then its sums, packed and exact */
     int32_t rows, queries, spare, value_scale, totals, exact, slots,
         block; /* offsets in shared memory after the teams', in bytes */
 };

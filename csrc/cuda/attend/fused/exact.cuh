@@ -46,11 +46,11 @@ private:
     }
 };
 
-/** A row's four numbers of 16 bits from a channel on; 0 behind the last channel. */
-__device__ __forceinline__ uint2 load_halves(const AttendArgs &a, const void *row, int channel)
+/** A row's four numbers of 16 bits from a channel on; 0 from channel `end` on. */
+__device__ __forceinline__ uint2 load_halves(const void *row, int channel, int end)
 {
     uint2 x = make_uint2(0, 0);
-    if (channel < a.head_dim)
+    if (channel < end)
         asm volatile("ld.global.v2.u32 {%0, %1}, [%2];"
                      : "=r"(x.x), "=r"(x.y)
                      : "l"(static_cast<const uint16_t *>(row) + channel));
@@ -122,6 +122,7 @@ template <int GROUPS, int ROWS> struct ExactSums {
         if (g >= ROWS) place.real = false;
         const ExactSight sight(a, seq, s.b, place);
         const uint16_t *row = static_cast<const uint16_t *>(a.p.q) + (place.real ? query_at(a, s, first_row + g) : 0);
+        const int end_of_row = place.real ? a.head_dim : 0; /* q may be empty */
 #pragma unroll
         for (int c = 0; c < GROUPS; c++)
 #pragma unroll
@@ -130,10 +131,10 @@ template <int GROUPS, int ROWS> struct ExactSums {
         do {
             const ExactToken token = tokens.token;
             uint2 q[2 * GROUPS], k[2 * GROUPS], v[2][GROUPS];
+#pragma unroll /* again for each tile: registers are short */
+            for (int c = 0; c < 2 * GROUPS; c++) q[c] = load_halves(row, 16 * c + 4 * t, end_of_row);
 #pragma unroll
-            for (int c = 0; c < 2 * GROUPS; c++) q[c] = load_halves(a, row, 16 * c + 4 * t);
-#pragma unroll
-            for (int c = 0; c < 2 * GROUPS; c++) k[c] = load_halves(a, token.k, 16 * c + 4 * t);
+            for (int c = 0; c < 2 * GROUPS; c++) k[c] = load_halves(token.k, 16 * c + 4 * t, a.head_dim);
             float dots[2][4] = {};
 #pragma unroll
             for (int c = 0; c < 2 * GROUPS; c++) multiply_eight(dots[c % 2], q[c], k[c], bf16);
@@ -145,7 +146,7 @@ template <int GROUPS, int ROWS> struct ExactSums {
                     __shfl_sync(ALL_LANES, reinterpret_cast<unsigned long long>(token.v), from));
                 position[j] = __shfl_sync(ALL_LANES, token.position, from);
 #pragma unroll
-                for (int c = 0; c < GROUPS; c++) v[j][c] = load_halves(a, at, 32 * c + 4 * g);
+                for (int c = 0; c < GROUPS; c++) v[j][c] = load_halves(at, 32 * c + 4 * g, a.head_dim);
             }
             tokens.step_on(a, s, seq, lane);
             float2 x = make_float2(sight.logit(a, position[0], dots[0][0] + dots[1][0]),

@@ -569,9 +569,8 @@ __device__ __forceinline__ BlockStart<V::RUN> start_block(const AttendArgs &a, c
     return {block, ahead, works};
 }
 
-/** FRUGAL is for kernels that are short of registers, with 96: the block's segment is kept in
- *  shared memory between steps. Otherwise it would be spilled to device memory, which is busy with pages. In other kernels, reading it
- *  back costs time (measured.md). */
+/** FRUGAL is for kernels of 96 registers: the block's segment is kept in shared memory between steps. Otherwise it would be spilled to device
+ *  memory, which is busy with pages. In other kernels, reading it back costs time (measured.md). */
 template <class V, bool FRUGAL> __device__ __forceinline__ void attend_fused(const AttendArgs &a)
 {
     int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0); /* so that the compiler knows that lanes agree */
