@@ -47,7 +47,7 @@ CSRC = Path("csrc")  # relative to ROOT, where ninja runs: build.ninja has no ma
 HEADER = ROOT / CSRC / "include" / "turboquant.h"
 
 # One row per instruction set: file name in csrc/kernels, machines, flags. A row also holds for <name>_<anything>.c, and
-# the longest name wins. Everything outside this table is compiled for the plainest CPU of the machine's kind.
+# the longest name wins. Everything outside this table is compiled for the baseline CPU of the machine.
 X86, ARM = ("x86_64", "AMD64"), ("aarch64", "arm64")
 X86_VNNI = "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vbmi -mavx512vnni"
 ISA_UNITS: list[tuple[str, tuple[str, ...], str]] = [
@@ -61,8 +61,8 @@ ISA_UNITS: list[tuple[str, tuple[str, ...], str]] = [
     ("neon_dot", ARM, "-march=armv8.2-a+dotprod"),
 ]
 
-# CUDA files whose kernels are shared out over several compilations, and how many: each has a TQ_SHARD, from 0 on. The
-# files assert the number.
+# CUDA files that are compiled several times, with a part of their kernels each, and how often. Each compilation has a
+# TQ_SHARD, from 0 on. The files assert the number.
 SHARDS = {"attend/instances.cu": 8, "append/prefill.cu": 4}
 
 OLDEST_TORCH = (2, 10)
@@ -71,7 +71,7 @@ TORCH_DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
 WARNINGS = ["-Wall", "-Wextra"]
 # Free-threaded builds have no limited API.
 LIMITED_API = not sysconfig.get_config_var("Py_GIL_DISABLED")
-BESIDE = ["-Wl,--enable-new-dtags", "-Wl,-rpath,$ORIGIN"]  # for what loads libturboquant.so: it lies in the same folder
+BESIDE = ["-Wl,--enable-new-dtags", "-Wl,-rpath,$ORIGIN"]  # to find libturboquant.so, which lies in the same folder
 
 
 def fail(message: str) -> SystemExit:
@@ -86,7 +86,7 @@ def say(message: str) -> None:
 
 
 def switch(name: str) -> str:
-    """An environment switch: 'auto', '0' or '1'."""
+    """Returns an environment switch: 'auto', '0' or '1'."""
     value = os.environ.get(name, "").strip().lower() or "auto"
     if value not in ("auto", "0", "1"):
         raise fail(f"{name} must be auto, 0 or 1, got {value!r}")
@@ -98,7 +98,7 @@ def words(name: str) -> list[str]:
 
 
 def machine() -> str:
-    """The machine that is built for, as `uname -m` calls it."""
+    """Returns the machine to build for, as `uname -m` calls it."""
     named = os.environ.get("TURBOQUANT_MACHINE")
     if not named:
         return platform.machine()
@@ -129,10 +129,10 @@ def find_nvcc() -> str | None:
 
 
 def find_torch() -> tuple[Path, tuple[int, ...]] | None:
-    """The folder and version of the torch that will load _torch.so, found without importing it.
+    """Finds the folder and version of the torch that will load _torch.so, without importing it.
 
-    An isolated build (plain `pip install .`) has its own path; what counts is the environment behind it, which the same
-    interpreter sees once the isolation's variables are gone.
+    An isolated build (plain `pip install .`) has a path of its own. What counts is the environment behind it, which the
+    same interpreter sees without the variables of the isolation.
     """
     code = "from importlib.util import find_spec as f; s = f('torch'); print(s.origin if s else '')"
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
@@ -148,7 +148,7 @@ def find_torch() -> tuple[Path, tuple[int, ...]] | None:
 
 
 def torch_to_build_with() -> tuple[Path | None, str]:
-    """The torch folder, or None and why _torch is left out."""
+    """Returns the torch folder, or None and why _torch is left out."""
     wanted = switch("TURBOQUANT_TORCH")
     if wanted == "0":
         return None, "TURBOQUANT_TORCH=0"
@@ -163,7 +163,7 @@ def torch_to_build_with() -> tuple[Path | None, str]:
 
 
 def nvcc_to_build_with() -> str | None:
-    """nvcc, or None where CUDA is left out; says why."""
+    """Returns nvcc, or None to leave CUDA out. Prints a note if that is because there is no nvcc."""
     wanted = switch("TURBOQUANT_CUDA")
     sources = list((ROOT / CSRC / "cuda").rglob("*.cu"))
     nvcc = find_nvcc()
@@ -181,7 +181,7 @@ def nvcc_to_build_with() -> str | None:
 
 
 def require_headers() -> list[str]:
-    """Flags for the headers of CPython and NumPy, or a message that says what to install."""
+    """Returns flags for the headers of CPython and NumPy, or fails and says what to install."""
     python = sysconfig.get_path("include")
     if not (Path(python) / "Python.h").exists():
         raise fail("Python.h was not found. Install python3-dev (Debian, Ubuntu) or python3-devel (Fedora)")
@@ -208,7 +208,7 @@ def find_ninja() -> str:
 
 
 def isa_flags(stem: str) -> list[str] | None:
-    """Flags of csrc/kernels/<stem>.c, or None if it is for another kind of machine."""
+    """Returns the flags of csrc/kernels/<stem>.c, or None if it is for another kind of machine."""
     rows = [row for row in ISA_UNITS if stem == row[0] or stem.startswith(row[0] + "_")]
     if not rows:
         raise fail(f"csrc/kernels/{stem}.c has no row in ISA_UNITS of setup.py")
@@ -217,18 +217,18 @@ def isa_flags(stem: str) -> list[str] | None:
 
 
 def cuda_archs() -> list[str]:
-    """TURBOQUANT_CUDA_ARCHS, checked."""
+    """Returns TURBOQUANT_CUDA_ARCHS, checked."""
     archs = []
     for arch in re.split(r"[\s,;]+", os.environ.get("TURBOQUANT_CUDA_ARCHS", "").strip() or "80+PTX 90a"):
         if not re.fullmatch(r"\d{2,3}[af]?(\+PTX)?", arch):
             raise fail(f"TURBOQUANT_CUDA_ARCHS must be a list like '80+PTX 90a', got {arch!r}")
-        # The kernels for 9.0 use what only its own code has; and PTX of that is for no other device.
+        # The kernels for 9.0 use instructions that only sm_90a has, and PTX for it runs on no other device.
         archs.append("90a" if arch.startswith("90") else arch)
     return archs
 
 
 def cuda_arch_flags() -> list[str]:
-    """-gencode flags for cuda_archs()."""
+    """Returns -gencode flags for cuda_archs()."""
     flags = []
     for arch in cuda_archs():
         number, ptx = arch.removesuffix("+PTX"), arch.endswith("+PTX")
@@ -238,13 +238,13 @@ def cuda_arch_flags() -> list[str]:
 
 
 def toolkit(nvcc: str) -> str:
-    """The version of the CUDA toolkit, such as 13.0."""
+    """Returns the version of the CUDA toolkit, such as 13.0."""
     found = re.search(r"release (\d+\.\d+)", asked(nvcc, "--version"))
     return found[1] if found else "unknown"
 
 
 def oldest_glibc() -> str | None:
-    """The glibc that TURBOQUANT_GLIBC names, or None to build for that of this machine."""
+    """Returns the glibc that TURBOQUANT_GLIBC names, or None to build for that of this machine."""
     glibc = os.environ.get("TURBOQUANT_GLIBC")
     if glibc and not re.fullmatch(r"2\.\d+", glibc):
         raise fail(f"TURBOQUANT_GLIBC must be a version like 2.28, got {glibc!r}")
@@ -252,7 +252,7 @@ def oldest_glibc() -> str | None:
 
 
 def glibc_linker() -> str | None:
-    """What links in place of the compiler for an older glibc."""
+    """Returns the command that links for an older glibc, or None to link with the compiler."""
     glibc = oldest_glibc()
     if not glibc:
         return None
@@ -262,7 +262,7 @@ def glibc_linker() -> str | None:
 
 
 def wheel_tags() -> dict[str, str]:
-    """Options of bdist_wheel: any CPython from 3.11 on, and the oldest glibc if it is not that of this machine."""
+    """Returns options of bdist_wheel: any CPython from 3.11 on, and the oldest glibc if it is not this machine's."""
     tags = {"py_limited_api": "cp311"} if LIMITED_API else {}
     if glibc := oldest_glibc():
         tags["plat_name"] = f"manylinux_{glibc.replace('.', '_')}_{machine()}"
@@ -349,7 +349,7 @@ def sources(folder: str, suffix: str) -> list[Path]:
 
 
 def core_objects(build: Ninja, cc: str, common: list[str]) -> list[Path]:
-    """core/ and kernels/. dispatch.c learns of each kernel by TQ_HAVE_."""
+    """Compiles core/ and kernels/. TQ_HAVE_<NAME> tells dispatch.c that a file of kernels is there."""
     c = [*common, "-std=c11", "-Icsrc/include", "-Icsrc"]
     units = [(path, flags) for path in sources("kernels", ".c") if (flags := isa_flags(path.stem)) is not None]
     c += [f"-DTQ_HAVE_{path.stem.upper()}" for path, _ in units]
@@ -358,7 +358,7 @@ def core_objects(build: Ninja, cc: str, common: list[str]) -> list[Path]:
 
 
 def link_library(build: Ninja, cc: str, objects: list[Path], linker: list[str], strict: bool) -> Path:
-    """libturboquant.so: the core, exporting what is TQ_API."""
+    """Links libturboquant.so: the core, which exports what is TQ_API."""
     linker = [*linker, "-Wl,-soname,libturboquant.so", *(["-Wl,-z,defs"] if strict else [])]
     # zig's own __cpu_model is not laid out as gcc's __builtin_cpu_supports expects it.
     linker += [asked(cc, "-print-libgcc-file-name")] if glibc_linker() else []
@@ -387,7 +387,7 @@ def link_core(build: Ninja, cc: str, common: list[str], linker: list[str], libra
 
 
 def libtorch_stubs(build: Ninja, torch: Path) -> list[Path]:
-    """Libraries to link with in place of another machine's libtorch, which is not here.
+    """Builds libraries to link with in place of another machine's libtorch, which is not here.
 
     They have its names, and the functions of its stable C ABI without code. That ABI is the same on every machine, so
     the functions are those that this machine's libtorch exports; -z defs refuses everything else.
@@ -412,14 +412,14 @@ def link_torch(
     strict: bool,
     operators: str = OPERATORS,
 ) -> None:
-    """_torch.so: operators and CUDA. With a namespace of their own for the operators, NAMESPACE.so.
+    """Links _torch.so: operators and CUDA. If the operators have a namespace of their own, <operators>.so.
 
-    core: libturboquant.so, or the objects that it is made of: two libraries of that name would be one in a process.
+    core: libturboquant.so, or the objects that it is made of, because a process loads only one library of that name.
 
-    It names libtorch.so and libtorch_cpu.so as needed and is loaded after `import torch`, so no path of theirs is
-    written into it. One file serves torch with and without CUDA: what only libtorch_cuda.so has (the current stream;
-    libtorch.so brings it along where it exists) must be declared weak, and -z defs refuses any other unknown symbol
-    here instead of at a user's import.
+    The library needs libtorch.so and libtorch_cpu.so and is loaded after `import torch`, so it contains no path to
+    them. One file serves torch with and without CUDA. What only libtorch_cuda.so has (the current stream; libtorch.so
+    brings it along where it exists) must be declared weak, and -z defs refuses any other unknown symbol here instead of
+    at a user's import.
     """
     cxx = compiler("CXX", ("c++", "g++", "clang++"), "g++ (Debian, Ubuntu: build-essential), or set TURBOQUANT_TORCH=0")
     flags = [*common, *words("CXXFLAGS"), "-std=c++20", "-Icsrc/include", *TORCH_DEFINES]
@@ -449,7 +449,7 @@ def link_torch(
     if not nvcc:
         build.link(output, [*objects, *core], cxx, [*linker, "-pthread", "-lm"])
         return
-    # nvcc knows where its own static runtime lies, so it links; it has its own spelling for what the linker is told.
+    # nvcc knows where its own static runtime lies, so it links. It has its own spelling for options of the linker.
     host = [f"-ccbin={os.environ['CXX']}"] if os.environ.get("CXX") else []
     linker = [flag.replace("-Wl,", "-Xlinker=") if flag.startswith("-Wl,") else flag for flag in linker]
     linker = [flag if flag.startswith(("-X", "-L", "-l")) else f"-Xcompiler={flag}" for flag in linker]
@@ -458,7 +458,7 @@ def link_torch(
 
 
 def write_ninja(torch: Path | None, operators: str = OPERATORS) -> Ninja:
-    """The graph of everything that is to be built here; with a namespace of their own for the operators, of these."""
+    """Makes the graph of everything to build or, if the operators have a namespace of their own, of them alone."""
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         here = sys.platform if sys.platform != "linux" else "another libc, such as Alpine's musl"
         raise fail(f"only Linux with glibc is supported so far, this is {here}. Use Debian, Ubuntu or Fedora, or WSL")
@@ -475,7 +475,7 @@ def write_ninja(torch: Path | None, operators: str = OPERATORS) -> Ninja:
         common = ["-O1", "-g1", "-fno-omit-frame-pointer", *checks]
         linker += checks
     common += [*words("CPPFLAGS"), "-fPIC", "-fvisibility=hidden", "-pthread", *WARNINGS]
-    # No contraction: the codes that a number gets must not depend on whether a compiler fuses a product and a sum.
+    # No contraction: the code of a number must not depend on whether a compiler fuses a product and a sum.
     common += ["-ffp-contract=off"]
     c = [*words("CFLAGS"), *common, "-Werror=implicit"]
     core = core_objects(build, cc, c)
@@ -500,7 +500,7 @@ class BuildNative(build_ext):
             self.extensions = [ext for ext in self.extensions if not ext.name.endswith("._torch")]
 
     def get_ext_filename(self, fullname: str) -> str:
-        if fullname.endswith(("_torch", "libturboquant")):  # no Python in it, so no Python version in its name
+        if fullname.endswith(("_torch", "libturboquant")):  # it has no Python in it, so no Python version in its name
             return fullname.replace(".", "/") + ".so"
         return super().get_ext_filename(fullname)
 
@@ -514,7 +514,7 @@ class BuildNative(build_ext):
             target = Path(self.get_ext_fullpath(ext.name))
             target.parent.mkdir(parents=True, exist_ok=True)
             self.copy_file(str(ROOT / build.folder / f"{name}.so"), str(target))
-        if not self.torch:  # one from an earlier build there would be packed or loaded with a newer core
+        if not self.torch:  # one from an earlier build would be packed, or loaded with a newer core
             Path(self.get_ext_fullpath("turboquant._torch")).unlink(missing_ok=True)
 
     def copy_extensions_to_source(self) -> None:
@@ -569,7 +569,7 @@ class BuildHarness(BuildCuda):
 
 
 class BuildSanitize(BuildHarness):
-    """The same for compute-sanitizer, in build/cuda-sanitize: csrc/cuda/attend/loop/stages.cuh says what differs."""
+    """Builds the harnesses for compute-sanitizer in build/cuda-sanitize. attend/loop/stages.cuh says what differs."""
 
     description = "build the CUDA harnesses of tests/cuda for compute-sanitizer"
     folder = "cuda-sanitize"
@@ -586,7 +586,7 @@ class BuildHubKernel(Command):
         ("kernel-version=", None, "the kernel's version on the hub, a number (default 1)"),
         ("folder=", None, "the repository that is written (default build/hub-kernel)"),
     ]
-    FILES = ("plan.py", "arguments.py", "py.typed")  # of the package, as they are
+    FILES = ("plan.py", "arguments.py", "py.typed")  # of the package, copied unchanged
 
     def initialize_options(self) -> None:
         self.kernel_version, self.folder = "1", "build/hub-kernel"
@@ -628,7 +628,7 @@ class BuildHubKernel(Command):
         print(folder)
 
     def digest(self, backend: str, archs: list[str]) -> str:
-        """Of all that the build is made of."""
+        """Returns a digest of everything that the build is made of."""
         files = [ROOT / "setup.py", *(ROOT / path for path in everything)] + [
             ROOT / "turboquant" / name for name in self.FILES
         ]
@@ -637,7 +637,7 @@ class BuildHubKernel(Command):
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of each file of a folder in base64, by its name."""
+    """Returns SHA-256 of each file of a folder in base64, by its name."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): base64.b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()
             for path in files}  # fmt: skip

@@ -1,5 +1,5 @@
 /* AVX2 without VNNI: levels as 16-bit numbers, operands as 16-bit numbers, vpmaddwd + vpaddd.
- * (vpmaddubsw saturates at 16 bits: operands of 7 bits would do, at two to three times the products.)
+ * (vpmaddubsw saturates at 16 bits. It would need operands of 7 bits, and so two to three times as many products.)
  *
  *   instruction              Haswell      Skylake      Zen 4
  *   vpshufb ymm              1cy @ p5     1cy @ p15*   1cy @ p12       * p5 until Ice Lake
@@ -9,8 +9,8 @@
  *   vpaddd ymm               1cy @ p15    1cy @ p015   1cy @ p0123
  *   vbroadcasti128 ymm, mem  loads only
  *
- * A vector of 4-bit words (64 codes, two rows) costs five operations to bytes, two to be transposed, four to 16 bits,
- * and eight per operand. */
+ * For a vector of 4-bit words (64 codes, two rows), unpacking to bytes takes five operations, transposing two, widening
+ * to 16 bits four, and each operand eight. */
 #include "avx2.h"
 
 #define PARTS 4

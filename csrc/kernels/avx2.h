@@ -1,5 +1,5 @@
-/* 256-bit registers for avx2.c (16-bit products) and avx2_vnni.c (byte products): what levels.h, product.h and codes.h
- * take from a unit. */
+/* 256-bit registers for avx2.c (16-bit products) and avx2_vnni.c (byte products): what levels.h, product.h, codes.h
+ * and recode.h need from a unit. */
 #ifndef TQ_KERNELS_AVX2_H
 #define TQ_KERNELS_AVX2_H
 #include "vector.h"

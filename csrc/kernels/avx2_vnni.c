@@ -1,5 +1,5 @@
 /* AVX2 with AVX-VNNI (Alder Lake, Sierra Forest, Zen 5 on): levels + 128 as unsigned bytes times operands of two or
- * three signed bytes. vpdpbusd does not saturate: 255 * 128 * 4 a step, and product.h flushes every 256 columns.
+ * three signed bytes. vpdpbusd does not saturate: 255 * 128 * 4 a step, and product.h starts new sums each 256 columns.
  *
  *   instruction              Alder Lake P   Zen 5
  *   vpshufb ymm              1cy @ p15      1cy @ p12
@@ -8,8 +8,8 @@
  *   vpdpbusd ymm             5cy @ p01      4cy @ p01
  *   vbroadcasti128 ymm, mem  loads only
  *
- * A vector of 4-bit words (64 codes, two rows) costs five operations to bytes, two to be transposed, and four per
- * operand (six if precise). */
+ * For a vector of 4-bit words (64 codes, two rows), unpacking to bytes takes five operations, transposing two, and each
+ * operand four (six if precise). */
 #include "avx2.h"
 
 #define PARTS 2

@@ -9,8 +9,8 @@
  *   vpaddd zmm                 1cy @ p05
  *   vbroadcasti32x4 zmm, mem   loads only
  *
- * A vector of 4-bit words (128 codes, four rows) costs five operations to bytes, two to be transposed, four to 16 bits,
- * and eight per operand. */
+ * For a vector of 4-bit words (128 codes, four rows), unpacking to bytes takes five operations, transposing two,
+ * widening to 16 bits four, and each operand eight. */
 #include "avx512.h"
 
 #define PARTS 4

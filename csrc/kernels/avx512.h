@@ -1,5 +1,5 @@
-/* 512-bit registers for avx512.c (16-bit products) and avx512_vnni.h (byte products): what levels.h, product.h and
- * codes.h take from a unit. */
+/* 512-bit registers for avx512.c (16-bit products) and avx512_vnni.h (byte products): what levels.h, product.h,
+ * codes.h and recode.h need from a unit. */
 #ifndef TQ_KERNELS_AVX512_H
 #define TQ_KERNELS_AVX512_H
 #include "vector.h"
@@ -38,7 +38,7 @@ TQ_INLINE vec vec_add_dots(vec sums, vec a, vec b)
 #endif
 }
 
-#if defined(__AVX512VBMI__) /* vpermb uses six bits, and the table is repeated four times: no mask */
+#if defined(__AVX512VBMI__) /* vpermb reads six bits and the table is repeated four times: no mask */
 TQ_INLINE vec vec_low_nibbles(vec x) { return x; }
 TQ_INLINE vec vec_look_up(vec table, vec nibbles) { return _mm512_permutexvar_epi8(nibbles, table); }
 #else
@@ -74,7 +74,7 @@ TQ_INLINE byte_pair join_nibbles(vec low, vec high)
                        vec_choose(first, _mm512_srli_epi16(low, 4), high)};
 }
 
-/** The upper half of a word comes from w1 by a merging mask. */
+/** A merging mask takes the upper half of each word from w1. */
 TQ_INLINE byte_pair interleave(vec w0, vec w1)
 {
     const vec even = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 0, 2, 4, 6, 4, 6, 8, 10, 8, 10, 12, 14, 12, 14));

@@ -1,6 +1,6 @@
-/* AVX-512 as in avx512_vnni.c, and AMX for the products of several operands (Sapphire Rapids on): a matrix of operands
+/* AVX-512 as in avx512_vnni.c, and AMX for the products of many operands (Sapphire Rapids on): a matrix of operands
  * times a matrix of levels. It multiplies 16 operand planes x 64 columns x 16 rows of a tile in as many cycles as there
- * are planes; vpdpbusd takes one for each plane and 64 levels. In return, levels have to go through memory.
+ * are planes; vpdpbusd takes one cycle for each plane and 64 levels. In return, levels have to go through memory.
  *
  *   tmm4      operand planes   row m: 64 bytes of plane p of operand i, m = planes i + p:
  *               | even t = 0..3 | odd t = 0..3 | of one tile | even t = 0..3 | odd t = 0..3 | of the next |
@@ -8,11 +8,11 @@
  *               word 4 G + r being row g + G + 8 r, which is their order in the product
  *   tmm0..3   sums             row m: 16 words in that order, as the vectors that product.h has in registers
  *
- * A product waits some 50 cycles for the last one with the same sums, and for its levels to reach the cache. So few
+ * A product waits some 50 cycles for the previous one with the same sums, and for its levels to reach the cache. So few
  * operands, whose sums need one or two matrices, are multiplied by four or two strips of 16 rows in turn. */
 #include "avx512_vnni.h"
 
-#define UNIT_MANY_ROWS 16 /* measured: 8 gain nothing where all cores are at work, 4 lose a third */
+#define UNIT_MANY_ROWS 16 /* measured: 8 operands gain nothing where all cores are at work, 4 lose a third */
 #include "table.h"
 
 enum {
@@ -36,7 +36,7 @@ typedef struct {
     int32_t sums[SUM_MATRICES][MATRIX_ROWS][16];
 } pass_memory;
 
-/** Some operands of a run: `each` of them in each matrix, times several strips at once. */
+/** Some operands of a run, `each` of them in each matrix, which are multiplied by several strips at once. */
 typedef struct {
     int32_t q, rows, each, matrices, strips;
 } pass;
@@ -55,14 +55,14 @@ static void shape_matrices(int32_t rows)
     _tile_loadconfig(&shapes);
 }
 
-/** How many of the pass's operands a matrix has. */
+/** Returns how many of the pass's operands a matrix has. */
 static inline int32_t rows_of(const pass *p, int32_t matrix)
 {
     int32_t left = p->rows - matrix * p->each;
     return left < p->each ? left : p->each;
 }
 
-/** Operands' planes by pairs of tiles, zeros where there are no more. */
+/** Copies the operands' planes into matrices, by pairs of tiles, with zeros where there are no more. */
 TQ_INLINE void gather_planes(const product_run *run, const int planes, const pass *p, pass_memory *memory)
 {
     const char *first =
@@ -86,7 +86,7 @@ TQ_INLINE void gather_planes(const product_run *run, const int planes, const pas
         }
 }
 
-/** Levels of four g of tiles k and k + 1 (if there is one) of a block, by lane. */
+/** Stores the levels of four g of tiles k and k + 1 (if there is one) of a block, by lane. */
 TQ_INLINE void store_levels(int bits, const product_run *run, const tq_tile *tiles, int32_t k, int32_t g,
                             const tables *t, uint8_t (*to)[64])
 {
@@ -101,7 +101,7 @@ TQ_INLINE void store_levels(int bits, const product_run *run, const tq_tile *til
     }
 }
 
-/* Tiles are named by constants. */
+/* An AMX tile can be named by a constant only. */
 
 TQ_INLINE void load_matrix_of_levels(int strip, const void *levels)
 {
@@ -144,8 +144,8 @@ TQ_INLINE void store_sums(int32_t matrices, pass_memory *memory)
     memory_is_used();
 }
 
-/** Sums of strips first .. of a run, two a block, times the pass's operands. Levels are stored one pair of tiles before
- *  they are needed, because a load waits for stores that have not reached the cache. */
+/** Multiplies strips from `first` on of a run, two in each block, by the pass's operands. Levels are stored one pair of
+ *  tiles before they are needed, because a load waits for stores that have not reached the cache. */
 TQ_INLINE void multiply_strips(int bits, const product_run *run, int32_t first, int32_t strips, const uint8_t *ahead,
                                int32_t lines, const tables *t, const pass *p, pass_memory *memory)
 {
@@ -169,7 +169,7 @@ TQ_INLINE void multiply_strips(int bits, const product_run *run, int32_t first, 
     store_sums(strips * p->matrices, memory);
 }
 
-/** Sums of a strip to numbers at `out`. */
+/** Turns the sums of a strip into floats at `out`. */
 TQ_INLINE void store_products(int bits, int precise, const product_run *run, const product_end *ends, const pass *p,
                               const int32_t (*sums)[MATRIX_ROWS][16], float *out)
 {

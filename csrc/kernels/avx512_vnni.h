@@ -1,5 +1,5 @@
 /* The products of avx512_vnni.c and avx512_amx.c: levels + 128 as unsigned bytes times operands of two or three signed
- * bytes. vpdpbusd does not saturate: 255 * 128 * 4 a step, and product.h flushes every 256 columns.
+ * bytes. vpdpbusd does not saturate: 255 * 128 * 4 a step, and product.h starts new sums every 256 columns.
  *
  *   instruction                Ice Lake     Sapphire Rapids   Zen 4 (each takes a pipe twice)
  *   vpermb zmm                 3cy @ p5     3cy @ p5          4cy @ p12
@@ -9,9 +9,9 @@
  *   vpdpbusd zmm               5cy @ p0     5cy @ p05         4cy @ p01
  *   vbroadcasti32x4 zmm, mem   loads only
  *
- * A vector of 4-bit words (128 codes, four rows) costs three operations to bytes, two to be transposed, and four per
- * operand (six if precise). From two operands on vpdpbusd is the limit, one a cycle on Zen 4; 32 shuffles beside 64 of
- * them cost nothing. */
+ * For a vector of 4-bit words (128 codes, four rows), unpacking to bytes takes three operations, transposing two, and
+ * each operand four (six if precise). From two operands on, vpdpbusd is the limit, one a cycle on Zen 4: 32 shuffles
+ * beside 64 of them cost nothing. */
 #ifndef TQ_KERNELS_AVX512_VNNI_H
 #define TQ_KERNELS_AVX512_VNNI_H
 #include "avx512.h"
@@ -24,9 +24,9 @@ static inline __m512i multiply_add(__m512i sum, __m512i level_u8x64, __m512i x_s
     return _mm512_dpbusd_epi32(sum, level_u8x64, x_s8x64);
 }
 
-/** product.h: store_planes. With u = v + 0x8080, bytes 0 and 1 of u are the two low digits + 128 and byte 2 is the
- *  upper one; vpermt2b takes them from 2 x 16 integers in the order of the parts: even columns n = 0 2 4 6 of t = 0, t
- *  = 1 ..; odd ones. */
+/** Same as store_planes of product.h. Of u = v + 0x8080, bytes 0 and 1 are the two low digits + 128, and byte 2 is the
+ *  upper digit. vpermt2b takes them from 2 x 16 integers in the order of the parts: the even columns n = 0 2 4 6 of
+ *  t = 0, of t = 1 .., then the odd ones. */
 #define UNIT_STORES_PLANES
 #define COLUMN_WORD(t, byte, odd)                                                                                      \
     16 * (t) + 4 * (odd) + (byte), 16 * (t) + 8 + 4 * (odd) + (byte), 64 + 16 * (t) + 4 * (odd) + (byte),              \

@@ -1,5 +1,5 @@
-/* Rotation, quantisation and packing, written once for the vector units; scalar.c is the definition and has the same
- * bits.
+/* Rotation, quantisation and packing. Written once for the vector units; scalar.c is the definition, and results have
+ * the same bits.
  * A unit defines before it includes this file:
  *   tq_swap(x, h)        lane i becomes lane i ^ h, h a constant power of two below TQ_LANES
  *   tq_pick(table, m)    table[m] per lane, float table[16], m in 0..15
@@ -12,7 +12,7 @@
 
 /* ---- rotation ---- */
 
-/** A butterfly at distance h inside a vector: lane i without bit h gets a + b, its partner a - b, written as a + -b. */
+/** Does a butterfly at distance h inside a vector: lane i without bit h gets a + b, its partner i + h gets a + -b. */
 TQ_INLINE tq_floats butterfly(tq_floats x, int h)
 {
     tq_ints flip;
@@ -20,7 +20,7 @@ TQ_INLINE tq_floats butterfly(tq_floats x, int h)
     return tq_swap(x, h) + (tq_floats)((tq_ints)x ^ flip);
 }
 
-/** x with the signs changed of lanes whose bit of `signs`, counted from bit `first`, is set. */
+/** Negates the lanes of x whose bit of `signs` is set. Lane 0 has bit `first`. */
 TQ_INLINE tq_floats flip_signs(tq_floats x, const uint32_t *signs, int32_t first)
 {
     tq_ints lane, bits = (tq_ints){0} + (int32_t)(signs[first / 32] >> first % 32);
@@ -28,14 +28,14 @@ TQ_INLINE tq_floats flip_signs(tq_floats x, const uint32_t *signs, int32_t first
     return (tq_floats)((tq_ints)x ^ ((bits << lane) & INT32_MIN));
 }
 
-/** x [n] to v, registers, or memory if they do not fit; the loops are unrolled where n is a constant. */
+/** Loads x [n] into v: registers, or memory if they do not fit. The loops are unrolled where n is a constant. */
 TQ_INLINE void load_in(tq_floats *v, const float *x, int32_t n)
 {
     TQ_UNROLL
     for (int32_t i = 0; i < n / TQ_LANES; i++) v[i] = tq_load_floats(x + TQ_LANES * i);
 }
 
-/** scalar.c: hadamard_scalar, from v to x. */
+/** Same as hadamard_scalar (scalar.c), from v to x. */
 TQ_INLINE void hadamard_in(tq_floats *v, float *x, int32_t n, float factor, const uint32_t *before,
                            const uint32_t *after)
 {
@@ -81,7 +81,7 @@ static void hadamard_vector(float *x, int32_t n, float factor, const uint32_t *b
     else rotate_in(x, n, factor, before, after);
 }
 
-/** scalar.c: settle_scalar. */
+/** Same as settle_scalar (scalar.c). */
 TQ_INLINE void settle_in(float *x, int32_t n, const uint32_t *before)
 {
     tq_floats v[TQ_MAX_DIM / TQ_LANES];
@@ -107,7 +107,7 @@ static void settle_vector(float *x, int32_t n, const uint32_t *before)
 
 /* ---- quantisation ---- Rows of TQ_MAX_DIM floats, zero in padding channels and in groups without bits. */
 
-/** The sum that scalar.c's tree_sum makes of a_i b_i, i < n, n a power of two. */
+/** Sums a_i b_i, i < n, as tree_sum (scalar.c) does; n is a power of two. */
 TQ_INLINE float tree_dot(const float *a, const float *b, int32_t n)
 {
     tq_floats v[TQ_MAX_DIM / TQ_LANES];
@@ -134,7 +134,7 @@ TQ_INLINE float tree_dot(const float *a, const float *b, int32_t n)
     return v[0][0];
 }
 
-/** scalar.c: settled_sum. n: a multiple of 64. */
+/** Same as settled_sum (scalar.c). n: a multiple of 64. */
 TQ_INLINE float settled_dot(const float *a, const float *b, int32_t n)
 {
     enum { VECTORS = TQ_TILE / TQ_LANES };
@@ -164,15 +164,15 @@ TQ_INLINE float settled_dot(const float *a, const float *b, int32_t n)
     return v[0][0];
 }
 
-/** Positive levels in ascending order: their codes are neighbours (turboquant.h, "Codes"). */
+/** Lists the positive levels in ascending order. Their codes are consecutive (turboquant.h, "Codes"). */
 static inline void list_magnitudes(const tq_codebook *book, float magnitudes[32])
 {
     const int8_t *levels = book->levels + (book->bits <= 3 ? book->n_levels / 2 : 0);
     for (int32_t m = 0; m < 32; m++) magnitudes[m] = (float)levels[m] * book->step;
 }
 
-/** How many of the `half` - 1 positive thresholds are <= the non-negative float with the bits `key`. (A binary search
- *  is slower: each step waits for the one before.) */
+/** Counts which of the `half` - 1 positive thresholds are <= the non-negative float with the bits `key`. (A binary
+ *  search is slower: each step waits for the one before.) */
 TQ_INLINE tq_ints thresholds_below(int32_t half, const tq_codebook *book, const tq_cells *cells, tq_ints key)
 {
     tq_ints m = {0};
@@ -188,8 +188,8 @@ TQ_INLINE tq_ints thresholds_below(int32_t half, const tq_codebook *book, const 
     return m;
 }
 
-/** Codes and decoded levels of n channels. By symmetry only magnitudes are searched: m counts the positive thresholds t
- *  <= u, or t < -u if u is negative, and t < v is t <= the float below v: one less as an integer. */
+/** Writes codes and decoded levels of n channels. By symmetry only magnitudes are searched: m counts the positive
+ *  thresholds t <= u or, if u is negative, t < -u. t < v means t <= the float below v, whose bits are one less. */
 TQ_INLINE void encode_levels(int32_t half, const tq_codebook *book, const tq_cells *its_cells,
                              const float magnitudes[32], const float *u, uint8_t *codes, float *c, int32_t n)
 {
@@ -207,7 +207,7 @@ TQ_INLINE void encode_levels(int32_t half, const tq_codebook *book, const tq_cel
     }
 }
 
-/** kernels.h: tq_wide_code, of n channels. */
+/** Writes codes and decoded levels of n channels at 8 bits, as tq_wide_code (kernels.h) does. */
 TQ_INLINE void encode_wide(const float *u, uint8_t *codes, float *c, int32_t n)
 {
     for (int32_t i = 0; i < n; i += TQ_LANES) {
@@ -220,7 +220,7 @@ TQ_INLINE void encode_wide(const float *u, uint8_t *codes, float *c, int32_t n)
     }
 }
 
-/** n channels, in groups with the same codebook. */
+/** Writes codes and decoded levels of n channels, in groups with the same codebook. */
 TQ_INLINE void encode_groups(const tq_codebook *book, const tq_cells *cells, const float *u, uint8_t *codes, float *c,
                              int32_t n)
 {
@@ -240,13 +240,13 @@ TQ_INLINE void encode_groups(const tq_codebook *book, const tq_cells *cells, con
     }
 }
 
-/** scalar.c: coded_dot, of rows that are 0 where they have no code. */
+/** Same as coded_dot (scalar.c), for rows that are 0 where they have no code. */
 TQ_INLINE float coded_dot(const tq_encoder *e, const float *a, const float *b, int32_t n)
 {
     return e->settled ? settled_dot(a, b, n) : tree_dot(a, b, n);
 }
 
-/** scalar.c: quotient, of the sums that the scale needs; settled rows: settled_factor. */
+/** Same as quotient (scalar.c), or settled_factor for settled rows. Computes only the sums that the scale needs. */
 TQ_INLINE float scale_factor(const tq_encoder *e, float r, const float *u, const float *c, int32_t n)
 {
     const int least_squares = e->scale == TQ_SCALE_LEAST_SQUARES, eden = e->scale == TQ_SCALE_EDEN;
@@ -263,7 +263,7 @@ TQ_INLINE float scale_factor(const tq_encoder *e, float r, const float *u, const
     return (least_squares ? cu / cc : sqrtf(uu / cc)) * e->factor;
 }
 
-/** scalar.c: middle_of_cell. */
+/** Same as middle_of_cell (scalar.c). */
 TQ_INLINE tq_floats middle_of_cell(tq_floats z, tq_floats units)
 {
     const tq_floats round = tq_all(TQ_ROUND), unit = tq_all(1.0f / TQ_SETTLED_UNITS);
@@ -277,7 +277,7 @@ TQ_INLINE tq_floats middle_of_cell(tq_floats z, tq_floats units)
 #endif
 }
 
-/** z -> the numbers to compare with thresholds, in u. bits: of these n channels. */
+/** Writes the numbers to compare with thresholds to u, for n channels of z that have `bits` bits. */
 TQ_INLINE void search_numbers(const tq_encoder *e, int32_t bits, float r, const float *z, float *u, int32_t n)
 {
     if (e->settled && tq_is_searched_by_cells(bits)) {
@@ -290,8 +290,9 @@ TQ_INLINE void search_numbers(const tq_encoder *e, int32_t bits, float r, const 
     }
 }
 
-/** The codes of the best factor, in place of those of the first one (docs/rounding.md, "Tries"), and the scale that they need.
- *  kept: as encode_in has it, but with steps it may be in their units: then z has the numbers. c: levels in the units of in_units. */
+/** Replaces the codes of the first factor by those of the best one (docs/rounding.md, "Tries"). Returns their scale in
+ *  units of rms(z). kept: as in encode_in; in settled rows with steps it is multiplied by them, so z has the numbers.
+ *  c: levels in the units of in_units, overwritten. */
 TQ_INLINE float search_scale(const tq_encoder *e, float r, const float *kept, const float *z, const float *in_units,
                              uint8_t *codes, float *c, int32_t head_dim, int32_t channels, int32_t n)
 {
@@ -328,8 +329,8 @@ TQ_INLINE float search_scale(const tq_encoder *e, float r, const float *kept, co
     return factor;
 }
 
-/** scalar.c: encode_scalar, for head_dim channels in groups of `channels`, padded to n, a power of two. Loops are
- *  unrolled if these are constants. */
+/** Same as encode_scalar (scalar.c), for head_dim channels in groups of `channels`, padded to n, a power of two. Loops
+ *  are unrolled if these are constants. */
 TQ_INLINE void encode_in(const tq_encoder *e, const float *z, uint8_t *codes, uint16_t *scale, int32_t head_dim,
                          int32_t channels, int32_t n)
 {
@@ -382,8 +383,8 @@ static void encode_vector(const tq_encoder *e, const float *z, uint8_t *codes, u
 }
 
 /* ---- tiles ---- A row of codes is eight little-endian words: word t has columns 4 t .. 4 t + 3, word 4 + t columns 16
- * + 4 t .., so low[t] = (c(r, 0) .. c(r, 3)) and high[t] = (c(r, 4) .. c(r, 7)) of lane 4 g + t. Four lanes of one g at
- * a time. */
+ * + 4 t .., so low[t] = (c(r, 0) .. c(r, 3)) and high[t] = (c(r, 4) .. c(r, 7)) of lane 4 g + t. Four lanes, those
+ * of one g, are handled at a time. */
 
 typedef uint32_t lanes_u32x4 __attribute__((vector_size(16)));
 
@@ -396,7 +397,7 @@ TQ_INLINE lanes_u32x4 load_u32x4(const void *at)
 
 TQ_INLINE void store_u32x4(void *at, lanes_u32x4 x) { memcpy(at, &x, sizeof x); }
 
-/** Four bytes b0..b3 below 16 to nibbles 0..3, and back. */
+/** Packs four bytes b0..b3 below 16 into nibbles 0..3; bytes_of_nibbles unpacks them. */
 TQ_INLINE lanes_u32x4 nibbles_of_bytes(lanes_u32x4 x)
 {
     x = (x | x >> 4) & 0x00ff00ff;
@@ -458,7 +459,7 @@ static void unpack_vector(int32_t bits, const uint32_t *words, uint8_t *codes)
 
 /* ---- exact tokens ---- */
 
-/** n numbers of a dtype to float32. */
+/** Converts n numbers of a dtype to float32. */
 static void load_vector(int32_t dtype, const void *x, float *y, int64_t n)
 {
     const uint16_t *u = x;

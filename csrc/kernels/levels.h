@@ -1,17 +1,17 @@
-/* Levels of packed codes, written once for the vector units: product.h multiplies them.
+/* Turns packed codes into levels, which product.h multiplies. Written once for the vector units.
  *
- * A vector of 16 G bytes holds word w of rows g .. g + G - 1 (of r) of a tile, four lanes t each; nibble n of a word is
- * column 4 t + n (n < 4) or 16 + 4 t + n - 4. Every width gives two vectors of bytes in one order:
+ * A vector of 16 G bytes holds word w of lanes 4 g + t of a tile, for G values of g and t = 0..3. Nibble n of a word is
+ * column 4 t + n (n < 4) or 16 + 4 t + n - 4. Every width becomes two vectors of bytes in one order:
  *   even, byte i of a word    column n = 2 i          n: 0 2 4 6
  *   odd,  byte i of a word    column n = 2 i + 1      n: 1 3 5 7
  *
- * product.h lists what a unit defines; for the functions here it defines besides:
+ * A unit defines what product.h lists and, for the functions here:
  *   vec_zip_low_u32, vec_zip_high_u32, vec_zip_low_u64, vec_zip_high_u64 (a, b)
  *                                     a[0] b[0] a[1] b[1] .. of the lower or upper half of each 16-byte lane
  *   vec_repeat_u32(x, t)              word t of each 16-byte lane four times, t a constant
  *   vec_low_nibbles, vec_high_nibbles (x)   of each byte, as vec_look_up takes them
  *   vec_look_up(table, nibbles)       table[nibble] by byte, a table of 16 in each 16-byte lane
- *   vec_choose_set(x, mask, a, b)     a in bytes of x in which the bit of the mask is set, else b
+ *   vec_choose_set(x, mask, a, b)     a in the bytes where x has the mask's bit, else b
  *   vec_negate_set(levels, x, mask)   LEVEL_OFFSET + level to LEVEL_OFFSET - level in those bytes
  *   vec_align_twos(x, by_lane, m)     2-bit codes of row 3 shifted from bit 6 to ROW_3_SHIFT
  *   interleave, fourth_row_3, join_nibbles   below                                                              */
@@ -43,7 +43,7 @@ TQ_INLINE vec vec_add(vec a, vec b) { return (vec)((tq_words)a + (tq_words)b); }
 
 TQ_INLINE vec vec_times_256(vec a) { return (vec)((tq_words)a << 8); }
 
-/* Words by row to words by lane, in each 16-byte lane (and sums likewise):
+/* Transposes words by row to words by lane, in each 16-byte lane (and sums likewise):
  *   v[r]  | t = 3 | t = 2 | t = 1 | t = 0 |   ->   v[t]  | r = 3 | r = 2 | r = 1 | r = 0 |  */
 TQ_INLINE void vec_transpose(vec v[4])
 {
@@ -57,7 +57,7 @@ TQ_INLINE void vec_transpose(vec v[4])
 
 /* ---- words to levels ---- */
 
-/** A codebook as look-up tables, LEVEL_OFFSET + level by the low four bits of a code: codes 0..15 and 16..31. */
+/** A codebook as look-up tables of LEVEL_OFFSET + level, by the low four bits of a code: codes 0..15 and 16..31. */
 typedef struct {
     vec table[2];
 } tables;
@@ -66,19 +66,19 @@ TQ_INLINE tables tables_of(const tq_codebook *book)
 {
     uint8_t levels[32];
     memcpy(levels, book->levels, sizeof levels);
-    if (book->bits == 3) memcpy(levels + 8, levels, 8); /* ignores a nibble's top bit, which is another code's */
+    if (book->bits == 3) memcpy(levels + 8, levels, 8); /* a nibble's top bit is another code's: ignored */
     const vec offset = vec_all_u8(LEVEL_OFFSET);
     return (tables){{vec_broadcast_u32x4(levels) ^ offset, vec_broadcast_u32x4(levels + 16) ^ offset}};
 }
 
-/** Words of one vector of a tile before the look-up: nibbles (3 to 8 bits; at 8 of both tiles) by row r or by lane t,
- *  and bytes in nibble order with bits of all four rows (1, 2, 5 and 6 bits).
+/** The words of one vector of a tile before the look-up. `nibbles` are by row r or by lane t (3 bits and more), `high`
+ *  has the upper nibbles at 8 bits, and `bytes`, in nibble order, have bits of all four rows (1, 2, 5 and 6 bits).
  *    4 bits   word r: the eight codes of row g + 8 r
  *    3 bits   nibble n, bit       3           2 1 0
  *               w[0]           | h bit 0 | row g      |   h: code n of row g + 24, one bit in each spare place
  *               w[1]           | h bit 1 | row g + 8  |   (fourth_row_3)
  *               w[2]           | h bit 2 | row g + 16 |   r < 3 needs no mask: the table repeats
- *    interleave: bytes to nibble order, each with code n of several rows, in bits of their own
+ *    interleave: puts bytes into nibble order; each byte has code n of several rows, each row in bits of its own
  *               w0 | c3 c2 c1 c0 |  w1 | c7 c6 c5 c4 |  ->  even | c6 c4 c2 c0 |  odd | c7 c5 c3 c1 |          */
 typedef struct {
     vec nibbles[4], high[4];
@@ -118,7 +118,7 @@ TQ_INLINE byte_pair look_up_both(vec nibbles, vec table)
     return (byte_pair){vec_look_up(table, vec_low_nibbles(nibbles)), vec_look_up(table, vec_high_nibbles(nibbles))};
 }
 
-/** Levels of 6 bits; twos: the upper two bits of codes, in bits of their own (`mask`). */
+/** Returns the levels of 6-bit codes. twos: their upper two bits, in the bits of `mask`. */
 TQ_INLINE vec look_up_6(const tables *t, vec nibbles, vec twos, vec mask)
 {
     const vec fifth = mask & vec_all_u8(0x55);
@@ -126,12 +126,13 @@ TQ_INLINE vec look_up_6(const tables *t, vec nibbles, vec twos, vec mask)
     return vec_negate_set(levels, twos, mask & ~fifth);
 }
 
-/* 2 bits   word h, byte i: code n = 4 h + i of rows g + 8 r in bits 2 r and 2 r + 1; comes as code << 0, 2, 4,
+/* Turns words into LEVEL_OFFSET + level, 1 and 2 bits into shifted codes. How each width is stored:
+ * 2 bits   word h, byte i: code n = 4 h + i of rows g + 8 r in bits 2 r and 2 r + 1; becomes code << 0, 2, 4,
  *          ROW_3_SHIFT: 6, or 4 where bytes are signed
- * 1 bit    byte i: code n = 4 h + i of row g + 8 r in bit r + 4 h; comes as code << r
+ * 1 bit    byte i: code n = 4 h + i of row g + 8 r in bit r + 4 h; becomes code << r
  * 5 bits   the magnitude as 4 bits, the sign as 1 bit
- * 6 bits   the low four of the magnitude as 4 bits; its fifth, which chooses the table, and the sign as 2 bits
- * 8 bits   the low four and the upper four as 4 bits: level + 128 itself (join_nibbles: less 128 without an offset) */
+ * 6 bits   the low four bits of the magnitude as 4 bits; its fifth bit, which chooses the table, and the sign as 2 bits
+ * 8 bits   the low four and the upper four as 4 bits each: level + 128 (join_nibbles: less 128 if LEVEL_OFFSET is 0) */
 TQ_INLINE byte_pair byte_levels(int bits, int by_lane, const tile_words *words, int m, const tables *t)
 {
     const vec nibbles = words->nibbles[m];
@@ -153,7 +154,7 @@ TQ_INLINE byte_pair byte_levels(int bits, int by_lane, const tile_words *words, 
     return (byte_pair){vec_negate_set(levels.even, even, mask), vec_negate_set(levels.odd, odd, mask)};
 }
 
-/** What multiply_add takes: the bytes as they are, or the even and odd bytes of both as 16-bit numbers. */
+/** What multiply_add takes: two vectors of bytes, or the even and the odd bytes of each as 16-bit numbers. */
 typedef struct {
     vec part[PARTS];
 } parts;

@@ -1,5 +1,5 @@
-/* NEON of every 64-bit Arm: signed bytes by signed bytes to 16 bits, pairwise to sums of two (127 * 128 * 2 fits), then
- * pairwise to 32 bits.
+/* NEON of every 64-bit Arm: multiplies signed bytes by signed bytes to 16 bits, adds pairs (127 * 128 * 2 fits), then
+ * adds pairs to 32 bits.
  *
  *   instruction     Cortex-A72     Neoverse N1
  *   tbl, 1 register 3cy @ v01      2cy @ v01
@@ -9,8 +9,8 @@
  *   addp            3cy @ v01      2cy @ v01
  *   sadalp          4cy @ v1       4cy @ v1
  *
- * A vector of 4-bit words (32 codes, one row) costs four operations to bytes, two to be transposed, and sixteen per
- * operand (24 if precise). */
+ * For a vector of 4-bit words (32 codes, one row), unpacking to bytes takes four operations, transposing two, and each
+ * operand sixteen (24 if precise). */
 #include "neon.h"
 
 static inline uint8x16_t multiply_add(uint8x16_t sum, uint8x16_t level_s8x16, uint8x16_t x_s8x16)

@@ -1,5 +1,5 @@
-/* 128-bit registers for neon.c and neon_dot.c: what levels.h, product.h and codes.h take from a unit. Words, bytes and
- * sums (four integers) are all uint8x16_t; bytes are signed, levels as they are. */
+/* 128-bit registers for neon.c and neon_dot.c: what levels.h, product.h, codes.h and recode.h need from a unit. Words,
+ * bytes and sums (four integers) are all uint8x16_t. Bytes are signed, and levels have no offset. */
 #ifndef TQ_KERNELS_NEON_H
 #define TQ_KERNELS_NEON_H
 #include "vector.h"

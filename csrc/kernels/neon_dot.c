@@ -1,5 +1,5 @@
-/* NEON with the dot-product extension (Armv8.4, optional from 8.2: Neoverse N1, Apple M1, Cortex-A76 on): signed bytes
- * by signed bytes, four products to a 32-bit sum.
+/* NEON with the dot-product extension (Armv8.4, optional from 8.2: Neoverse N1, Apple M1, Cortex-A76 on): multiplies
+ * signed bytes by signed bytes and adds four products to a 32-bit sum.
  *
  *   instruction     Neoverse N1     Neoverse V1    Apple M1
  *   tbl, 1 register 2cy @ v01       2cy @ v01      2cy @ v0123
@@ -8,8 +8,8 @@
  *   ushr            2cy @ v1        2cy @ v13      2cy @ v0123
  *   sdot            2cy @ v01       3cy @ v0123    3cy @ v0123
  *
- * A vector of 4-bit words (32 codes, one row) costs four operations to bytes, two to be transposed, and four per
- * operand (six if precise). */
+ * For a vector of 4-bit words (32 codes, one row), unpacking to bytes takes four operations, transposing two, and each
+ * operand four (six if precise). */
 #include "neon.h"
 
 static inline uint8x16_t multiply_add(uint8x16_t sum, uint8x16_t level_s8x16, uint8x16_t x_s8x16)

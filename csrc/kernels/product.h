@@ -1,21 +1,20 @@
-/* The product of packed tiles with operands, written once for the vector units.
+/* Multiplies packed tiles by operands. Written once for the vector units.
  *
- * Four words t = 0..3 of one g are 16 bytes of one row of the tile (turboquant.h, "tile"), so a vector of 16 G bytes
- * holds G rows, and every width turns it into levels in the same order of columns, the nibbles' own:
+ * The four words t = 0..3 of one g are 16 bytes of one row of the tile (turboquant.h, "tile"), so a vector of 16 G
+ * bytes holds G rows. Every width becomes levels in the same order of columns, that of the nibbles:
  *   byte 4 t + i of a 16-byte lane      even: column n = 2 i of lane 4 g + t      odd: column n = 2 i + 1
- * An operand holds its numbers as integers in that order, once. A unit has PARTS vectors of levels for a vector of
- * words (bytes: even, odd; 16 bits: even and odd bytes of both) and a `multiply_add` that sums products within each
- * 32-bit word.
+ * An operand stores its numbers as integers in that order. A unit turns a vector of words into PARTS vectors of levels
+ * (bytes: even, odd; 16 bits: even and odd bytes of both). Its `multiply_add` sums products within each 32-bit word.
  *
- * The four words of a row still have to be added. With several operands, a tile is read by lane: words of rows g, g +
- * 8, g + 16, g + 24 are transposed once, before the look-up, so that word r of a vector is row r of lane t. It is
- * multiplied by the operand's word t everywhere, and sums are in the order in which they are stored (column order).
- * This costs little beside the products and leaves almost nothing to do after them, when the multipliers would wait. A
- * single operand reads the tile by row: sums by row are transposed and added at the end.
+ * The sums of a row's four words must still be added. Several operands read a tile by lane: the words of rows g, g + 8,
+ * g + 16, g + 24 are transposed once, before the look-up, so that word r of a vector is row r of lane t. Every word of
+ * it is multiplied by the operand's word t, and sums are in the order in which they are stored (column order). The
+ * transposition costs little beside the products. It leaves almost nothing to do after them, when the multipliers would
+ * wait. A single operand reads the tile by row, and its sums by row are transposed and added at the end.
  *
- * With half tiles (kernels.h), each word belongs to one token tile: lanes t and rows r are of one or the other. So a
- * word of levels is multiplied by one operand number or the other (TQ_HALF_ROWS), or goes to one sum or the other
- * (TQ_HALF_COLUMNS), and nothing is computed twice.
+ * With half tiles (kernels.h, tq_halves), each lane t or row r, and so each word, belongs to one of two token tiles. So
+ * a word of levels is multiplied by the numbers of one operand tile or the other (TQ_HALF_ROWS), or is added to one sum
+ * or the other (TQ_HALF_COLUMNS). Nothing is computed twice.
  *
  * An operand of n tiles:
  *   | scale float, 60 bytes unused | sums int32 [n + 1][2][4]: of low and upper integers before tile k, in four parts |
@@ -28,7 +27,7 @@
  *   PARTS, LOW_PLANES               2 and 2 (bytes) or 4 and 1 (16 bits)
  *   SUM_REGISTERS                   registers for sums, 8 or 16
  *   LEVEL_OFFSET                    128 if looked-up levels come as level + 128, else 0
- *   ROW_3_SHIFT                     2-bit codes of row r come as code << 0, 2, 4, ROW_3_SHIFT; 1-bit codes as code << r
+ *   ROW_3_SHIFT                     levels of 2 bits are code << 0, 2, 4, ROW_3_SHIFT in row r; of 1 bit code << r
  *   multiply_add, vec_broadcast_u32x4 (16 bytes)
  *   vec_two_of_each(a, b)           words a, a, b, b in each 16-byte lane, of vectors that repeat one word
  *   UNIT_STORES_PLANES              if it has its own store_planes, below
@@ -43,7 +42,7 @@
 #define MAX_ROWS 4            /* operands that share a look-up */
 #define UPPER_UNIT (LOW_PLANES == 2 ? 65536.0f : 256.0f)
 #define PLANES(precise) (LOW_PLANES + ((precise) ? 1 : 0))
-#define LIMIT(precise) ((precise) ? 4177920.0f : 32639.0f) /* 127.5 * 2^15, and the largest of two balanced bytes */
+#define LIMIT(precise) ((precise) ? 4177920.0f : 32639.0f) /* 127.5 * 2^15; two balanced bytes: the largest */
 
 static int64_t planes_at(int32_t n) { return 64 + (32 * ((int64_t)n + 1) + 63) / 64 * 64; }
 
@@ -55,9 +54,9 @@ static size_t operand_bytes_vector(int32_t columns)
 
 /* ---- preparing ---- */
 
-/* Integers of a tile in column order to the order of its parts.   bytes: word t of | even | = | b2 b0 | of both halves' words t
- * 16 bits: part 2 p + e has byte e and e + 2 of the nibbles of parity p: columns n = 2 e + p and n + 4, of four and
- * four. */
+/* Moves a tile's 32 integers from column order to the order of the parts.
+ *   bytes     word t of `even` has bytes 0 and 2 of word t of both halves (16 columns each), `odd` has bytes 1 and 3
+ *   16 bits   word t of part 2 p + e has columns n = 2 e + p and n + 4 of lane t */
 #if PARTS == 2
 typedef uint8_t plane_number;
 
@@ -113,7 +112,7 @@ TQ_INLINE void store_planes(const tq_ints *v, int precise, char *planes)
 }
 #endif
 
-/** The largest magnitude of n numbers, a multiple of 32; infinite if one is not finite. */
+/** Returns the largest magnitude of n numbers, infinity if one is not finite. n: a multiple of 32. */
 TQ_INLINE float largest_magnitude(const float *x, int32_t n)
 {
     tq_ints even = {0}, odd = {0}; /* as integers, so that NaN is largest */
@@ -125,13 +124,13 @@ TQ_INLINE float largest_magnitude(const float *x, int32_t n)
     return tq_max_lanes(tq_select(largest > infinite, (tq_floats)infinite, (tq_floats)largest));
 }
 
-/** Row x of n tiles with the largest magnitude `max` to an operand; inverse = LIMIT(precise) / max. */
+/** Makes an operand of row x [32 n], whose largest magnitude is `max`; inverse = LIMIT(precise) / max. */
 TQ_INLINE void prepare_planes(const float *x, float max, float inverse, int32_t n, int precise, void *operand)
 {
     tq_ints4 *sums = (tq_ints4 *)((char *)operand + 64);
     char *planes = (char *)operand + planes_at(n);
     *(float *)operand = max * (1 / LIMIT(precise));
-    if (!(max >= 0x1p-100f && max <= 0x1.fffffep127f)) { /* nothing, or not finite */
+    if (!(max >= 0x1p-100f && max <= 0x1.fffffep127f)) { /* as good as zero, or not finite */
         *(float *)operand = max < 1 ? 0.0f : NAN;
         memset(sums, 0, (size_t)(planes - (char *)sums) + (size_t)n * PLANES(precise) * PARTS * 16);
         return;
@@ -153,7 +152,7 @@ TQ_INLINE void prepare_planes(const float *x, float max, float inverse, int32_t 
     }
 }
 
-/** A few rows at a time: first the largest number of each, so that rows do not wait for one another. */
+/** Prepares MAX_ROWS rows at a time: first the largest magnitude of each, so that rows do not wait for one another. */
 static void prepare_vector(const float *x, int32_t columns, int32_t rows, int precise, void *operands)
 {
     int64_t stride = (int64_t)operand_bytes_vector(columns);
@@ -175,33 +174,33 @@ static void prepare_vector(const float *x, int32_t columns, int32_t rows, int pr
 
 /* ---- multiplying ---- */
 
-/** A run: tiles of one width side by side in blocks, and some operands. */
+/** A run: adjacent tiles of one width in each of some blocks, and the operands that they are multiplied by. */
 typedef struct {
     const uint8_t *base;
-    const tq_tile *tiles; /* the first block's; the next block's are `of` further on */
+    const tq_tile *tiles; /* of the first block; those of the next one are `of` further on */
     int32_t blocks, n;
     const tq_codebook *book;
     const char *operands;
     int64_t operand_stride;
     int32_t rows, first, of; /* the run's first tile in its block, tiles of the block */
-    int32_t operand_tiles;   /* of an operand */
-    const uint8_t *ahead;    /* prefetched at `lines` of 64 bytes a step */
+    int32_t operand_tiles;   /* of a whole operand */
+    const uint8_t *ahead;    /* to prefetch: `lines` cache lines of 64 bytes for each vector of a tile */
     int32_t lines;
     float *out;
     int32_t out_stride, accumulate;
 } product_run;
 
-/** How an operand's integer sums over a run become numbers. */
+/** How an operand's integer sums over a run become floats. */
 typedef struct {
     tq_floats unit;
-    tq_ints low_offset, upper_offset; /* levels' offset times the sum of the operand */
+    tq_ints low_offset, upper_offset; /* offset of the levels times the sum of the operand's integers */
 } product_end;
 
-/** The sum of the operand numbers behind each word of sums, for one plane; by row r of column order. before: at the
- *  run's first tile. */
+/** Returns, for each word of a vector of sums, the sum of the operand's integers (low or upper) that it was multiplied
+ *  by. Word i is of row r = i % 4. before: the operand's sums before the run's first tile. */
 TQ_INLINE tq_ints met_sums(tq_halves halves, const tq_ints4 *before, int32_t n)
 {
-    if (halves == TQ_HALF_ROWS) { /* rows r = 0, 1 use every other tile, r = 2, 3 the others */
+    if (halves == TQ_HALF_ROWS) { /* rows r = 0, 1 use the operand's even tiles, r = 2, 3 its odd ones */
         int32_t even = 0, odd = 0;
         for (int32_t k = 0; k < n; k++, before += 4) {
             even += tq_sum_ints4(before[2] - before[0]);
@@ -212,7 +211,7 @@ TQ_INLINE tq_ints met_sums(tq_halves halves, const tq_ints4 *before, int32_t n)
         return by_row;
     }
     int32_t sum = tq_sum_ints4(before[2 * n] - before[0]);
-    return (tq_ints){0} + (halves == TQ_HALF_COLUMNS ? sum / 2 : sum); /* each number is counted twice */
+    return (tq_ints){0} + (halves == TQ_HALF_COLUMNS ? sum / 2 : sum); /* an operand has each number twice */
 }
 
 TQ_INLINE product_end end_of(int bits, tq_halves halves, const product_run *run, int32_t q)
@@ -224,7 +223,7 @@ TQ_INLINE product_end end_of(int bits, tq_halves halves, const product_run *run,
                          offset * met_sums(halves, before + 1, run->n)};
 }
 
-/** Sums of codes times operand to levels times operand. */
+/** Turns sums of codes times operand into sums of levels times operand. */
 TQ_INLINE tq_floats level_sums(int bits, vec sums, tq_ints offset)
 {
     static const int32_t shifts[2][4] = {{0, 1, 2, 3}, {0, 2, 4, ROW_3_SHIFT}};
@@ -233,7 +232,7 @@ TQ_INLINE tq_floats level_sums(int bits, vec sums, tq_ints offset)
     return __builtin_convertvector(v - offset, tq_floats);
 }
 
-/** A vector of integer sums, by plane (the last one: upper), to numbers at `to`. */
+/** Turns a vector of integer sums, by plane (the last is the upper one), into floats at `to`. */
 TQ_INLINE void store_product(int bits, int precise, const vec plane[3], const product_end *end, int accumulate,
                              float *to)
 {
@@ -244,7 +243,7 @@ TQ_INLINE void store_product(int bits, int precise, const vec plane[3], const pr
     tq_store_floats(to, tq_fused(y, end->unit, sum));
 }
 
-/** load_words, also where `bits` is no constant. */
+/** load_words for `bits` that need not be a constant. */
 TQ_INLINE tile_words words_of(int bits, int by_lane, const uint8_t *at)
 {
     switch (bits) {
@@ -271,21 +270,21 @@ TQ_INLINE parts levels_of(int bits, int by_lane, const tile_words *words, int m,
     }
 }
 
-/** A step: `vectors` vectors of rows of one block times `rows` operands. */
+/** A step: multiplies `vectors` vectors of rows of one block by `rows` operands. */
 typedef struct {
     const product_run *run;
     const tables *t;
-    const tq_tile *tiles; /* the block's */
-    const char *operands; /* integers of the first one's first tile */
+    const tq_tile *tiles; /* of the block */
+    const char *operands; /* integers of the first operand at the run's first tile */
     int g;                /* first row of the first vector */
-    int32_t lines;        /* to fetch for a vector of a tile, from `ahead` on */
+    int32_t lines;        /* to prefetch for a vector of a tile, from `ahead` on */
     const uint8_t *ahead;
 } product_step;
 
-/** By operand, plane and row r (or 0), for each vector, or by token tile: registers once all of it is inlined. */
+/** Sums [vector or token tile][operand][plane][row r, or 0 by lane]: registers once everything is inlined. */
 typedef vec (*product_sums)[MAX_ROWS][3][4];
 
-/** The operand numbers for levels of lane t = m (or row r = m); the operand's next tile is `next` bytes further. */
+/** Returns the operand's numbers for levels of lane t = m or row r = m. The operand's next tile is `next` bytes on. */
 TQ_INLINE vec met_numbers(tq_halves halves, int by_lane, int m, const char *part, int next)
 {
     if (halves != TQ_HALF_ROWS) return by_lane ? vec_broadcast_u32(part + 4 * m) : vec_broadcast_u32x4(part);
@@ -293,7 +292,7 @@ TQ_INLINE vec met_numbers(tq_halves halves, int by_lane, int m, const char *part
                    : vec_broadcast_u32x4(m < 2 ? part : part + next);
 }
 
-/** Words of `vectors` vectors of one tile times its numbers x in `rows` operands. */
+/** Multiplies `vectors` vectors of words of a tile by its numbers in `rows` operands, those of the first at x. */
 TQ_INLINE void add_tile(int bits, tq_halves halves, int precise, int rows, int vectors, int by_lane,
                         const tile_words *words, const char *x, const product_step *step, product_sums sums)
 {
@@ -339,7 +338,8 @@ TQ_INLINE void add_products(int bits, tq_halves halves, int precise, int rows, i
     } while (++k < step->run->n);
 }
 
-/** The sums of one plane, of the first vector by row, to column order: for both token tiles, or the one. */
+/** Adds up one plane's sums, which are by row: first[0] gets them in column order. TQ_HALF_COLUMNS: first[0] gets those
+ *  of one token tile, second[0] those of the other. */
 TQ_INLINE void gather_sums(tq_halves halves, vec *first, vec *second)
 {
     vec_transpose(first);
@@ -348,15 +348,15 @@ TQ_INLINE void gather_sums(tq_halves halves, vec *first, vec *second)
     if (halves == TQ_HALF_COLUMNS) second[0] = high;
 }
 
-/** One block times `rows` operands from q on. */
+/** Multiplies one block by `rows` operands from q on. */
 TQ_INLINE void multiply_block(int bits, tq_halves halves, int precise, int rows, const product_run *run,
                               const tables *t, const product_end *ends, int32_t block, int32_t q)
 {
     const int planes = PLANES(precise), two = halves == TQ_HALF_COLUMNS;
     const int by_lane = rows > 1 || 4 * planes > SUM_REGISTERS, sums_each = rows * planes * (by_lane ? 1 : 4);
-    const int vectors = !two && 2 * sums_each <= SUM_REGISTERS ? 2 : 1; /* share a broadcast, if registers allow */
+    const int vectors = !two && 2 * sums_each <= SUM_REGISTERS ? 2 : 1; /* two share a broadcast if registers allow */
     const int outputs = two ? 2 : vectors;                              /* vectors of sums */
-    int32_t lines = q ? 0 : run->lines;                                 /* once is enough */
+    int32_t lines = q ? 0 : run->lines;                                 /* prefetch once */
     float *out = run->out + (int64_t)q * run->out_stride + (TQ_TILE << two) * block;
     product_step step = {run,
                          t,
@@ -389,7 +389,7 @@ TQ_INLINE void multiply_block(int bits, tq_halves halves, int precise, int rows,
     }
 }
 
-/** All blocks times `rows` operands from q on. */
+/** Multiplies all blocks by `rows` operands from q on. */
 TQ_INLINE void multiply_rows(int bits, tq_halves halves, int precise, int rows, const product_run *run, const tables *t,
                              int32_t q)
 {
@@ -400,11 +400,11 @@ TQ_INLINE void multiply_rows(int bits, tq_halves halves, int precise, int rows, 
 }
 
 #if defined(UNIT_MANY_ROWS)
-/** All blocks of whole tiles and all operands, UNIT_MANY_ROWS or more of them. */
+/** Multiplies all blocks of whole tiles by all operands, which are UNIT_MANY_ROWS or more. */
 TQ_INLINE void multiply_many(int bits, int precise, const product_run *run, const tables *t);
 #endif
 
-/** All blocks and all operands, four at a time: they share the look-up, and their sums still fit in registers. */
+/** Multiplies all blocks by all operands. Four at a time share a look-up, and their sums still fit in registers. */
 TQ_INLINE void multiply_width(int bits, tq_halves halves, int precise, const product_run *run)
 {
     const tables t = tables_of(run->book);
@@ -434,13 +434,13 @@ WIDTH(5)
 WIDTH(6)
 WIDTH(8)
 
-/* Any width, and precise operands: runs of mixed widths are short, and kernels for each width would be most of what is
- * compiled. */
+/* One function for all widths, with precise operands only. Runs of mixed widths are short, and a function for each
+ * width would be most of the compiled code. */
 static void multiply_half_columns(const product_run *run) { multiply_width(run->tiles->bits, TQ_HALF_COLUMNS, 1, run); }
 
 static void multiply_half_rows(const product_run *run) { multiply_width(run->tiles->bits, TQ_HALF_ROWS, 1, run); }
 
-/** How many blocks, from `first` on, have tiles of the same widths. */
+/** Returns how many blocks, from `first` on, have tiles of the same widths and runs. */
 static int32_t blocks_alike(const tq_tile_grid *grid, int32_t first)
 {
     const tq_tile *tiles = grid->tiles + (int64_t)first * grid->n;

@@ -1,9 +1,9 @@
-/* Tiles to fewer bits (tq_recode), written once for the vector units; scalar.c: recode_scalar is the definition.
- * From 3, 4 and 5 bits to 2, 3 and 4: other widths, and tiles with padding or unused tokens, which are few, go to the
- * scalar code.
+/* Recodes tiles to fewer bits (tq_recode). Written once for the vector units; recode_scalar (scalar.c) is the
+ * definition. The vector code goes from 3, 4 and 5 bits to 2, 3 and 4. Other widths, and the few tiles with padding or
+ * unused tokens, go to the scalar code.
  *
- * A word has eight codes of one row, so its even and odd nibbles are two vectors of bytes: the order of levels.h. A unit
- * defines, besides what that takes:
+ * A word has eight codes of one row. Its even and odd nibbles are two vectors of bytes, in the order of levels.h.
+ * Besides what levels.h needs, a unit defines:
  *   vec_zip_low_u8, vec_zip_high_u8, vec_zip_low_u16, vec_zip_high_u16 (a, b)   like those of 32 bits
  *   vec_add_dots(sums, a, b)   adds to each word of sums the products of its four bytes; bytes are at most 127 */
 #ifndef TQ_KERNELS_RECODE_H
@@ -14,14 +14,14 @@ enum { LANE_VECTORS = TQ_TILE / TQ_LANES };
 
 TQ_INLINE void vec_store(uint32_t *at, vec x) { memcpy(at, &x, sizeof x); }
 
-/** Four bytes below 16 to nibbles 0..3. */
+/** Packs four bytes below 16 into nibbles 0..3. */
 TQ_INLINE tq_words four_nibbles(tq_words x)
 {
     x = (x | x >> 4) & 0x00ff00ff;
     return (x | x >> 8) & 0xffff;
 }
 
-/** Nibbles of the four rows of a lane; of 5 bits also the signs: bit r of nibble n is that of row r, column n. */
+/** Reads the nibbles of the four rows of a lane and, at 5 bits, the signs: bit r of nibble n is of row r, column n. */
 TQ_INLINE void recode_read(int from, const uint32_t *words, vec rows[4], tq_words *signs)
 {
     TQ_UNROLL
@@ -50,8 +50,8 @@ TQ_INLINE void recode_write(int to, const tq_words rows[4], uint32_t *out)
         vec_store(out + TQ_TILE * r, (vec)(to == 4 ? rows[r] : rows[r] | (rows[3] >> r & 0x11111111) << 3));
 }
 
-/** Bytes by lane and row to bytes by column, in each 16-byte lane: byte i of word t of rows[r] becomes byte r of word i of
- *  columns[t]. */
+/** Transposes bytes by row to bytes by column, in each 16-byte lane: byte i of word t of rows[r] becomes byte r of word
+ *  i of columns[t]. */
 TQ_INLINE void transpose_bytes(const vec rows[4], vec columns[4])
 {
     const vec t01_r01 = vec_zip_low_u8(rows[0], rows[1]), t23_r01 = vec_zip_high_u8(rows[0], rows[1]);
@@ -62,14 +62,15 @@ TQ_INLINE void transpose_bytes(const vec rows[4], vec columns[4])
     columns[3] = vec_zip_high_u16(t23_r01, t23_r23);
 }
 
-/** Keys: sums [4 rows] of lanes first .. to those of tokens, which are 4 g + r in column order. */
+/** Keys: adds up the sums of each token, whose words are in four lanes, from lane `first` on. rows [r]; row g + 8 r is
+ *  token 4 g + r in column order. */
 TQ_INLINE void fold_keys(vec rows[4], int32_t first, uint32_t *sums)
 {
     vec_transpose(rows);
     vec_store(sums + first, vec_add(vec_add(rows[0], rows[1]), vec_add(rows[2], rows[3])));
 }
 
-/** Values: sums [t][even, odd columns], a column a word, to those of columns. */
+/** Values: adds up the sums of each column over all g. columns [t][even, odd], a word for each column. */
 TQ_INLINE void fold_values(const vec columns[4][2], uint32_t *sums)
 {
     for (int32_t t = 0; t < 4; t++) {
@@ -80,8 +81,8 @@ TQ_INLINE void fold_values(const vec columns[4][2], uint32_t *sums)
     }
 }
 
-/** Prefetches share i, of so many words, of what comes AHEAD words later: rows are not read in order, which prefetchers of
- *  CPUs do not follow. */
+/** Prefetches part i, of `share` words, of what is AHEAD words further on. Rows are not read in order, so the CPU's own
+ *  prefetchers do not follow. */
 TQ_INLINE void ask_for(const uint32_t *words, int32_t share, int32_t i, int to_write)
 {
     enum { AHEAD = 1024, LINE = 16 };

@@ -42,7 +42,7 @@ static void settle_scalar(float *x, int32_t n, const uint32_t *before)
 
 /* ---- quantisation ---- */
 
-/** The order of sums in encoding: v[i] += v[i + h] for h = n/2, n/4 .. 1, n a power of two. Destroys v. */
+/** Sums v in the order of encoding: v[i] += v[i + h] for h = n/2, n/4 .. 1, n a power of two. Overwrites v. */
 static float tree_sum(float *v, int32_t n)
 {
     for (int32_t h = n / 2; h; h /= 2)
@@ -50,8 +50,8 @@ static float tree_sum(float *v, int32_t n)
     return v[0];
 }
 
-/** The same for settled rows: channels i, i + 32, .. in turn by fused multiply-adds, then v[i] += v[i ^ h] for
- *  h = 16, 8, 2, 1, 4. n: a multiple of 64; numbers without a code are 0. */
+/** Sums a_i b_i in the order for settled rows: channels i, i + 32, .. in turn by fused multiply-adds, then
+ *  v[i] += v[i ^ h] for h = 16, 8, 2, 1, 4. n: a multiple of 64; numbers without a code are 0. */
 static float settled_sum(const float *a, const float *b, int32_t n)
 {
     float v[TQ_TILE], sums[TQ_TILE];
@@ -67,7 +67,7 @@ static float settled_sum(const float *a, const float *b, int32_t n)
     return v[0];
 }
 
-/** Sum of a_i b_i over the coded channels. */
+/** Sums a_i b_i over the coded channels. */
 static float coded_dot(const tq_encoder *e, const float *a, const float *b)
 {
     float x[TQ_MAX_DIM], y[TQ_MAX_DIM];
@@ -83,7 +83,7 @@ static float coded_dot(const tq_encoder *e, const float *a, const float *b)
     return tree_sum(x, n);
 }
 
-/** The middle of the cell of width 1 that holds the exact product z * units, divided by TQ_SETTLED_UNITS. */
+/** Returns the middle of the cell [k, k + 1) that holds the exact product z * units, divided by TQ_SETTLED_UNITS. */
 static float middle_of_cell(float z, float units)
 {
     float whole = fmaf(z, units, TQ_ROUND) - TQ_ROUND; /* the nearest number */
@@ -91,7 +91,7 @@ static float middle_of_cell(float z, float units)
     return (whole + 0.5f) * (1.0f / TQ_SETTLED_UNITS);
 }
 
-/* Scales in units of rms(z); u has rms 1, c its decoded levels. turboquant.h, tq_scale. */
+/* Returns a scale (turboquant.h, tq_scale) in units of rms(z). u has rms 1, and c are its decoded levels. */
 static float quotient(int32_t scale, float uu, float cu, float cc)
 {
     switch (scale) {
@@ -102,7 +102,7 @@ static float quotient(int32_t scale, float uu, float cu, float cc)
     }
 }
 
-/* The scale of settled rows; r: 1 / rms(z), z and c in the units of x. */
+/* Returns the scale of a settled row in units of rms(z). r: 1 / rms(z); z and c are in the units of x. */
 static float settled_factor(const tq_encoder *e, float r, const float *z, const float *c)
 {
     float uu = e->steps ? coded_dot(e, z, z) * r * r : (float)e->side->coded_channels;
@@ -194,7 +194,7 @@ static void pack_scalar(int32_t bits, const uint8_t *codes, uint32_t *words)
     }
 }
 
-/** Code (r, n) of a lane whose words are words[32 w]. */
+/** Returns code (r, n) of a lane, whose word w is words[32 w]. */
 static uint8_t unpack_code(int32_t bits, const uint32_t *words, int32_t r, int32_t n)
 {
     int32_t h = n / 4, i = n % 4;

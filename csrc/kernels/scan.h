@@ -1,10 +1,9 @@
-/* The kernels of the index over whole rows, once for all instruction sets: each <isa>_scan.c compiles them with its
- * flags. */
+/* The kernels of the index over whole rows. Written once; each <isa>_scan.c compiles them with its flags. */
 #ifndef TQ_SCAN_H
 #define TQ_SCAN_H
 #include "scan_lists.h"
 
-/* Fields of w bits: 4 w bytes, bits w k .. w k + w - 1 of byte i are of channel i + 4 w k (turboquant_index.h). */
+/* A field of w bits has 4 w bytes. Bits w k .. w k + w - 1 of byte i are of channel i + 4 w k (turboquant_index.h). */
 #if defined(__AVX2__)
 typedef __m256i scan_codes;
 
@@ -29,7 +28,7 @@ static inline scan_codes scan_field(const uint8_t *bytes, int32_t width)
     return _mm256_and_si256(shifted, _mm256_set1_epi8(15));
 }
 
-/** codes | field << shift; codes stay below 256. */
+/** Returns codes | field << shift, which must be below 256. */
 static inline scan_codes scan_join(scan_codes codes, scan_codes field, int32_t shift)
 {
     return _mm256_or_si256(codes, _mm256_slli_epi16(field, shift));
@@ -40,7 +39,7 @@ static inline scan_codes scan_look_up(const int8_t table[16], scan_codes codes)
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table)), codes);
 }
 
-/** 32 levels as bytes. */
+/** Returns the levels of 32 codes as bytes. */
 static inline __m256i scan_level_bytes(const int8_t table[64], int32_t bits, scan_codes codes)
 {
     if (bits == TQ_WIDE_BITS) return _mm256_xor_si256(codes, _mm256_set1_epi8((char)0x80));
@@ -64,7 +63,7 @@ static inline void scan_levels(const int8_t table[64], int32_t bits, scan_codes 
     _mm256_storeu_si256((__m256i *)(out + 16), _mm256_cvtepi8_epi16(_mm256_extracti128_si256(levels, 1)));
 }
 
-/** Eight sums, or sixteen; integer sums do not depend on their order. */
+/** Eight or sixteen partial sums. Integer sums do not depend on their order. */
 #if defined(__AVX512BW__)
 typedef __m512i scan_sum;
 static inline scan_sum scan_no_sum(void) { return _mm512_setzero_si512(); }
@@ -164,7 +163,7 @@ TQ_INLINE scan_codes scan_next(const uint8_t **row, scan_codes codes, int32_t wi
     return codes;
 }
 
-/** The lowest `bits` of 32 codes. */
+/** Reads the lowest `bits` bits of 32 codes. */
 TQ_INLINE scan_codes scan_low_codes(const uint8_t **row, int32_t bits)
 {
     scan_codes codes = scan_no_codes();
@@ -181,7 +180,7 @@ TQ_INLINE scan_codes scan_low_codes(const uint8_t **row, int32_t bits)
     }
 }
 
-/** The codes of a group; both pointers go on to the next group. */
+/** Reads the codes of a group. Both pointers go on to the next group. */
 TQ_INLINE scan_codes scan_all_codes(const uint8_t **row, const uint8_t **leading, int32_t bits, int32_t lead)
 {
     scan_codes codes = scan_low_codes(row, bits - lead);
@@ -191,7 +190,7 @@ TQ_INLINE scan_codes scan_all_codes(const uint8_t **row, const uint8_t **leading
 
 /* ---- groups of 8 ---- */
 
-/** A field of 8 codes: width bytes, bits w k .. w k + w - 1 of byte i are of channel i + w k. */
+/** Reads a field of 8 codes, w = width bytes: bits w k .. w k + w - 1 of byte i are of channel i + w k. */
 static inline uint64_t scan_eight(const uint8_t **from, int32_t width)
 {
     uint64_t word = 0, codes = 0;
@@ -209,7 +208,7 @@ static inline uint64_t scan_eight(const uint8_t **from, int32_t width)
     }
 }
 
-/** The codes of the last group, which has less than 32 channels; those behind its last one are 0. */
+/** Reads the codes of the last group, which has fewer than 32 channels. Codes behind its last channel are 0. */
 static scan_codes scan_last_codes(const tq_scan_layout *layout, const uint8_t *row, const uint8_t *leading)
 {
     scan_codes all = scan_no_codes();
@@ -231,7 +230,7 @@ static scan_codes scan_last_codes(const tq_scan_layout *layout, const uint8_t *r
     return all;
 }
 
-/** The codes of group g; both pointers go on to the next group. */
+/** Reads the codes of group g. Both pointers go on to the next group, if there is one. */
 TQ_INLINE scan_codes scan_group_codes(const tq_scan_layout *layout, int32_t g, const uint8_t **row,
                                       const uint8_t **leading)
 {
@@ -260,7 +259,7 @@ static void scan_products(const int16_t *levels, int32_t n, const int16_t *q, in
     }
 }
 
-/** Rows whose groups all have the same bits and lead, which are constants where this is inlined. */
+/** Scores a row whose groups all have the same bits and lead, which are constants where this is inlined. */
 TQ_INLINE int32_t scan_score_even(const tq_scan_layout *layout, int32_t bits, int32_t lead, const uint8_t *row,
                                   const uint8_t *leading, const int16_t *q)
 {
@@ -293,10 +292,10 @@ static int32_t scan_score(const tq_scan_layout *layout, const uint8_t *row, cons
     return scan_all_of(sum);
 }
 
-/* ---- the bit behind the leading one ---- It is the highest of a row's own `rest` bits, so it is in the last field
- * where rest is odd; otherwise there is but one field, and it is the highest of its bits. */
+/* ---- the bit behind the leading one ---- It is the highest of the `rest` bits that are in the row. If rest is
+ * odd, it is the last field, of 1 bit. Otherwise there is only one field, of 2 or 4 bits, and it is the highest. */
 
-/** Rows whose groups have `rest` bits of their own, which is a constant where this is inlined. */
+/** Same as scan_next_sum, for groups with `rest` bits in the row, a constant where this is inlined. */
 TQ_INLINE int32_t scan_next_of(const tq_scan_layout *layout, int32_t rest, const uint8_t *row, const int16_t *q)
 {
     static const int8_t one[64] = {-1, 1}, two[64] = {-1, -1, 1, 1};

@@ -12,7 +12,7 @@ enum { HALF = TQ_LANES / 2, SUM_LANES = 32, SUM_VECTORS = SUM_LANES / HALF };
 typedef float half_floats __attribute__((vector_size(4 * HALF)));
 typedef double half_doubles __attribute__((vector_size(8 * HALF)));
 
-/** 32 sums in float64, lane i of channels i, i + 32, .. */
+/** 32 sums in float64. Sum i is over channels i, i + 32, .. */
 typedef struct {
     half_doubles v[SUM_VECTORS];
 } lane_sums;
@@ -24,7 +24,7 @@ TQ_INLINE half_doubles load_doubles(const float *x)
     return __builtin_convertvector(y, half_doubles);
 }
 
-/** Halves added: lane i and lane i + 16, then 8, 4, 2, 1. */
+/** Adds up all sums by halves: sum i and sum i + 16, then 8, 4, 2, 1 apart. */
 static inline double sum_lanes(const lane_sums *sums)
 {
     double at[SUM_LANES];
@@ -34,7 +34,7 @@ static inline double sum_lanes(const lane_sums *sums)
     return at[0];
 }
 
-/** Whether a number is beyond TQ_INDEX_MAX_INPUT; with `any` whether it is infinite or NaN. */
+/** Returns lanes that are not 0 where a number is beyond TQ_INDEX_MAX_INPUT; with `any`, where one is not finite. */
 TQ_INLINE tq_ints out_of_range(const float *x, int32_t n, int any)
 {
     tq_ints bad = {0};
@@ -43,7 +43,7 @@ TQ_INLINE tq_ints out_of_range(const float *x, int32_t n, int any)
     return bad;
 }
 
-/** Sum of (x - mean)^2, mean NULL: 0. */
+/** Sums (x - mean)^2. mean NULL: 0. */
 TQ_INLINE double sum_of_squares(const float *x, const float *mean, int32_t n)
 {
     lane_sums sums = {0};
@@ -84,7 +84,7 @@ static int scan_centre(const float *x, const float *mean, int32_t n, int unit, f
     return 1;
 }
 
-/* ---- dense rotation: 32 outputs of some rows at a time in registers ---- */
+/* ---- dense rotation: 32 outputs of several rows at a time, in registers ---- */
 
 enum { OUT_VECTORS = 32 / TQ_LANES, ROWS_TOGETHER = TQ_LANES == 16 ? 8 : TQ_LANES == 8 ? 2 : 2 };
 
@@ -129,7 +129,7 @@ TQ_INLINE void rotate_tile(const uint16_t *matrix, int32_t n, const float *x, in
     for (int32_t v = 0; v < OUT_VECTORS; v++) tq_store_floats(y + r * stride + TQ_LANES * v, sums[r][v]);
 }
 
-/** The outputs behind the last 32: 8 at a time. */
+/** Computes outputs behind the last full 32, 8 at a time. */
 static void rotate_eight(const uint16_t *matrix, int32_t n, const float *x, float *y)
 {
     eight_floats sums = {0};
@@ -137,7 +137,7 @@ static void rotate_eight(const uint16_t *matrix, int32_t n, const float *x, floa
     memcpy(y, &sums, sizeof sums);
 }
 
-/** One row: the matrix is read from memory but once, so it is read in its own order, eight of its rows side by side. */
+/** Rotates one row. The matrix is read from memory only once, so in its own order, eight of its rows side by side. */
 static void rotate_one(const uint16_t *matrix, int32_t n, const float *x, float *y)
 {
     memset(y, 0, sizeof *y * (size_t)n);
@@ -178,12 +178,13 @@ static void scan_rotate(const uint16_t *matrix, int32_t n, const float *x, int32
 
 /* ---- codes ---- */
 
-/** Thresholds above the middle and magnitudes, by symmetry: m of them are <= |u| (negative u: < |u|). */
+/** Thresholds above the middle, and magnitudes: levels are symmetric. The magnitude of u has rank m if m thresholds are
+ *  <= |u| (negative u: < |u|). */
 typedef struct {
     int32_t half;           /* levels of one sign */
-    int32_t thresholds[31]; /* bits of the float, which order as integers do */
+    int32_t thresholds[31]; /* the floats' bits, which are ordered as integers */
     float least, step;
-    float more[31]; /* the step of the magnitude at each threshold */
+    float more[31]; /* by how much the magnitude grows at each threshold */
 } encode_book;
 
 static inline void get_encode_book(const tq_index_book *book, encode_book *out)
@@ -211,7 +212,7 @@ static float largest_magnitude(const float *x, int32_t n)
     return largest;
 }
 
-/** The level of each x, in the book's steps. half is a constant where this is inlined. */
+/** Returns the level of each x, in the book's steps. half is a constant where this is inlined. */
 TQ_INLINE tq_floats level_of(const encode_book *book, int32_t half, tq_floats x)
 {
     tq_floats magnitude = tq_all(book->least);
@@ -222,7 +223,7 @@ TQ_INLINE tq_floats level_of(const encode_book *book, int32_t half, tq_floats x)
     return (tq_floats)((tq_ints)magnitude | (negative & INT32_MIN));
 }
 
-/** 32 channels: codes, and levels in place of u. half is a constant where this is inlined. */
+/** Encodes 32 channels: writes codes, and levels in place of u. half is a constant where this is inlined. */
 TQ_INLINE void encode_ranks(const encode_book *book, int32_t half, float *u, uint8_t *codes)
 {
     for (int32_t i = 0; i < 32; i += TQ_LANES) {
@@ -271,8 +272,8 @@ static void encode_group(const tq_scan_layout *layout, int32_t bits, float *u, u
     }
 }
 
-/** How well the codes of size * u point along u: <c, u>^2 / <c, c>. u [32 groups], 0 behind the last channel, which
- *  `padding` numbers of it are. half is a constant where this is inlined. */
+/** Returns how well the codes c of size * u point along u: <c, u>^2 / <c, c>. u [32 groups] is 0 in the last `padding`
+ *  numbers, behind the last channel. half is a constant where this is inlined. */
 TQ_INLINE float gain_of(const encode_book *book, int32_t half, const float *u, int32_t n, int32_t padding, float size)
 {
     tq_floats products[SUM_LANES / TQ_LANES], squares[SUM_LANES / TQ_LANES];
@@ -306,7 +307,7 @@ TQ_INLINE int32_t best_size(const encode_book *book, int32_t half, const float *
     return best;
 }
 
-/** The largest size that clamps nothing, at least 1. */
+/** Returns which size is the largest that clamps nothing, at least 1. */
 static int32_t widest_size(const float *u, int32_t n)
 {
     static const float sizes[TQ_INDEX_N_SIZES] = TQ_INDEX_SIZES;
@@ -317,7 +318,7 @@ static int32_t widest_size(const float *u, int32_t n)
     return best;
 }
 
-/** Which of TQ_INDEX_SIZES u [32 groups] is multiplied by before it gets codes; the layout is sized. */
+/** Returns which of TQ_INDEX_SIZES multiplies u [32 groups] before it is encoded, if rows have sizes. */
 static int32_t choose_size(const tq_scan_layout *layout, const float *u)
 {
     encode_book book;
@@ -332,9 +333,9 @@ static int32_t choose_size(const tq_scan_layout *layout, const float *u)
     }
 }
 
-/** What u is multiplied by before it gets codes. t [32 groups] is u before it is divided by its root mean square.
- *  Where all groups that have bits have 8, none of which leads, the largest |u| becomes the largest level: steps are as
- *  fine as they can be without clipping. A scan's estimate from leading bits would not follow, so otherwise it is 1. */
+/** Returns what multiplies u = t * inverse, t [32 groups], before it is encoded, if rows have no sizes. If all groups
+ *  that have bits have 8, none of which leads, it makes the largest |u| the largest level: steps are as fine as they
+ *  can be without clamping. Otherwise it is 1, because a scan's estimate from leading bits would not follow. */
 static float size_of_codes(const tq_scan_layout *layout, const float *t, float inverse)
 {
     const tq_index_layout *groups = layout->layout;

@@ -1,5 +1,5 @@
-/* Vectors against the centres of lists, in float64. Each sum adds its terms in the order of the numbers, so all units give
- * the same bits; but for rough values. */
+/* The values of lists for vectors (turboquant_index.h), in float64. Each sum adds its terms in the order of the
+ * numbers, so all units give the same bits. Rough values are float32 and may differ. */
 #ifndef TQ_SCAN_LISTS_H
 #define TQ_SCAN_LISTS_H
 #include "scan_encode.h"
@@ -41,8 +41,8 @@ static void scan_values(const float *centres, int32_t n, const float *x, int32_t
 
 enum { ROUGH_VECTORS = TQ_INDEX_CENTRES / TQ_LANES, ROUGH_TOGETHER = TQ_LANES == 16 ? 8 : TQ_LANES == 8 ? 4 : 2 };
 
-/** One row and some tiles, whose sums then do not wait for one another, or one tile and some rows. Both numbers are
- *  constants where this is inlined. */
+/** Computes one row with several tiles, whose sums do not wait for one another, or one tile with several rows. Both
+ *  numbers are constants where this is inlined. */
 TQ_INLINE void rough_tiles(const float *centres, int32_t tiles, int32_t n, const float *x, int32_t rows, int64_t stride,
                            double *values, int64_t values_stride)
 {

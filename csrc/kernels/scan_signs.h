@@ -1,10 +1,10 @@
-/* The kernels of the index's scan over leading bits: sums of looked-up bytes of 64 rows at a time.
+/* The kernels of the index's scan over leading bits, which sum looked-up bytes for 64 rows at a time.
  *
- * A block has `planes` bytes of each of its 64 rows, plane after plane. Three planes A, B, C are four 6-bit indices:
+ * A block has `planes` bytes of each of its 64 rows, plane after plane. Three planes A, B, C give four 6-bit indices:
  *   A & 63, B & 63, C & 63 and A >> 6 | (B >> 6) << 2 | (C >> 6) << 4
- * into the four tables of 64 bytes that belong to them; planes behind the last count as 0. Entries are at most 63, so
- * that four of them fit a byte. A vector's sums are kept in 16-bit lanes: `all` has byte 2 i + 256 byte 2 i + 1, `odd`
- * byte 2 i + 1. */
+ * into the four tables of 64 bytes that belong to them. Planes behind the last count as 0. Entries are at most 63, so
+ * that four of them fit in a byte. Sums are kept in 16-bit lanes: lane i of `all` sums byte 2 i + 256 * byte 2 i + 1,
+ * lane i of `odd` sums byte 2 i + 1. */
 #ifndef TQ_SCAN_SIGNS_H
 #define TQ_SCAN_SIGNS_H
 #include "scan.h"
@@ -122,7 +122,7 @@ typedef struct {
     sign_vector all, odd;
 } sign_sums;
 
-/** n: planes of this triple that there are. */
+/** Loads the n planes of a triple, 1 to 3. The others are 0. */
 static inline sign_codes sign_triple(const uint8_t *plane, int32_t n)
 {
     sign_codes x = {sign_load(plane), sign_zero(), sign_zero(), sign_zero()};
@@ -223,7 +223,7 @@ static void scan_fill_table(const float *const pairs[3], float factor, uint8_t t
     }
 }
 
-/** Which rows have leading scale * (sum * unit + add) + offset >= limit; every operation is rounded to float32. */
+/** Sets bit i if tq_leading_scale(scale) * (sum * unit + add) + offset >= limit in row i, each operation in float32. */
 static uint64_t scan_above(const uint16_t sums[SCAN_ROWS], const float *scales, const float *offsets, float unit,
                            float add, float limit)
 {

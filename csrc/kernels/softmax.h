@@ -4,8 +4,8 @@
 #include "vector.h"
 #include <math.h>
 
-/** exp(x) for x <= 0 as 2^k 2^r, 2^r by degree 5, minimax on [-1/2, 1/2]. Relative error 2e-7 + 4e-8 |x|, so at most
- *  2e-7 of the largest weight. 0 below -87, NaN for NaN. */
+/** Returns exp(x) for x <= 0 as 2^k 2^r, where 2^r is a minimax polynomial of degree 5 on [-1/2, 1/2]. The relative
+ *  error is 2e-7 + 4e-8 |x|, so at most 2e-7 of the largest weight. 0 below -87, NaN for NaN. */
 TQ_INLINE tq_floats tq_exp_nonpositive(tq_floats x)
 {
     const tq_floats log2_e = tq_all(1.44269504f);
@@ -20,8 +20,8 @@ TQ_INLINE tq_floats tq_exp_nonpositive(tq_floats x)
     return (tq_floats)((tq_ints)y & ~(x < -87.0f));
 }
 
-/** tanh with relative error 2.2e-7, also for logits far below the cap. By exp, or near 0, where 1 - exp cancels, by
- *  x + x^3 P(x^2), minimax. */
+/** Returns tanh with relative error 2.2e-7, also for logits far below the cap: by exp or, near 0 where 1 - exp cancels,
+ *  by x + x^3 P(x^2), minimax. */
 TQ_INLINE tq_floats tq_tanh(tq_floats x)
 {
     tq_floats magnitude = (tq_floats)tq_magnitude_bits(x), e = tq_exp_nonpositive(magnitude * -2.0f), z = x * x;

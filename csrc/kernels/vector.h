@@ -1,5 +1,5 @@
-/* Vectors of a unit's native width in GNU C: code with them is written once, and each unit compiles it with its own
- * flags.
+/* Vectors of the native width in GNU C. Code with them is written once, and each unit (<isa>.c) compiles it with its
+ * own flags.
  * There is no contraction and no reassociation (setup.py), so equal expressions give equal bits on every ISA. */
 #ifndef TQ_KERNELS_VECTOR_H
 #define TQ_KERNELS_VECTOR_H
@@ -19,7 +19,7 @@
 #define TQ_LANES 4
 #endif
 
-/* Before a loop whose index must be a constant, or whose arrays are registers. */
+/* Goes before a loop whose index must be a constant, or whose arrays must be registers. */
 #if defined(__clang__)
 #define TQ_UNROLL _Pragma("unroll")
 #else
@@ -44,13 +44,13 @@ TQ_INLINE void tq_store_floats(float *x, tq_floats y) { memcpy(x, &y, sizeof y);
 
 TQ_INLINE tq_floats tq_all(float x) { return (tq_floats){0} + x; }
 
-/** a where mask is -1, b where it is 0. */
+/** Returns a where mask is -1, and b where it is 0. */
 TQ_INLINE tq_floats tq_select(tq_ints mask, tq_floats a, tq_floats b)
 {
     return (tq_floats)(((tq_ints)a & mask) | ((tq_ints)b & ~mask));
 }
 
-/* Two operations that GNU C cannot express. Where a code is decided, fused sums are used where scalar.c uses fmaf. */
+/* Operations that GNU C cannot express. Code that decides codes uses tq_fused exactly where scalar.c uses fmaf. */
 
 TQ_INLINE tq_floats tq_fused(tq_floats a, tq_floats b, tq_floats c)
 {
@@ -66,7 +66,7 @@ TQ_INLINE tq_floats tq_fused(tq_floats a, tq_floats b, tq_floats c)
 #endif
 }
 
-/** The larger, b where a is NaN (b is not). */
+/** Returns the larger of a and b, and b where a is NaN. b must not be NaN. */
 TQ_INLINE tq_floats tq_max(tq_floats a, tq_floats b)
 {
 #if defined(__AVX512F__)
@@ -106,7 +106,7 @@ TQ_INLINE tq_ints tq_min_ints(tq_ints a, tq_ints b)
 #endif
 }
 
-/* Over all lanes, by halves: a chain of sixteen sums would be slow. */
+/* Reductions over all lanes, by halves: a chain of sixteen sums would be slow. */
 
 typedef float tq_floats4 __attribute__((vector_size(16)));
 typedef int32_t tq_ints4 __attribute__((vector_size(16)));
@@ -120,7 +120,7 @@ TQ_INLINE float tq_sum_lanes(tq_floats x)
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
-/** Lanes i of the four-lane quarters summed. */
+/** Adds up four lanes at a time: lane i of the result is x[i] + x[i + 4] + .. */
 TQ_INLINE tq_ints4 tq_fold_ints(tq_ints x)
 {
     tq_ints4 quarters[TQ_LANES / 4], sum;
@@ -132,7 +132,7 @@ TQ_INLINE tq_ints4 tq_fold_ints(tq_ints x)
 
 TQ_INLINE int32_t tq_sum_ints4(tq_ints4 x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 
-/** The largest of numbers without NaN. */
+/** Returns the largest lane. No lane may be NaN. */
 TQ_INLINE float tq_max_lanes(tq_floats x)
 {
 #if defined(__AVX512F__)
@@ -149,7 +149,7 @@ TQ_INLINE float tq_max_lanes(tq_floats x)
 #endif
 }
 
-/** table[x] of every byte x, below 16. */
+/** Returns table[x] for every byte x, which must be below 16. */
 TQ_INLINE tq_words tq_look_up(const uint8_t table[16], tq_words x)
 {
 #if defined(__AVX512BW__)

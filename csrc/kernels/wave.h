@@ -7,7 +7,7 @@
 enum {
     TQ_WAVE_COLUMNS = TQ_LANES == 8 ? 2 : 4,        /* vectors of columns at once: their sums stay in registers */
     TQ_NODE_VECTORS = 2 * TQ_WAVE_NODES / TQ_LANES, /* even and odd parts at the nodes, interleaved */
-    TQ_PARTS = TQ_MAX_HEAD_DIM + 16, /* floats of a row: two of a pair, and rows start in other sets of a cache */
+    TQ_PARTS = TQ_MAX_HEAD_DIM + 16, /* floats of a row: two for each pair; 16 more put rows into other cache sets */
 };
 
 typedef uint64_t tq_longs __attribute__((vector_size(4 * TQ_LANES)));
@@ -19,7 +19,7 @@ TQ_INLINE tq_floats tq_reversed(tq_floats x)
     return y;
 }
 
-/* As integers: GNU C computes a float broadcast as the sum 0 + x, because of -0. */
+/* These broadcast as integers: in floats, GNU C would really compute the sum 0 + x, because x may be -0. */
 
 TQ_INLINE tq_floats tq_all_of(const float *x)
 {
@@ -28,7 +28,7 @@ TQ_INLINE tq_floats tq_all_of(const float *x)
     return (tq_floats)((tq_ints){0} + bits);
 }
 
-/** x[0], x[1], x[0], x[1] .. */
+/** Returns x[0], x[1], x[0], x[1] .. */
 TQ_INLINE tq_floats tq_all_of_two(const float *x)
 {
     uint64_t bits;
@@ -36,7 +36,7 @@ TQ_INLINE tq_floats tq_all_of_two(const float *x)
     return (tq_floats)((tq_longs){0} + bits);
 }
 
-/** Coefficients of rows at position 0, to those of even and odd parts around the middle of a page, [rows][pairs][2]. */
+/** Turns rows' coefficients from position 0 to the middle of a page, into even and odd parts [rows][pairs][2]. */
 TQ_INLINE void tq_turn_rows(const int rows, const tq_wave *wave, const float *coefficients, const float *turn,
                             float (*parts)[TQ_PARTS])
 {
@@ -51,10 +51,10 @@ TQ_INLINE void tq_turn_rows(const int rows, const tq_wave *wave, const float *co
     }
 }
 
-/** Replaces the rows' coefficients of slow pairs by the parts of their sum at the nodes. */
+/** Replaces the rows' coefficients of slow pairs by the even and odd parts of their sum at the nodes. */
 TQ_INLINE void tq_sum_slow(const int rows, const tq_wave *wave, float (*parts)[TQ_PARTS])
 {
-    tq_floats sums[4][2][TQ_NODE_VECTORS] = {0}; /* two sums each, of every other pair, to shorten the chain */
+    tq_floats sums[4][2][TQ_NODE_VECTORS] = {0}; /* two sums for each row, of every other pair, for a shorter chain */
     const float *node = wave->nodes;
     for (int32_t i = wave->fast; i < wave->pairs; i += 2) {
         TQ_UNROLL
@@ -72,7 +72,7 @@ TQ_INLINE void tq_sum_slow(const int rows, const tq_wave *wave, float (*parts)[T
         tq_store_floats(parts[r] + 2 * wave->fast + TQ_LANES * v, sums[r][0][v] + sums[r][1][v]);
 }
 
-/** Even (odd: odd) parts of `columns` vectors of columns. */
+/** Sums the even parts (with `odd` the odd parts) of `columns` vectors of columns. */
 TQ_INLINE void tq_sum_terms(const int rows, const int columns, const tq_wave *wave, const float *table,
                             float (*parts)[TQ_PARTS], const int odd, tq_floats (*sums)[TQ_WAVE_COLUMNS])
 {
@@ -92,7 +92,7 @@ TQ_INLINE void tq_sum_terms(const int rows, const int columns, const tq_wave *wa
     }
 }
 
-/** Columns half + c .. and their mirror images. */
+/** Multiplies scores by key scales and adds the wave, in columns half + c .. and in their mirror images. */
 TQ_INLINE void tq_add_columns(const int rows, const int columns, const tq_wave *wave, int32_t c,
                               float (*parts)[TQ_PARTS], const float *key_scales, float *scores, int32_t stride)
 {
@@ -174,7 +174,7 @@ TQ_INLINE float tq_sum_sixteen(const tq_floats *sums)
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
-/** x = k - c_p, then S S x + S W e (S W)^T x. `rank` is a constant once inlined, -1 without a metric. */
+/** Turns k into x = k - c_p, with a metric into S S x + S W e (S W)^T x. rank: constant once inlined, -1: no metric. */
 TQ_INLINE void tq_subtract_rank(const int rank, const tq_residual r, int32_t step, float *k)
 {
     const float *cosines = r.turns + 2 * (int64_t)step * r.n, *sines = cosines + r.n;

@@ -44,7 +44,7 @@ static int is_type(PyArrayObject *array, int type)
 }
 
 /* Whether an aligned array, whose strides are whole elements, has no negative stride and a last stride of one element.
- * A dimension of one element may have any stride. */
+ * A dimension of length 1 may have any stride. */
 static int has_rows(PyArrayObject *array)
 {
     int last = PyArray_NDIM(array) - 1;
@@ -117,7 +117,7 @@ int read_strides(const char *op, const char *name, PyArrayObject *array, int64_t
             raise_value(op, name, "addressable, got strides beyond 63 bits");
             return -1;
         }
-        if (dense < PyArray_DIM(array, 3)) dense = PyArray_DIM(array, 3); /* behind a stride of 0 */
+        if (dense < PyArray_DIM(array, 3)) dense = PyArray_DIM(array, 3); /* after a stride of 0 */
     }
     return 0;
 }
@@ -182,7 +182,7 @@ static int read_numbers(const char *op, int side, const tq_plan *plan, PyObject 
     return -1;
 }
 
-/* [kv_heads or 1, rows of the keys and then of the values, head_dim]. */
+/* Reads the rotation, [kv_heads or 1, rows of the keys and then of the values, head_dim]. */
 static int read_rotation(const char *op, const tq_plan *plan, PyObject *object, tq_layer *layer)
 {
     int64_t key_rows = plan->key.matrix_rows, rows = key_rows + plan->value.matrix_rows;
@@ -210,8 +210,8 @@ int read_transforms(const char *op, const tq_plan *plan, const transform_argumen
     return read_rotation(op, plan, arguments->rotation, layer);
 }
 
-/* Exact tokens [batch, kv_heads, n, head_dim] beside the pages, which are sinks or a window: their number, 0 if there
- * are no keys, and their data, NULL where there are none. */
+/* Reads exact tokens, sinks or a window, [batch, kv_heads, n, head_dim]: their number n, left at 0 without keys, and
+ * their data, NULL where there are none. */
 static int read_exact(const char *op, const tq_plan *plan, const char *const names[2], PyObject *const objects[2],
                       int type, int flags, const tq_layer *layer, int32_t *n, void **k, void **v)
 {

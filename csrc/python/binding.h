@@ -21,13 +21,13 @@
 
 /* ---- errors.c ---- */
 /** Raises for a status that is not TQ_OK and returns NULL; got_text, if not NULL, replaces error->got. All three give
- *  the exception the fields `argument` and `got`: errors.c. */
+ *  the exception the fields `argument` and `got` (errors.c), unless the status is about no argument. */
 PyObject *raise_status(const char *op, tq_status status, const tq_error *error, const char *got_text);
 /** Raises "op: `name` must be <format ...>", for what this binding itself found; returns NULL. */
 PyObject *raise_value(const char *op, const char *name, const char *format, ...);
-/** For an object of another type; of an array, its dtype. */
+/** Raises TypeError and returns NULL. got: the object, or the dtype of an array. */
 PyObject *raise_type(const char *op, const char *name, const char *wants, PyObject *got);
-/** What a function returns: `result`, which this owns, if the core's status is TQ_OK; else it raises. */
+/** Returns `result` if the status is TQ_OK; else releases it, raises and returns NULL. */
 PyObject *result_of(const char *op, tq_status status, const tq_error *error, PyObject *result);
 
 /* ---- numbers.c: 0, or -1 with an exception set ---- */
@@ -40,22 +40,22 @@ int read_f32(const char *op, const char *name, PyObject *object, float *out);
 enum { DENSE = 0, ROWS = 1, WRITE = 2 }; /* ROWS: only the last dimension must be dense */
 #define ANY (-1)                         /* a dimension of any length */
 
-/** The array `object` (borrowed) if it has the given type and shape, else NULL and an exception. Runs no Python
- *  code. */
+/** Returns the array `object` (borrowed) if it has the given type and shape, else NULL with an exception set. Runs no
+ *  Python code. */
 PyArrayObject *read_array(const char *op, const char *name, PyObject *object, int type, int flags, int ndim,
                           const npy_intp *dims);
-/** pages [any, kv_heads or ANY, record_bytes]. */
+/** Reads pages, uint8 [any, kv_heads or ANY, record_bytes]. */
 PyArrayObject *read_pages(const char *op, const tq_plan *plan, PyObject *object, int flags, npy_intp kv_heads);
-/** Their bytes; NULL if there are none, for NumPy aligns nothing then. */
+/** Returns the bytes of pages, or NULL if there are no pages: NumPy does not align an empty array. */
 uint8_t *pages_data(PyArrayObject *pages);
 /** Points `data` to the numbers of a DENSE array, unless the object is NULL or None. 0, or -1 and an exception. */
 int read_optional(const char *op, const char *name, PyObject *object, int type, int ndim, const npy_intp *dims,
                   void *data);
-/** The strides in elements of a ROWS array of four dimensions. */
+/** Reads the strides, in elements, of a ROWS array of four dimensions. */
 int read_strides(const char *op, const char *name, PyArrayObject *array, int64_t *batch, int64_t *head, int64_t *token);
-/** A length as int32. */
+/** Reads a length as int32. */
 int read_length(const char *op, const char *name, PyArrayObject *array, int dim, int32_t *out);
-/** The tq_dtype of a call and NumPy's type of its arrays, from the keyword `dtype` or from the first array. */
+/** Reads the tq_dtype of a call and NumPy's type of its arrays, from the keyword `dtype` or from the first array. */
 int read_dtype(const char *op, PyObject *dtype, const char *name, PyObject *first, int32_t *out, int *type);
 
 enum { KEY = 0, VALUE = 1 };
@@ -103,7 +103,7 @@ typedef struct {
 int read_plan(const char *op, PyObject *object, read_plan_result *out);
 
 /* ---- calls.c ---- */
-/** An argument of a call: its name, how it is read, and to where, which stays as it is if the caller gave none. An
+/** An argument of a call: its name, how it is read, and where it goes. *to stays as it is if the caller gave none. An
  *  object is borrowed; low and high are the bounds of an integer. */
 typedef struct {
     const char *name;
@@ -119,8 +119,8 @@ typedef struct {
 #define UINT64(name, to) {name, A_U64, to, 0, 0}
 #define FLOAT32(name, to) {name, AN_F32, to, 0, 0}
 #define ANY_INT32(name, to) INT32(name, to, INT32_MIN, INT32_MAX) /* the core checks its bounds */
-/** Reads the n arguments of a call: the first `required` must be given, and those from `keywords` on by name. 0, or -1
- *  and an exception. */
+/** Reads the n arguments of a call. The first `required` must be given; those from `keywords` on are given by name. 0,
+ *  or -1 and an exception. */
 int read_arguments(const char *op, PyObject *args, PyObject *kwargs, const argument *arguments, int n, int required,
                    int keywords);
 #define READ_ARGUMENTS(op, list, required, keywords)                                                                   \

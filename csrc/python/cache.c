@@ -3,7 +3,7 @@
 #include <math.h>
 #include <turboquant_checks.h>
 
-/* Rows of a list of arguments. */
+/* Rows of the lists of arguments below. */
 #define TRANSFORMS(t)                                                                                                  \
     OBJECT("key_numbers", &(t).numbers[KEY]), OBJECT("value_numbers", &(t).numbers[VALUE]),                            \
         OBJECT("key_turns", &(t).turns), OBJECT("rotation", &(t).rotation)
@@ -81,7 +81,7 @@ done:
     return result;
 }
 
-/* The new tokens of a call with several queries, if given: one side. */
+/* Reads one side of the new tokens of a call with several queries, if given. */
 static int read_fresh(const char *op, const char *name, PyObject *object, int head_dim, int type,
                       const tq_attend_params *p, const void **data, int64_t *batch, int64_t *head, int64_t *token)
 {

@@ -1,4 +1,4 @@
-/* The arguments of a call by their list: binding.h. */
+/* Reads the arguments of a call from their list (binding.h, `argument`). */
 #include "binding.h"
 
 enum { MOST_ARGUMENTS = 24, MOST_NAME = 32 };
@@ -31,7 +31,7 @@ int read_arguments(const char *op, PyObject *args, PyObject *kwargs, const argum
     names[n] = NULL;
     *at++ = ':';
     memcpy(at, op, strlen(op) + 1);
-    /* Places behind the format's are not looked at. */
+    /* Python ignores pointers beyond those that the format asks for. */
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, format, names, o, o + 1, o + 2, o + 3, o + 4, o + 5, o + 6, o + 7,
                                      o + 8, o + 9, o + 10, o + 11, o + 12, o + 13, o + 14, o + 15, o + 16, o + 17,
                                      o + 18, o + 19, o + 20, o + 21, o + 22, o + 23))

@@ -1,7 +1,7 @@
-/* The only place of this binding that raises for a status or for an argument (torch/ops.cpp has its own one).
+/* Raises for a status or for an argument. index.c raises a few ValueErrors itself; torch/checks.h has its own.
  *   append: `block_table[3]` must be in 0..7, got 8
  *   attend: `q` must be of shape [*, *, *, 64], got [2, 8, 64]
- *   `key_bits[0]` must be in 0..6 or 8, got 9     (of a plan alone, there is no operation)
+ *   `key_bits[0]` must be in 0..6 or 8, got 9     (errors of Plan itself name no operation)
  *   set_isa: `name` must be one of: avx2 scalar, got 'sse' */
 #include "binding.h"
 #include <math.h>
@@ -19,7 +19,7 @@ static PyObject *exception_of(tq_status status)
     }
 }
 
-/* Python's names of the core's arguments. */
+/* Returns Python's name of an argument of the core. */
 static const char *python_name(const char *argument)
 {
     if (!strcmp(argument, "words")) return "plan";
@@ -35,8 +35,8 @@ static void print_number(char *text, size_t size, double x)
 }
 
 /* Raises "op: `label` must be <wants>" with two fields: `argument`, the label without index or "len(..)", and `got`,
- * None if it was no number. Takes ownership of wants and got; if either is NULL, an exception is set already. Returns
- * NULL. */
+ * None if it was not a number. Takes ownership of wants and got; if either is NULL, an exception is set already.
+ * Returns NULL. */
 static PyObject *raise_argument(PyObject *type, const char *op, const char *label, PyObject *wants, PyObject *got)
 {
     PyObject *text =

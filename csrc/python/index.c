@@ -11,7 +11,7 @@ typedef struct {
     int32_t planes;
 } read_space;
 
-/** dim: numbers of a vector; channels are dim rounded up to a multiple of 8. */
+/** Reads a layout. dim: numbers of a vector; channels are dim rounded up to a multiple of 8. */
 static int get_layout(const char *op, int32_t dim, PyObject *bits_object, PyObject *lead_object, PyObject *steps_object,
                       tq_index_layout *layout, int64_t *row_bytes, int32_t *planes)
 {
@@ -32,7 +32,7 @@ static int get_layout(const char *op, int32_t dim, PyObject *bits_object, PyObje
     return -1;
 }
 
-/* (directions [n_lists / 16 rounded up, dim, 16], lengths [n_lists]) */
+/* Reads (directions [n_lists / 16 rounded up, dim, 16], lengths [n_lists]). */
 static int get_lists(const char *op, PyObject *tuple, tq_index_space *space)
 {
     if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 2) {
@@ -52,7 +52,7 @@ static int get_lists(const char *op, PyObject *tuple, tq_index_space *space)
     return 0;
 }
 
-/* (plan, dim, metric, bits, lead, steps, mean or None, matrix or None, sigmas), and lists if there are any */
+/* Reads (plan, dim, metric, bits, lead, steps, mean or None, matrix or None, sigmas[, lists]). */
 static int get_space(const char *op, PyObject *tuple, read_space *out)
 {
     tq_index_space *space = &out->space;
@@ -80,7 +80,7 @@ static int get_space(const char *op, PyObject *tuple, read_space *out)
     return PyTuple_Size(tuple) == 10 ? get_lists(op, PyTuple_GetItem(tuple, 9), space) : 0;
 }
 
-/* int32 [n], each the number of a list, or None without lists */
+/* Reads the list of each row, int32 [n], or None if the space has no lists. */
 static int get_row_lists(const char *op, PyObject *object, npy_intp n, const tq_index_space *space,
                          const int32_t **lists)
 {
@@ -239,8 +239,8 @@ static PyArrayObject *get_queries(const char *op, PyObject *object, const read_s
     return read_array(op, "queries", object, NPY_FLOAT32, DENSE, 2, dims);
 }
 
-/* Where each list starts in a segment that is sorted by lists: int64 [count], from 0 to n; count may be ANY. The leading
- * bits of each list begin a block. */
+/* Reads where each list starts in a segment that is sorted by lists: int64 [count], from 0 to n; count may be ANY. The
+ * leading bits of each list begin a new block. blocks: how many blocks all lists have. */
 static PyArrayObject *get_starts(const char *op, PyObject *object, npy_intp n, npy_intp count, npy_intp *blocks)
 {
     PyArrayObject *array = read_array(op, "lists", object, NPY_INT64, DENSE, 1, &count);
@@ -294,7 +294,7 @@ FUNCTION(index_factors)
     return factors;
 }
 
-/* How many tq_index_rows a segment is. */
+/* Returns how many tq_index_rows a segment becomes: one, or one for each list if it is sorted by lists. */
 static Py_ssize_t parts_of(PyObject *tuple, const tq_index_space *space)
 {
     if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 8) return 1;
@@ -303,7 +303,7 @@ static Py_ssize_t parts_of(PyObject *tuple, const tq_index_space *space)
     return sorted && space->n_lists ? space->n_lists : 1;
 }
 
-/* The lists of a sorted segment, one after the other. */
+/* Cuts a segment that is sorted by lists into its lists. */
 static void cut(const tq_index_rows *all, const int64_t *starts, const read_space *read, tq_index_rows *out)
 {
     int64_t block = 0;
@@ -323,8 +323,8 @@ static void cut(const tq_index_rows *all, const int64_t *starts, const read_spac
     }
 }
 
-/* (codes, signs, scales, offsets or None, ids or first id, allowed or None, factors), with lists also the list of each
- * row or where each list starts -> parts_of it */
+/* Reads a segment into its parts_of parts: (codes, signs, scales, offsets or None, ids or first id, allowed or None,
+ * factors), with lists also the list of each row or where each list starts. */
 static int get_rows(const char *op, PyObject *tuple, const read_space *read, tq_index_rows *parts)
 {
     Py_ssize_t items = read->space.n_lists ? 8 : 7;
@@ -368,7 +368,7 @@ static int get_rows(const char *op, PyObject *tuple, const read_space *read, tq_
     return 0;
 }
 
-/* Memory of the caller, or NULL with an error set. */
+/* Reads all segments. The caller frees the result; NULL with an exception set if it fails. */
 static tq_index_rows *get_segments(const char *op, PyObject *object, const read_space *read, Py_ssize_t *n_segments)
 {
     if (!PyTuple_Check(object)) {

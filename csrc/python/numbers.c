@@ -1,7 +1,7 @@
 /* Numbers as arguments: range checks that name the argument and what it was. They may run the caller's __index__. */
 #include "binding.h"
 
-/* The Python integer behind an object (owned), or NULL with a TypeError. */
+/* Returns the Python integer that an object stands for (owned), or NULL with an exception set. */
 static PyObject *as_integer(const char *op, const char *name, PyObject *object)
 {
     PyObject *number = PyNumber_Index(object);

@@ -9,7 +9,7 @@ int read_plan(const char *op, PyObject *object, read_plan_result *out)
     Py_ssize_t n = PySequence_Check(object) ? PySequence_Size(object) : -1;
     if (n < 0) {
         if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError)) goto done;
-        PyErr_Clear(); /* of an array without dimensions */
+        PyErr_Clear(); /* raised by an array without dimensions */
         raise_type(op, "plan", "a sequence of integers, the words of a turboquant.Plan", object);
         goto done;
     }
@@ -20,7 +20,7 @@ int read_plan(const char *op, PyObject *object, read_plan_result *out)
     tuple = PySequence_Tuple(object);
     if (!tuple) goto done;
     out->n_words = (size_t)PyTuple_Size(tuple);
-    if (out->n_words > TQ_PLAN_MAX_WORDS) { /* it lied about its length */
+    if (out->n_words > TQ_PLAN_MAX_WORDS) { /* its length was wrong */
         raise_value(op, "len(plan)", "at most %d, got more", TQ_PLAN_MAX_WORDS);
         goto done;
     }
@@ -51,7 +51,7 @@ FUNCTION(record_bytes)
     return PyLong_FromLongLong(read.plan.record_bytes);
 }
 
-/* The bits (offsets == NULL) or offsets of all groups. */
+/* Returns the offsets of all groups, or their bits if offsets is NULL. */
 static PyObject *group_tuple(const tq_plan *plan, const uint8_t *bits, const int32_t *offsets)
 {
     PyObject *tuple = PyTuple_New(plan->groups);

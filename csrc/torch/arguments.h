@@ -1,4 +1,4 @@
-// Arguments that several operators share: tensors, checked, to the structs of turboquant.h.
+// Arguments that several operators share: checks tensors and fills the structs of turboquant.h with them.
 #pragma once
 #include "checks.h"
 
@@ -32,7 +32,7 @@ struct Exact {
     const Maybe &sink_k, &sink_v, &window_k, &window_v;
 };
 
-/** Integers of each sequence beside lengths. */
+/** Integers of each sequence, besides lengths. */
 struct Ragged {
     const Maybe &query_start_loc, &sink_rows, &tail_rows, &position_offset;
     int64_t max_query_len;
@@ -47,9 +47,9 @@ void read_numbers(const Call &call, const char *name, const Maybe &numbers, bool
         tq_transform_numbers(&call.plan(), is_value, data_as<float>(*numbers), numbers->size(1), out, &call.error));
 }
 
-/** key_numbers and value_numbers float32 [kv_heads, columns], key_turns int32 [wave_pairs, 3], rotation float32
- *  [kv_heads or 1, rows of the keys and then of the values, head_dim]. What the plan does not take is read too: the core
- *  refuses it. */
+/** Reads key_numbers and value_numbers, float32 [kv_heads, columns], key_turns, int32 [wave_pairs, 3], and rotation,
+ *  float32 [kv_heads or 1, rows of the keys and then of the values, head_dim]. What the plan does not take is read too:
+ *  the core refuses it. */
 void read_transforms(const Call &call, const Transforms &from, tq_layer *layer)
 {
     const tq_side &key = call.plan().key, &value = call.plan().value;
@@ -70,7 +70,7 @@ void read_transforms(const Call &call, const Transforms &from, tq_layer *layer)
     if (value.matrix_rows) layer->value.rotation = matrix + key.matrix_rows * dim;
 }
 
-/** The data of a tensor of int32, or NULL without one; not NULL for an empty one. */
+/** Returns the data of an int32 tensor: NULL if there is no tensor, but not if it is empty. */
 const int32_t *read_integers(const Call &call, const char *name, const Maybe &t, std::initializer_list<int64_t> shape)
 {
     static const int32_t none = 0;
@@ -79,8 +79,8 @@ const int32_t *read_integers(const Call &call, const char *name, const Maybe &t,
     return t->numel() ? data_as<int32_t>(*t) : &none;
 }
 
-/** How many sequences, or rows, and how many tokens of each a pair such as sink_k, sink_v holds: [batch or rows,
- *  kv_heads, tokens, head_dim], dense; 0 without keys. */
+/** The sizes of a pair such as sink_k, sink_v: dense [rows, kv_heads, tokens, head_dim]. rows: the batch, or any number
+ *  if sink_rows or tail_rows name rows. 0 without keys. */
 struct PairSizes {
     int32_t rows, tokens;
 };
@@ -96,13 +96,13 @@ PairSizes read_pair(const Call &call, const char *k_name, const char *v_name, co
     return given(k) ? PairSizes{call.length(k_name, *k, 0), call.length(k_name, *k, 2)} : PairSizes{0, 0};
 }
 
-/** The data of a tensor that this call may write to, or only reads. */
+/** Returns the data of a tensor, which the call writes to or only reads. */
 void *data_for(bool writes, const Tensor &t)
 {
     return writes ? t.mutable_data_ptr() : const_cast<void *>(t.const_data_ptr());
 }
 
-/** Pages, table and lengths of layer->batch sequences, and the transforms. kv_heads ANY: as many as pages have. */
+/** Reads pages, table and lengths of layer->batch sequences, and transforms. kv_heads ANY: as many as pages have. */
 void read_packed(const Call &call, const Tensor &pages, const Tensor &block_table, const Tensor &lengths,
                  const Transforms &transforms, int64_t kv_heads, bool writes, tq_layer *layer)
 {
@@ -122,7 +122,7 @@ void read_packed(const Call &call, const Tensor &pages, const Tensor &block_tabl
     read_transforms(call, transforms, layer);
 }
 
-/** Refuses the call's first tensor, and not sinks and window, where all of these have another dtype. */
+/** Refuses the call's first tensor, rather than sinks and window, if all of these agree on another dtype. */
 void check_exact_dtype(const Call &call, int32_t dtype, const Exact &exact)
 {
     int32_t held = dtype;
@@ -137,7 +137,7 @@ void check_exact_dtype(const Call &call, int32_t dtype, const Exact &exact)
         call.refuse_first(dtype_name(held) + " like sinks and window", dtype_name(dtype), Error::TYPE);
 }
 
-/** The layer of a call whose batch is known. like: gives the dtype of exact tokens; window: exact tokens of a tail. */
+/** Reads a call's layer; layer->batch is set. like: has the dtype of exact tokens. window: 0 without tail_rows. */
 void read_layer(const Call &call, const Tensor &like, const Tensor &pages, const Tensor &block_table,
                 const Tensor &lengths, const Exact &exact, const Transforms &transforms, const Ragged &ragged,
                 int64_t window, int64_t kv_heads, bool writes, tq_layer *layer)
@@ -168,7 +168,7 @@ void read_layer(const Call &call, const Tensor &like, const Tensor &pages, const
 
 /** How k, v, q and out of a call are laid out: [batch, heads, tokens, head_dim], or [tokens, heads, head_dim]. */
 struct Layout {
-    const int32_t *query_start_loc;             // NULL: the first
+    const int32_t *query_start_loc;             // NULL: the first layout
     int32_t batch, heads, tokens, total_tokens; // tokens: the most of a sequence; total_tokens: of a ragged batch
 
     Layout(const Call &call, const char *name, const Tensor &like, const Maybe &loc, int64_t max_query_len)
@@ -191,7 +191,7 @@ struct Layout {
         heads = call.length(name, like, 1);
     }
 
-    /** Sizes of an array of such rows. row: head_dim, or ANY for one without that dimension. */
+    /** Returns the sizes of an array in this layout. row: head_dim, or ANY if the array has no such dimension. */
     std::vector<int64_t> sizes(int64_t row) const
     {
         std::vector<int64_t> all =
@@ -207,7 +207,7 @@ struct Layout {
     }
 };
 
-/** k and v with free leading strides; v absent iff the plan has no values. */
+/** Reads k and v, whose last dimension must be dense. The core checks that v is given iff the plan has values. */
 tq_append_params read_new_tokens(const Call &call, const Tensor &k, const Maybe &v, const Maybe &query_start_loc,
                                  int64_t max_query_len)
 {

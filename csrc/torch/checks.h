@@ -49,7 +49,7 @@ enum class Strides {
     FREE
 };
 
-/** For calls into libtorch, which has printed its message to stderr: the stable ABI of 2.10 does not return it. */
+/** Throws if a call into libtorch failed. Its message is on stderr: the stable ABI of 2.10 does not return it. */
 inline void torch_check(AOTITorchError error, const char *call)
 {
     if (error != AOTI_TORCH_SUCCESS) throw std::runtime_error(std::string("turboquant: torch failed in ") + call);
@@ -83,14 +83,14 @@ inline std::string join(const int64_t *numbers, size_t n)
     return text + "]";
 }
 
-/** Calls one of torch's operators; its results take the place of its arguments. */
+/** Calls one of torch's operators. Its results replace its arguments on the stack. */
 template <size_t N> void call_torch(const char *op, std::array<StableIValue, N> *stack)
 {
     torch_check(torch_call_dispatcher(op, "", stack->data(), TORCH_ABI_VERSION), op);
 }
 
-/** Whether a view of a tensor that requires grad would have a grad_fn: grad mode is on, and no mode of torch's own
- *  dispatcher in Python, such as FlopCounterMode, has autograd behind it already. */
+/** Whether a view of a tensor that requires grad would have a grad_fn. It has none without grad mode, and none under a
+ *  dispatch mode in Python, such as FlopCounterMode, before which autograd has already run. */
 inline bool autograd_is_active()
 {
     if (!aoti_torch_grad_mode_is_enabled()) return false;
@@ -112,11 +112,11 @@ inline bool autograd_is_active()
 /** How autograd follows a tensor. */
 enum class Derivative { NONE, BACKWARD, FORWARD };
 
-/** While autograd is active. */
+/** Returns how autograd follows t, while autograd is active. */
 inline Derivative derivative_of(const Tensor &t)
 {
-    // The stable ABI has no query for it. A tensor of forward mode has a tangent; the primal of a tensor that requires
-    // grad has a grad_fn, so is no leaf.
+    // The stable ABI has no query for it. A tensor of forward mode has a tangent. The primal of a tensor that requires
+    // grad has a grad_fn, so it is not a leaf.
     std::array<StableIValue, 2> stack{torch::stable::detail::from(t), torch::stable::detail::from<int64_t>(0)};
     call_torch("aten::_unpack_dual", &stack);
     const bool forward = torch::stable::detail::to<Tensor>(stack[1]).defined();
@@ -133,7 +133,7 @@ class KnownPlans
 public:
     static constexpr size_t MOST = 1024;
 
-    /** NULL, with *status and *error filled, where the words are no plan. */
+    /** Returns NULL and fills *status and *error if the words are not a plan. */
     std::shared_ptr<const tq_plan> find(const Words &words, tq_status *status, tq_error *error)
     {
         {
@@ -185,7 +185,7 @@ public:
         check(status);
     }
 
-    /** A second plan of the call, its argument `target`. */
+    /** Returns a second plan of the call, its argument `target`. */
     std::shared_ptr<const tq_plan> other_plan(const Words &words) const
     {
         tq_status status = TQ_OK;
@@ -225,8 +225,8 @@ public:
         refuse(like_name_, wants, got, kind);
     }
 
-    /** Turns a status into an exception. `error` is the one that was passed to the core. stored: whether the call had
-     *  stored its tokens before. */
+    /** Turns a status into an exception. `error` is the one that was passed to the core. stored: whether the call has
+     *  already stored its tokens. */
     void check(tq_status status, bool stored = false) const
     {
         if (status == TQ_OK) return;
@@ -251,7 +251,7 @@ public:
         throw Error(kind, text, name, number, stored);
     }
 
-    /** The model's dtype of a call, from its first tensor. */
+    /** Returns the model's dtype, that of the call's first tensor. */
     tq_dtype read_dtype(const Tensor &like) const { return dtype_named(like_name_, dtype_of(like)); }
 
     tq_dtype dtype_named(const char *name, int32_t dtype) const
@@ -262,7 +262,7 @@ public:
         refuse(name, "float32, float16 or bfloat16", dtype_name(dtype), Error::TYPE);
     }
 
-    /** Dtype, shape (ANY: any length), device, strides and requires_grad, each with its own message. */
+    /** Checks dtype and shape (ANY: any length), and what `placed` checks. */
     void tensor(const char *name, const Tensor &t, int32_t dtype, std::initializer_list<int64_t> shape,
                 Strides strides) const
     {
@@ -281,7 +281,7 @@ public:
         placed(name, t, strides);
     }
 
-    /** Device, strides and requires_grad alone. */
+    /** Checks device, strides and that autograd does not follow the tensor. */
     void placed(const char *name, const Tensor &t, Strides strides) const
     {
         int32_t type, index;
@@ -303,7 +303,7 @@ public:
             refuse(name, "without a tangent (inference only: detach it)", "a tensor of forward-mode differentiation");
     }
 
-    /** A length as the int32 that the core counts in. */
+    /** Returns a length as int32, in which the core counts. */
     int32_t length(const char *name, const Tensor &t, int64_t dim) const { return length(name, t.size(dim)); }
 
     int32_t length(const char *name, int64_t n) const
@@ -317,7 +317,7 @@ public:
         return static_cast<int32_t>(n);
     }
 
-    /** Uninitialised and contiguous, on the call's device. */
+    /** Allocates an uninitialised, contiguous tensor on the call's device. */
     Tensor allocate(const std::vector<int64_t> &sizes, int32_t dtype) const
     {
         std::vector<int64_t> strides(sizes.size());
@@ -334,7 +334,7 @@ public:
         return Tensor(handle);
     }
 
-    /** torch.get_num_threads() or tq_num_threads(), whichever is smaller. */
+    /** Returns torch.get_num_threads() or tq_num_threads(), whichever is smaller. */
     int32_t threads() const
     {
         uint32_t torch_threads = 1;
@@ -345,7 +345,7 @@ public:
 private:
     std::shared_ptr<const tq_plan> plan_;
 
-    /** "[3]", or "[1, 0, 5, 3]" in k and v, of which the core gives the flat index. */
+    /** Returns "[3]", or "[1, 0, 5, 3]" in k and v, where the core gives a flat index. */
     std::string place_of(std::string_view name) const
     {
         std::vector<int64_t> place{error.index};
@@ -357,7 +357,7 @@ private:
         return join(place.data(), place.size());
     }
 
-    /** The text for an error's "got" if it is no number. */
+    /** Returns the text for an error's "got" if that is not a number. */
     std::optional<std::string> got_words() const
     {
         std::string_view wants = error.wants;

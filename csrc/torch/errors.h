@@ -41,8 +41,8 @@ extern __attribute__((weak)) char _Py_NoneStruct; // Py_None is its address
 namespace turboquant
 {
 
-/** A refused or failed call. Python's exception has the fields `argument`, None if it is about none; `got`, None if it
- *  was no number; and `stored`, whether append_attend had stored the tokens before it failed. */
+/** A refused or failed call. Python's exception has the fields `argument`, None if it is about no argument; `got`, None
+ *  if it was not a number; and `stored`, whether append_attend had stored the tokens before it failed. */
 class Error final : public pybind11::builtin_exception
 {
 public:
@@ -74,7 +74,7 @@ private:
     std::optional<double> got_;
     bool stored_;
 
-    /** Takes the value; nullptr: None. */
+    /** Sets a field. Takes ownership of the value; nullptr stands for None. */
     static bool set(void *error, const char *name, void *value)
     {
         bool done = PyObject_SetAttrString(error, name, value ? value : &_Py_NoneStruct) == 0;

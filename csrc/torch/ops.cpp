@@ -57,14 +57,13 @@ template <auto function, class... Arguments> tq_status on_cpu(void *, Arguments.
 
 constexpr size_t NAME_BYTES = 64; // of a kernel, with a final 0
 
-/** On a CPU the kernel depends on the plan alone. */
+/** Writes the kernel's name. On a CPU it depends on the plan alone. */
 tq_status name_of(const char *operation, const tq_plan *plan, char *name, tq_error *error)
 {
     const char *found = tq_kernel_name(operation, plan);
     std::snprintf(name, NAME_BYTES, "%s", found ? found : "");
     size_t bytes;
-    return found ? TQ_OK
-                 : tq_dot_workspace_bytes(plan, 0, &bytes, error); // which fails where TURBOQUANT_ISA names no level
+    return found ? TQ_OK : tq_dot_workspace_bytes(plan, 0, &bytes, error); // fails where TURBOQUANT_ISA names no level
 }
 
 const Backend cpu = {
@@ -108,7 +107,7 @@ const Backend cpu = {
 #if defined(TURBOQUANT_WITH_CUDA)
 static_assert(NAME_BYTES == TQ_CUDA_KERNEL_NAME_BYTES);
 
-/** Moves the stream to its place in the launchers, before the error. */
+/** Calls a launcher with the stream in its place, before the error. */
 template <auto function, class... Arguments> tq_status on_stream(void *stream, Arguments... arguments)
 {
     auto all = std::make_tuple(arguments...);
@@ -147,7 +146,7 @@ const Backend cuda = {
 };
 #endif
 
-/** After the checks: makes the call's device current for its lifetime, and has its backend and stream. */
+/** Made after the checks. Keeps the call's device current while it lives, and has the backend and the stream. */
 class Launch
 {
 public:
@@ -165,7 +164,7 @@ public:
     }
     const Backend *operator->() const { return backend; }
 
-    /** Memory for the call. Torch's allocators align to 64 bytes on a CPU and to 512 on CUDA, and know the stream. */
+    /** Allocates memory for the call. Torch aligns it to 64 bytes on a CPU and to 512 on CUDA, and knows the stream. */
     Tensor workspace(size_t bytes) const
     {
         return call_.allocate({std::max<int64_t>(static_cast<int64_t>(bytes), 64)}, aoti_torch_dtype_uint8());
@@ -187,7 +186,7 @@ void run_append(const Call &call, const tq_append_params &p, int64_t *flag)
     call.check(launch->append(launch.stream, &call.plan(), &p, flag, at, bytes, &call.error));
 }
 
-/** A contiguous copy in another (or the same) dtype. */
+/** Returns a contiguous copy in another (or the same) dtype. */
 Tensor converted(const Call &call, const Tensor &t, int32_t dtype)
 {
     auto sizes = t.sizes();
@@ -196,7 +195,7 @@ Tensor converted(const Call &call, const Tensor &t, int32_t dtype)
     return out;
 }
 
-/** Copies of both, which are alike, one behind the other, in one launch. */
+/** Copies a and b, of the same sizes and dtype, one behind the other, in one launch. */
 Tensor joined(const Call &call, const Tensor &a, const Tensor &b)
 {
     auto sizes = a.sizes();
@@ -209,7 +208,7 @@ Tensor joined(const Call &call, const Tensor &a, const Tensor &b)
     return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-/** Contiguous and float32, copied only if it is not. */
+/** Returns t, or a copy if it is not contiguous and float32. */
 Tensor dense_f32(const Call &call, const Tensor &t)
 {
     int32_t f32 = aoti_torch_dtype_float32();
@@ -235,7 +234,7 @@ Tensor rotate(const Words &words, const Tensor &x, const Maybe &matrix, bool inv
     return dtype_of(x) == dtype_of(y) ? y : converted(call, y, dtype_of(x));
 }
 
-/** The arguments of `append` beside the plan, checked. */
+/** Checks and reads the arguments of `append` besides the plan. */
 tq_append_params read_append(const Call &call, const Tensor &k, const Maybe &v, const Tensor &lengths,
                              const Tensor &pages, const Tensor &block_table, const Exact &exact,
                              const Transforms &transforms, const Maybe &flag, const Ragged &ragged)
@@ -291,7 +290,7 @@ std::string append_kernel(APPEND)
     return name;
 }
 
-/** The queries of an attention call, and its scale, mask and soft-cap. */
+/** Reads the queries of an attention call, and its scale, mask, soft-cap and schedule. */
 tq_attend_params read_queries(const Call &call, const Tensor &q, std::optional<double> softmax_scale, bool causal,
                               int64_t sliding_window, double softcap, const Maybe &schedule, const Layout &layout)
 {
@@ -314,7 +313,7 @@ tq_attend_params read_queries(const Call &call, const Tensor &q, std::optional<d
     return p;
 }
 
-/** New tokens beside the window: [batch, kv_heads, query_tokens, head_dim]. */
+/** Reads one side of the new tokens beside the window: [batch, kv_heads, query_tokens, head_dim]. */
 const void *read_fresh(const Call &call, const char *name, const Maybe &t, const tq_attend_params &p, int32_t dtype,
                        int64_t *batch, int64_t *head, int64_t *token)
 {
@@ -325,11 +324,11 @@ const void *read_fresh(const Call &call, const char *name, const Maybe &t, const
     return t->const_data_ptr();
 }
 
-/** Checks the arguments of `attend`, or of an operator with the same. */
+/** Checks and reads the arguments of `attend`, or of an operator with the same arguments. */
 tq_attend_params read_attend(const Call &call, const Layout &layout, ATTEND)
 {
-    (void)words;                                // of the call
-    (void)query_start_loc, (void)max_query_len; // of the layout
+    (void)words;                                // read by the call
+    (void)query_start_loc, (void)max_query_len; // read by the layout
     tq_attend_params p = read_queries(call, q, softmax_scale, causal, sliding_window, softcap, schedule, layout);
     read_layer(call, q, pages, block_table, lengths, GIVEN_EXACT, GIVEN_TRANSFORMS, GIVEN_RAGGED, window, ANY, false,
                &p.layer);
@@ -378,7 +377,7 @@ std::tuple<Tensor, Tensor> attend(ATTEND)
     return {out, lse};
 }
 
-/** For an array that is written: strides of 0, which the core would take for those of a dense one. It checks others. */
+/** Refuses strides of 0 in an array that is written. To the core they mean a dense array; it checks all others. */
 void check_is_apart(const Call &call, const char *name, const Tensor &t)
 {
     for (int64_t i = 0; i < t.dim(); i++)
@@ -406,7 +405,7 @@ void attend_out(ATTEND, const Tensor &out, const Maybe &lse, const Maybe &worksp
     run_attend(call, launch, p, workspace);
 }
 
-/** The most bytes of workspace that `attend` with these arguments, or smaller ones, needs. */
+/** Returns the most bytes of workspace that `attend` needs with these arguments or smaller ones. */
 int64_t attend_workspace(ATTEND)
 {
     Call call("attend_workspace", words, q, "q");
@@ -425,7 +424,7 @@ std::string attend_kernel(ATTEND)
     return name;
 }
 
-/** One schedule for the layers of a step: tq_cuda_schedule. Only the sizes of q, pages and block_table are used. */
+/** Writes one schedule for all layers of a step (tq_cuda_schedule). Uses only the sizes of q, pages and block_table. */
 void schedule(const Words &words, const Tensor &schedule, const Tensor &q, const Tensor &pages,
               const Tensor &block_table, const Tensor &lengths, const Maybe &starts, int64_t sinks, int64_t window,
               bool causal, int64_t sliding_window, const Maybe &query_start_loc, int64_t max_query_len,
@@ -440,7 +439,7 @@ void schedule(const Words &words, const Tensor &schedule, const Tensor &q, const
     p.layer.sinks = call.narrow("sinks", sinks), p.layer.window = call.narrow("window", window);
     p.layer.sink_rows = read_integers(call, "sink_rows", sink_rows, {p.layer.batch});
     p.layer.tail_rows = read_integers(call, "tail_rows", tail_rows, {p.layer.batch, 2});
-    p.layer.n_sink_rows = p.layer.n_tail_rows = INT32_MAX; // rows themselves are not read
+    p.layer.n_sink_rows = p.layer.n_tail_rows = INT32_MAX; // the rows are not read
     p.layer.tail_slots = tail_rows ? call.plan().page_tokens : 0;
     p.starts = read_integers(call, "starts", starts, {p.layer.batch});
     p.ends = read_integers(call, "ends", ends, {p.layer.batch});
@@ -449,8 +448,8 @@ void schedule(const Words &words, const Tensor &schedule, const Tensor &q, const
                                 schedule.size(0), &call.error));
 }
 
-/** append and attend in one call, because torch's overhead of an operator is longer than a decode step's kernels. The
- *  first of several queries see tokens that the last ones push out of the window, so `attend` gets a copy of it. */
+/** Appends and attends in one call, because torch's overhead for an operator takes longer than a decode step's kernels.
+ *  The first of several queries see tokens that the last ones push out of the window, so `attend` gets a copy of it. */
 Tensor append_attend(const Words &words, const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &lengths,
                      const Tensor &pages, const Tensor &block_table, EXACT, TRANSFORMS, const Maybe &flag,
                      std::optional<double> softmax_scale, int64_t sliding_window, double softcap, const Maybe &schedule,
@@ -498,7 +497,7 @@ Tensor append_attend(const Words &words, const Tensor &q, const Tensor &k, const
     return out;
 }
 
-/** An int32 tensor on the call's device; from host memory, so CUDA waits for it. */
+/** Returns an int32 tensor on the call's device. On CUDA the call waits for the copy from host memory. */
 Tensor integers(const Call &call, const std::vector<int64_t> &shape, const std::vector<int32_t> &numbers)
 {
     Call host = call;
@@ -626,7 +625,7 @@ void implement(torch::stable::detail::StableLibrary &m)
 } // namespace
 } // namespace turboquant
 
-/** The CUDA toolkit and the architectures of this library's kernels, "13.0: 80+PTX 90a"; empty in a build without CUDA.
+/** Names the CUDA toolkit and the architectures of this library's kernels, "13.0: 80+PTX 90a"; empty without CUDA.
  *  For `turboquant info`, which needs no device for it. */
 extern "C" TQ_API const char *tq_torch_cuda_build(void);
 const char *tq_torch_cuda_build(void)
@@ -638,10 +637,10 @@ const char *tq_torch_cuda_build(void)
 #endif
 }
 
-/** The kernels on a GPU that need not be there (tq_cuda_attend_kernel), for `turboquant info --kernels --gpu`.
+/** Names the kernels on a GPU that need not be there (tq_cuda_attend_kernel), for `turboquant info --kernels --gpu`.
  *  sizes  batch, KV heads, query heads of each, tokens of each sequence, and how many of them a prompt appends at once
- *  names  [3][64], written: attention of a step in bfloat16 with sequences of one length, a token appended, a prompt
- *  Returns "", or what is wrong: one sentence, until the thread's next call. */
+ *  names  [3][64], written: attention of a step (bfloat16, sequences of one length), append of a token, of a prompt
+ *  Returns "", or a sentence that says what is wrong and is valid until the thread's next call. */
 extern "C" TQ_API const char *tq_torch_kernels_on(const char *gpu, const int64_t *words, size_t n_words,
                                                   const int32_t *sizes, char *names);
 const char *tq_torch_kernels_on(const char *gpu, const int64_t *words, size_t n_words, const int32_t *sizes,
@@ -680,7 +679,7 @@ const char *tq_torch_kernels_on(const char *gpu, const int64_t *words, size_t n_
 #endif
 }
 
-/** Bytes of one page of one KV head of a plan, or -1 for words that are no plan. For Python without `turboquant._core`. */
+/** Returns the bytes of one page of one KV head, or -1 for words that are no plan. Python without _core calls it. */
 extern "C" TQ_API int64_t tq_torch_record_bytes(const int64_t *words, size_t n_words);
 int64_t tq_torch_record_bytes(const int64_t *words, size_t n_words)
 {
