@@ -1,4 +1,4 @@
-/* A team's stages: shared memory that units are loaded into, its barriers, and the place of the next unit. */
+/* A team's stages (shared memory that units are loaded into, and its barriers), and where the next unit is. */
 #ifndef TQ_CUDA_ATTEND_LOOP_STAGES_CUH
 #define TQ_CUDA_ATTEND_LOOP_STAGES_CUH
 #include "cuda/attend/rows/sequence.cuh"
@@ -8,9 +8,8 @@
 namespace tq
 {
 
-/** Whether the kernel runs on the architecture that is compiled for: bulk copies need compute capability 9.0
- *  (look_at_device).
- *  Other combinations are left empty. */
+/** Whether kernel V runs on the architecture being compiled: bulk copies are used on compute capability 9.x alone
+ *  (look_at_device). Elsewhere the kernel is left empty. */
 template <class V> __device__ constexpr bool is_for_this_device()
 {
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1000)
@@ -20,15 +19,14 @@ template <class V> __device__ constexpr bool is_for_this_device()
 #endif
 }
 
-/** A side of a unit in shared memory. A stage is |key codes|value codes|key scales|value scales|. If a page is two
- *  units, the stage also has the other unit's scales. */
+/** Keys or values of a unit in shared memory. A stage is |key codes|value codes|key scales|value scales|. If a page is
+ *  two units, the copy of the scales also brings scales of the other unit, which then lie between them. */
 struct StageView {
     const uint8_t *codes;
-    const uint8_t
-        *scales; /* fp16, in column order: scales of tokens g + 8 r, r = 0..3, of a tile are neighbours, from 4 g on */
+    const uint8_t *scales; /* fp16, in column order: number 4 g + r of a tile is of its token g + 8 r, r = 0..3 */
 };
 
-/** The scales of a lane's tokens in TILES tiles: word i has those of 2 i and 2 i + 1. */
+/** The scales of a lane's tokens in TILES tiles. Word i has those of its tokens 2 i and 2 i + 1. */
 template <int TILES> struct LaneScales {
     uint32_t pair[2 * TILES];
 
@@ -46,7 +44,7 @@ template <int TILES> struct LaneScales {
         __half2 h = *reinterpret_cast<const __half2 *>(&pair[i / 2]);
         return i % 2 ? __high2float(h) : __low2float(h);
     }
-    /** Of value scales: whether they are of the absent record. */
+    /** Whether these are value scales of the absent record. */
     __device__ __forceinline__ bool absent() const { return pair[0] == NO_PAGE; }
     __device__ __forceinline__ bool any_zero() const
     {
@@ -61,7 +59,7 @@ template <int TILES> struct LaneScales {
 /** A team's ring of stages. Key codes with all scales, and value codes, have separate barriers, so that the next unit's
  *  keys are loaded while this unit's values are used. Addresses are in shared memory. A stage has four barriers: full
  *  keys, full values, empty keys, empty values; a team of one warp never waits for an empty stage. ONE_STAGE: there is
- *  only one stage, and the team has V's number of warps. */
+ *  only one stage, and the team has V::TEAM_WARPS warps. */
 template <class V, bool ONE_STAGE_ = false> struct Ring {
     static constexpr bool ONE_STAGE = ONE_STAGE_;
     uint32_t stages, barriers; /* of the team */
@@ -89,8 +87,8 @@ template <class V, bool ONE_STAGE_ = false> struct Ring {
      *  otherwise every thread issues its share. */
     __device__ __forceinline__ static bool sends(int thread) { return !V::BULK || thread < 32; }
 
-    /** Issues the copies of half a stage: key codes and all scales, or value codes. By whole warps, all for which
-     *  `sends`. */
+    /** Issues the copies that fill half a stage. which: 0 for key codes and all scales, 1 for value codes. All threads
+     *  for which `sends` is true call it. */
     __device__ __forceinline__ void fill(const AttendArgs &a, int stage_, int which, const uint8_t *record,
                                          int32_t unit, int thread) const
     {
@@ -118,16 +116,16 @@ template <class V, bool ONE_STAGE_ = false> struct Ring {
     }
 };
 
-/** Lanes of a warp that arrive at a team's barrier of an empty stage. One is enough: it arrives after __syncwarp, so what all lanes have read
- *  comes before the copy that another warp starts. compute-sanitizer's racecheck does not follow that, and reports hazards; the programs for it
- *  (setup.py, build_sanitize) let every lane arrive, which takes longer (measured.md). */
+/** How many lanes of a warp arrive at the barrier of an empty stage. One is enough: it arrives after __syncwarp, so all
+ *  lanes have read the stage before another warp starts to copy into it. compute-sanitizer's racecheck does not follow
+ *  that and reports hazards, so in its builds (setup.py, build_sanitize) every lane arrives: slower (measured.md). */
 #ifdef TQ_EVERY_LANE_ARRIVES
 constexpr int ARRIVALS = 32;
 #else
 constexpr int ARRIVALS = 1;
 #endif
 
-/** Initialises a team's barriers; by one of its threads. */
+/** Initialises a team's barriers. One of its threads calls it. */
 template <class V, bool ONE_STAGE>
 __device__ __forceinline__ void init_barriers(const AttendArgs &a, const Ring<V, ONE_STAGE> &ring)
 {
@@ -140,7 +138,7 @@ __device__ __forceinline__ void init_barriers(const AttendArgs &a, const Ring<V,
     barrier_init_fence();
 }
 
-/** Releases half of the unit's stage and, if there is another unit, starts to load it there. */
+/** Releases half of the current unit's stage and, if `more`, starts to load that half of another unit there. */
 template <class R>
 __device__ __forceinline__ void refill(const AttendArgs &a, const R &ring, int which, bool more, const uint8_t *record,
                                        int32_t unit, int thread)
@@ -154,7 +152,7 @@ __device__ __forceinline__ void refill(const AttendArgs &a, const R &ring, int w
     if (more && ring.sends(thread)) ring.fill(a, ring.stage, which, record, unit, thread);
 }
 
-/** The place of the next unit to load. */
+/** Where the next unit to load is. */
 struct UnitPlace {
     int32_t unit;         /* in its sequence */
     uint32_t table, head; /* the sequence's first entry in the block table; offset of the KV head's record in a page */
@@ -163,13 +161,14 @@ struct UnitPlace {
         : unit(unit_), table((uint32_t)b * (uint32_t)a.p.layer.max_pages), head(h * (uint32_t)a.record_bytes)
     {
     }
-    /** Index in the block table. */
+    /** Returns the index of the unit's page in the block table. */
     __device__ __forceinline__ uint32_t entry(const AttendArgs &a) const
     {
         return table + (uint32_t)(unit >> (a.page_units - 1));
     }
     __device__ __forceinline__ int32_t page(const AttendArgs &a) const { return a.p.layer.block_table[entry(a)]; }
-    /** A page that is not in the cache has the absent record: a branch here would cost time (measured.md). */
+    /** Returns the address of the unit's record in `page`, or of the absent record if the cache has no such page. A
+     *  branch that skips absent pages would cost time (measured.md). */
     __device__ __forceinline__ const uint8_t *record(const AttendArgs &a, int32_t page) const
     {
         const uint8_t *there = a.p.layer.pages + ((uint64_t)(uint32_t)page * a.page_bytes + head);
@@ -177,7 +176,7 @@ struct UnitPlace {
     }
 };
 
-/** The first packed index of a unit of `tiles` token tiles. */
+/** Returns the packed index of the first token of a unit. tiles: token tiles of a unit. */
 __device__ __forceinline__ int32_t first_token(const AttendArgs &a, int32_t unit, int tiles)
 {
     const int32_t second = a.page_units - 1, page = unit >> second;

@@ -1,17 +1,17 @@
 /* The loop over units for many rows of one KV head (compute capability 9.0, four groups, whole pages of four tiles). A
  * team is four warps that share pages and rows, so that each code is unpacked once for 16 or 32 rows. Unpacked codes
- * stay in registers as operand A of WGMMA products of the four warps; operand B is in shared memory.
+ * stay in registers, as operand A of the four warps' WGMMA products. Operand B is in shared memory.
  *
  *   scores   (128 tokens x rows) = keys x queries, in bytes, two planes a query, as in loop/warp.cuh. Warp w has
  *            token tile w.
- *   weights  exp2(score - reference) times value scale, rounded to fp16, go to shared memory for all four warps: the
- *            only synchronisation of a page. It also tells whether a weight is too large for fp16; then references are
- *            moved (rare; also if a value scale is 0, because such a token's weight may be too large for float32).
+ *   weights  exp2(score + reference) times value scale, rounded to fp16, go to shared memory for all four warps. The
+ *            barrier for that, the only one of a page without a wave, also tells them to move references: if a weight
+ *            is too large for fp16 (rare), or if a value scale is 0, since its weight may be too large for float32.
  *   sums     (128 channels x rows) += values x weights, in fp16, which holds levels exactly. Warp w has channel group
  *            w.
  *
- * A lane 4 g + t owns, of each four rows, row t: the scores of tokens g + 8 r of its warp's tile, r = 0..3, and the
- * sums of channels g + 8 r of its warp's group. */
+ * Lane 4 g + t owns row t of each four rows: the scores of tokens g + 8 r of its warp's tile, r = 0..3, and the sums of
+ * channels g + 8 r of its warp's group. */
 #ifndef TQ_CUDA_ATTEND_LOOP_TEAM_CUH
 #define TQ_CUDA_ATTEND_LOOP_TEAM_CUH
 #include "cuda/attend/loop/stages.cuh"
@@ -22,9 +22,9 @@
 namespace tq
 {
 
-/** How a row's products become exponents. x: scale; y: added for the offset of the key codes; half[0].w: reference, as
- *  in loop/warp.cuh; half[1].w: the variance term's factor, in units of exponents. At 1 and 2 bits, whose bytes have four
- *  sizes, y and z are for the lane's tokens 2 half and 2 half + 1. */
+/** Factors and terms that turn a row's products into exponents. x: scale; y: term for the offset of the key codes;
+ *  half[0].w: reference, as in loop/warp.cuh; half[1].w: factor of the variance term, in units of exponents. At 1 and 2
+ *  bits, whose bytes have four sizes, half[i].y and .z are for the lane's tokens 2 i and 2 i + 1. */
 struct RowScales {
     float4 half[2];
 };
@@ -36,7 +36,7 @@ struct TeamSpace {
     uint32_t address, queries;
     int team;
 
-    /** at_queries: byte offset in the block's shared memory, or in the team's own. */
+    /** at_queries: offset of the queries in bytes, in the team's own shared memory (own_queries) or in the block's. */
     __device__ __forceinline__ TeamSpace(const AttendArgs &a, int team_, int bytes, int at_queries, bool own_queries)
         : at(shared_bytes + a.at_teams + team_ * bytes),
           address(shared_address(shared_bytes) + a.at_teams + team_ * bytes),
@@ -54,16 +54,17 @@ struct TeamSpace {
 };
 
 template <class V> struct ManyRowsSums {
-    float o[2][V::ROWS / 2]; /* by half of the channel group, in WGMMA's layout */
+    float o[2][V::ROWS / 2]; /* [half of the channel group], in WGMMA's layout */
     float weights[V::COLUMNS];
 };
 
-/** The place in o[half] of a lane's channel r = 2 half, 2 half + 1 for its row c. */
+/** Returns the index in o[r / 2] of a lane's channel g + 8 r, r = 0..3, of its row c. */
 __device__ __forceinline__ constexpr int sum_at(int r, int c) { return 4 * (c / 2) + 2 * (r & 1) + c % 2; }
 
 __device__ __forceinline__ int row_of(int c, int lane) { return 4 * c + (lane & 3); }
 
-/** Issues c[i] (half first + i of each warp's token tile x both planes of each row) += a group's keys x queries. */
+/** Issues c[i] = keys x queries of a group, plus c[i] if `add`. c[i] is half first + i of each warp's token tile x both
+ *  planes of each row. */
 template <class V, int BITS>
 __device__ __forceinline__ void queue_keys(const TileWords<BITS> &words, int first, const LevelTables &tables,
                                            uint64_t queries, bool add, int (&c)[V::HALVES][V::ROWS])
@@ -84,8 +85,8 @@ __device__ __forceinline__ void queue_keys(const TileWords<BITS> &words, int fir
     wait_for_batches<V::BATCHES_LEFT>();
 }
 
-/** c = the keys of HALVES halves of each warp's token tile x queries, over all groups. c[i][4 n + 2 j] and the next
- *  number are the high and the low plane of the lane's token 2 (first + i) + j for its row n. */
+/** Sets c to keys x queries, summed over all groups, for HALVES halves of each warp's token tile. c[i][4 n + 2 j] and
+ *  the next number are the high and the low plane of the lane's token 2 (first + i) + j for its row n. */
 template <class V>
 __device__ __forceinline__ void multiply_keys(const AttendArgs &a, const uint8_t *codes, uint64_t queries, int warp,
                                               int first, int (&c)[V::HALVES][V::ROWS])
@@ -117,10 +118,10 @@ __device__ __forceinline__ void multiply_keys(const AttendArgs &a, const uint8_t
     for (int i = 0; i < V::HALVES; i++) take_results(c[i]);
 }
 
-/** Whether bytes of the lane's token r are codes * 2^(bits r). */
+/** Whether the key bytes of the lane's token r are its codes * 2^(bits r) (Reading::ROW_FACTOR). */
 template <class V> constexpr bool SMALLER_BYTES = V::ONE_WIDTH && V::BITS <= 2;
 
-/** The scores of the lane's token r for its row c are s[c][r] * k[r]. */
+/** Computes a page's scores, times scale_left: s[c][r] * k[r] for the lane's token r and its row c. */
 template <class V>
 __device__ __forceinline__ void score_page(const AttendArgs &a, StageView keys, const TeamSpace &space, int warp,
                                            int lane, float (&s)[V::COLUMNS][4], float (&k)[4])
@@ -151,12 +152,12 @@ __device__ __forceinline__ void score_page(const AttendArgs &a, StageView keys, 
     for (int r = 0; r < 4; r++) k[r] = SMALLER ? scales[r] * (1.0f / (1 << V::BITS * r)) : scales[r];
 }
 
-/** Takes the variance term off the scores. */
+/** Subtracts the variance term from the scores. */
 template <class V>
 __device__ __forceinline__ void subtract_variance(const TeamSpace &space, int lane, float (&s)[V::COLUMNS][4],
                                                   const float (&k)[4])
 {
-    float factor[4]; /* k[r] is the key scale divided by 2^(bits r), where bytes are smaller */
+    float factor[4]; /* the key scale; with SMALLER_BYTES k[r] is that divided by 2^(bits r) */
 #pragma unroll
     for (int r = 0; r < 4; r++) factor[r] = SMALLER_BYTES<V> ? k[r] * (1 << 2 * V::BITS * r) : k[r];
 #pragma unroll
@@ -167,8 +168,7 @@ __device__ __forceinline__ void subtract_variance(const TeamSpace &space, int la
     }
 }
 
-/** The wave's terms of a page's scores: each warp of the team computes those of a fourth of the rows. rows: as
- *  prepared; wave: from put_wave. */
+/** Computes the wave's terms of a page. Each warp stores those of a fourth of the rows. wave: from put_wave. */
 template <class V>
 __device__ __forceinline__ void sum_wave_of_page(const AttendArgs &a, const RowArgs *rows, const float2 *wave,
                                                  int32_t page, int warp, int lane)
@@ -176,7 +176,7 @@ __device__ __forceinline__ void sum_wave_of_page(const AttendArgs &a, const RowA
     constexpr int ROW_QUADS = V::COLUMNS / V::TEAM_WARPS;
     auto factor_of = [&](int quad, int i) {
         const RowArgs &row = rows[row_of(quad, i)];
-        return a.p.softcap > 0 ? row.wave : row.wave * row.scale; /* scores have their scale by then: scale_left */
+        return a.p.softcap > 0 ? row.wave : row.wave * row.scale; /* scores are already multiplied by scale_left */
     };
     auto put = [&](int n, const float (&terms)[4 *V::TILES]) {
         put_terms<V::TILES>(a, n, terms, factor_of(warp + n * V::TEAM_WARPS, lane), lane);
@@ -184,7 +184,7 @@ __device__ __forceinline__ void sum_wave_of_page(const AttendArgs &a, const RowA
     sum_wave<ROW_QUADS, V::TILES>(a, wave, page * a.page_tokens, warp, V::TEAM_WARPS, lane, put);
 }
 
-/** Adds the terms to the scores of the warp's tile, which then have key scales of 1. By the whole team. */
+/** Multiplies scores by key scales, so that k becomes 1, and adds the wave's terms. The whole team calls it. */
 template <class V>
 __device__ __forceinline__ void add_wave_of_page(const AttendArgs &a, int team, int warp, int lane,
                                                  float (&s)[V::COLUMNS][4], float (&k)[4])
@@ -192,7 +192,7 @@ __device__ __forceinline__ void add_wave_of_page(const AttendArgs &a, int team, 
     meet(team);
 #pragma unroll
     for (int c = 0; c < V::COLUMNS; c++) {
-        const WaveSpace space(a, threadIdx.x / 32 - warp + c % V::TEAM_WARPS); /* of the rows' warp */
+        const WaveSpace space(a, threadIdx.x / 32 - warp + c % V::TEAM_WARPS); /* of the warp that has these rows */
 #pragma unroll
         for (int r = 0; r < 4; r++) s[c][r] *= k[r];
         add_terms(space.terms[(c / V::TEAM_WARPS * V::TILES + warp) * 32 + lane], s[c]);
@@ -201,7 +201,8 @@ __device__ __forceinline__ void add_wave_of_page(const AttendArgs &a, int team, 
     for (int r = 0; r < 4; r++) k[r] = 1;
 }
 
-/** For a page of which some row sees a part. first: its first token; end: one past its last. */
+/** Hides the tokens of a page that a row does not see: their scores become -inf. first: packed index of the first token
+ *  of the warp's tile; end: tokens from it on are hidden from all rows. */
 template <class V>
 __device__ __forceinline__ void hide_tokens_of_page(const RowArgs *rows, int32_t first, int32_t end, int lane,
                                                     float (&s)[V::COLUMNS][4], float (&k)[4],
@@ -242,9 +243,9 @@ __device__ __forceinline__ void cap_page(const AttendArgs &a, const RowArgs *row
     for (int r = 0; r < 4; r++) k[r] = 1;
 }
 
-/** Scores to weights times value scales in `to`, the lane's place in a buffer, and the sums of the weights. Returns
- *  whether one is too large: the products with value scales must stay below 2^HEADROOM, because they are stored as
- *  fp16. */
+/** Turns scores into weights. Writes their products with value scales, as fp16, to `to`, the lane's place in a buffer,
+ *  and the sums of the weights to `weights`. Returns true if a product exceeds 2^HEADROOM: that is too large,
+ *  because they are stored as fp16. */
 template <class V>
 __device__ __forceinline__ bool weigh_page(const TeamSpace &space, const LaneScales<1> &value_scales,
                                            const float (&s)[V::COLUMNS][4], const float (&k)[4], int lane, uint8_t *to,
@@ -255,7 +256,7 @@ __device__ __forceinline__ bool weigh_page(const TeamSpace &space, const LaneSca
     for (int r = 0; r < 4; r++) v[r] = value_scales[r];
 #pragma unroll
     for (int c = 0; c < V::COLUMNS; c++)
-        reference[c] = space.rows<V>()[row_of(c, lane)].half[0].w; /* no load waits for a store */
+        reference[c] = space.rows<V>()[row_of(c, lane)].half[0].w; /* now, so that no load waits for a store */
     __half2 top = __float2half2_rn(0);
 #pragma unroll
     for (int c = 0; c < V::COLUMNS; c++) {
@@ -273,7 +274,7 @@ __device__ __forceinline__ bool weigh_page(const TeamSpace &space, const LaneSca
     return most > (float)(1 << (int)HEADROOM);
 }
 
-/** Moves the rows' references up to about the largest weights; they need not be exact. By the whole team. */
+/** Moves the rows' references so that weights times value scales are at most about 1. The whole team calls it. */
 template <class V>
 __device__ __forceinline__ void raise_references(const TeamSpace &space, const LaneScales<1> &value_scales,
                                                  const float (&s)[V::COLUMNS][4], const float (&k)[4], int warp,
@@ -281,7 +282,7 @@ __device__ __forceinline__ void raise_references(const TeamSpace &space, const L
 {
     float *tops = space.numbers<V>(), v[4], before[V::COLUMNS];
 #pragma unroll
-    for (int r = 0; r < 4; r++) v[r] = __log2f(fmaxf(value_scales[r], 0x1p-24f)); /* the least fp16 number */
+    for (int r = 0; r < 4; r++) v[r] = __log2f(fmaxf(value_scales[r], 0x1p-24f)); /* the least fp16 number but 0 */
 #pragma unroll
     for (int c = 0; c < V::COLUMNS; c++) {
         float top = -INFINITY;
@@ -307,7 +308,7 @@ __device__ __forceinline__ void raise_references(const TeamSpace &space, const L
     meet(space.team);
 }
 
-/** Issues a token tile's part of the sums. weights: its first step; x: the tile's fragments by half and step. */
+/** Issues a token tile's values x weights. weights: of its first 16 tokens; x: value fragments, [half][step of 16]. */
 template <class V>
 __device__ __forceinline__ void queue_values(const uint32_t (&x)[2][2][4], uint64_t weights, ManyRowsSums<V> &sums)
 {
@@ -361,7 +362,7 @@ __device__ __forceinline__ void add_values_of_page(const AttendArgs &a, StageVie
     for (int half = 0; half < 2; half++) take_results(sums.o[half]);
 }
 
-/** Initialises a team's state of its rows, and its sums. */
+/** Initialises a team's state of its rows, and its sums, and synchronises the team. */
 template <class V>
 __device__ __forceinline__ void start_rows_of_team(const AttendArgs &a, const RowArgs *rows, const TeamSpace &space,
                                                    int thread, ManyRowsSums<V> &sums)
@@ -383,8 +384,7 @@ __device__ __forceinline__ void start_rows_of_team(const AttendArgs &a, const Ro
     meet(space.team);
 }
 
-/** The units of the current segment. rows: as prepared; wave: from put_wave; warp: index in the team, uniform over
- *  lanes. */
+/** Attends to the units of the current segment. wave: from put_wave; warp: index in the team, uniform over lanes. */
 template <class V, class R, class Ahead>
 __device__ __forceinline__ void attend_units_of_team(const AttendArgs &a, R &ring, Ahead &ahead, const RowArgs *rows,
                                                      const float2 *wave, const TeamSpace &space, int warp, int lane,
@@ -394,29 +394,29 @@ __device__ __forceinline__ void attend_units_of_team(const AttendArgs &a, R &rin
     start_rows_of_team<V>(a, rows, space, thread, sums);
     Range whole = whole_units(a, ahead.common());
     bool capped = a.p.softcap > 0, has_variance = a.wave.variance > 0;
-    constexpr int32_t FIRST = 2; /* buffer 0 of the first page, whose rows have no references yet */
+    constexpr int32_t FIRST = 2; /* buffer 0, for the first page: rows have no references yet */
     int32_t buffer = FIRST;
-    int place =
-        (2 * warp + g / 4) * V::WEIGHT_STEP + 32 * (lane & 3) + 4 * (g % 4); /* of the lane's weights in a buffer */
+    /* where the lane's weights are in a buffer, in bytes */
+    int place = (2 * warp + g / 4) * V::WEIGHT_STEP + 32 * (lane & 3) + 4 * (g % 4);
 #pragma unroll 1
     while (ahead.works(a)) {
         bool more = ahead.more();
         int32_t page = ahead.at_work(a);
-        int32_t next_page = more && warp == 0 ? ahead.page(a) : 0; /* long before it is needed */
+        int32_t next_page = more && warp == 0 ? ahead.page(a) : 0; /* loaded long before it is needed */
         float s[V::COLUMNS][4], k[4], weights[V::COLUMNS];
         if (has_wave<V>(a)) sum_wave_of_page<V>(a, rows, wave, page, warp, lane);
         barrier_wait(ring.barrier(ring.stage, 0), ring.parity);
         score_page<V>(a, ring.view(a, a.key), space, warp, lane, s, k);
         StageView values = ring.view(a, a.value);
-        LaneScales<1> value_scales; /* read now: they share the stage half of the keys */
+        LaneScales<1> value_scales; /* read now: they are in the keys' half of the stage */
         value_scales.load(values, warp, lane);
         const uint8_t *next_record = ahead.record(a, next_page);
         refill(a, ring, 0, more, next_record, ahead.unit, thread);
 
-        /* of lane 0, so that lanes agree whatever a page holds */
+        /* from lane 0, so that all lanes agree, whatever a page holds */
         const bool absent = __shfl_sync(ALL_LANES, value_scales.absent(), 0);
         bool part = page < whole.lo || page >= whole.hi || absent;
-        if (part || capped || has_variance || has_wave<V>(a)) { /* one jump over all */
+        if (part || capped || has_variance || has_wave<V>(a)) { /* one branch around all of it */
             if (has_variance) subtract_variance<V>(space, lane, s, k);
             if (has_wave<V>(a)) add_wave_of_page<V>(a, space.team, warp, lane, s, k);
             if (part)
@@ -448,7 +448,7 @@ __device__ __forceinline__ void attend_units_of_team(const AttendArgs &a, R &rin
     }
 }
 
-/** Writes the team's sums of weights to its numbers, for all warps: those of row r are at r, ROWS + r, ... */
+/** Writes each warp's sums of weights to the team's numbers (row r: r, ROWS + r, ..), and synchronises the team. */
 template <class V>
 __device__ __forceinline__ void add_weights_of_team(const TeamSpace &space, int warp, int lane,
                                                     const ManyRowsSums<V> &sums)
@@ -463,7 +463,7 @@ __device__ __forceinline__ void add_weights_of_team(const TeamSpace &space, int 
     meet(space.team);
 }
 
-/** Writes the team's sums. to(row): the address of the row's first channel. */
+/** Writes the team's sums. to(row) returns the address of the row's first channel. */
 template <class V, class To>
 __device__ __forceinline__ void store_sums_of_team(int warp, int lane, const ManyRowsSums<V> &sums, To to)
 {
@@ -475,7 +475,7 @@ __device__ __forceinline__ void store_sums_of_team(int warp, int lane, const Man
     }
 }
 
-/** Maximum and sum of a row's part: base 2, as of RowTotals. */
+/** Returns the maximum and the sum of a row's part, as in RowTotals. */
 template <class V>
 __device__ __forceinline__ float2 total_of_team(const AttendArgs &a, const RowArgs *rows, const TeamSpace &space,
                                                 int row)

@@ -1,8 +1,8 @@
-/* The loop over units for few rows, by one warp: computes scores and weights, sums weighted values, loads the next units. Only warps of
- * one team wait for each other, when they reuse a stage.
+/* The loop over units for few rows, by one warp: computes scores and weights, sums weighted values, loads the next
+ * units. Only warps of one team wait for each other, when they reuse a stage.
  *
- * A lane 4 g + t of a warp owns, of each quad of rows, row t: the scores of its tokens g, g + 8, g + 16, g + 24
- * of each token tile, and the sums of its channels g + 8 r of each group. */
+ * Lane 4 g + t of a warp owns row t of each quad of rows: the scores of tokens g, g + 8, g + 16, g + 24 of each token
+ * tile, and the sums of channels g + 8 r of each group. */
 #ifndef TQ_CUDA_ATTEND_LOOP_WARP_CUH
 #define TQ_CUDA_ATTEND_LOOP_WARP_CUH
 #include "cuda/attend/loop/stages.cuh"
@@ -20,17 +20,17 @@ template <class V> struct Sums {
 };
 
 template <class V> struct LaneRows {
-    float scale[V::ROW_QUADS], offset[V::ROW_QUADS]; /* offset: of ROW_FACTOR codes */
-    float variance[V::ROW_QUADS];                    /* of the variance term, if VARIANCE */
-    int start[V::ROW_QUADS][2]; /* initial sums of key products, by plane, of keys that have an offset */
+    float scale[V::ROW_QUADS], offset[V::ROW_QUADS]; /* offset: added to products of ROW_FACTOR codes */
+    float variance[V::ROW_QUADS];                    /* RowArgs::variance, if VARIANCE */
+    int start[V::ROW_QUADS][2]; /* initial sums of key products, by plane, if keys have an offset */
     uint2 query[V::GROUPS];     /* if QUERY_IN_REGISTERS */
 };
 
-/** The bits of 1.5 2^23. Adding an integer n, |n| < 2^22, gives the bits of 1.5 2^23 + n. So an accumulator that starts
- *  with them ends as a float, without a conversion, which would use the same pipe as the look-ups. */
+/** The bits of 1.5 * 2^23. Adding an integer n, |n| < 2^22, gives the bits of 1.5 * 2^23 + n. So an accumulator that
+ *  starts with them ends as a float, without a conversion, which would use the same pipe as the look-ups. */
 constexpr int FLOAT_BITS = 0x4b400000;
 
-/** Initial accumulators of a side: FLOAT_BITS with two quads of rows at 3 and 4 bits, otherwise 0 and a conversion. */
+/** Initial accumulators: FLOAT_BITS at 3 and 4 bits with two quads of rows and two tiles, else 0 and a conversion. */
 template <class V, int BITS>
 constexpr int START = V::ONE_WIDTH && (BITS == 3 || BITS == 4) && V::ROW_QUADS == 2 && V::TILES == 2 ? FLOAT_BITS : 0;
 static_assert(8 * TQ_TILE * 127 * 127 < 1 << 22 && 2 * TQ_TILE * 255 * 255 < 1 << 22,
@@ -38,23 +38,23 @@ static_assert(8 * TQ_TILE * 127 * 127 < 1 << 22 && 2 * TQ_TILE * 255 * 255 < 1 <
 static_assert((int64_t)TQ_CUDA_MAX_HEAD_DIM * 127 * QUERY_LIMIT <= INT32_MAX, "keys x queries, both planes joined");
 static_assert(4LL * TQ_TILE * 255 * 65535 <= INT32_MAX, "values x weights of a unit, both planes joined");
 
-/** hi * BASE + lo, for accumulators that started from START. */
+/** Returns hi * BASE + lo of two accumulators that started from START. */
 template <class V, int BITS, int BASE> __device__ __forceinline__ float join_planes(int hi, int lo)
 {
     if constexpr (START<V, BITS> == 0) return (float)(hi * BASE + lo);
     return fmaf(__int_as_float(hi), (float)BASE, -12582912.0f * (BASE + 1)) + __int_as_float(lo);
 }
 
-/** f(Width<bits>()) with the width of a side: the kernel's own, or looked up. */
+/** Calls f(Width<bits>()) with V::BITS or, if that is BY_SIDE, with the width of the side, looked up. */
 template <class V, class F> __device__ __forceinline__ void with_side_width(const SideArgs &side, F f)
 {
     if constexpr (V::BITS == BY_SIDE) with_width<MOST_BY_SIDE>(side.width[0], f);
     else f(Width<V::BITS>());
 }
 
-/** s[quad][4 tile + r] = score of token g + 8 r of the tile: integer product, less the variance term, times key scale;
- *  tiles first .. first + N - 1. BITS: of keys, or BY_GROUP.
- *  GROUPS_AT_ONCE: unrolling of the loop over groups, for uniform plans. */
+/** Computes s[quad][4 tile + r], the score of token g + 8 r of a tile, for tiles first .. first + N - 1: the integer
+ *  product, less the variance term, times the key scale. BITS: of keys, or BY_GROUP. GROUPS_AT_ONCE: how far the loop
+ *  over groups is unrolled, for plans of one width. */
 template <class V, int BITS, int N, int GROUPS_AT_ONCE>
 __device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys, const uint2 *query,
                                             const LaneRows<V> &rows, int first, int lane,
@@ -92,9 +92,9 @@ __device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys,
     } else if constexpr (V::FINE) {
 #pragma unroll 1
         for (int g = 0; g < a.plan_groups; g++) {
-            uint2
-                b[2]
-                 [B]; /* of lanes of both token tiles: the plan's even groups are in lanes t = 0, 1, odd ones in 2, 3 */
+            /* b[0] is for the first token tile, in lanes t = 0, 1; b[1] for the second, in lanes 2, 3. The query's even
+             * groups of the plan are in lanes t = 0, 1, its odd ones in 2, 3. */
+            uint2 b[2][B];
 #pragma unroll
             for (int n = 0; n < B; n++) {
                 uint2 own = query[(n * a.groups + g / 2) * 32 + ((lane & ~2) | (g & 1) << 1)], none = {0, 0};
@@ -141,8 +141,8 @@ __device__ __forceinline__ void score_tiles(const AttendArgs &a, StageView keys,
     }
 }
 
-/** The scores of a unit. With many rows two tiles at a time, because the products of four would need the scores'
- *  registers. */
+/** Computes the scores of a unit; with several quads of rows two tiles at a time, because the products of four would
+ *  need the registers of the scores. */
 template <class V, int BITS, int GROUPS_AT_ONCE>
 __device__ __forceinline__ void score_unit(const AttendArgs &a, StageView keys, const uint2 *query,
                                            const LaneRows<V> &rows, int lane, float (&s)[V::ROW_QUADS][4 * V::TILES])
@@ -153,8 +153,9 @@ __device__ __forceinline__ void score_unit(const AttendArgs &a, StageView keys, 
         score_tiles<V, BITS, N, GROUPS_AT_ONCE>(a, keys, query, rows, first, lane, s);
 }
 
-/** For a unit of which some row sees a part: hidden tokens get -inf. Places without a token may have any value scale,
- *  so it is set to 0. */
+/** Hides the tokens of a unit that a row does not see: their scores become -inf. first: packed index of its first
+ *  token; end: tokens from it on are hidden from all rows. Sets the value scales of tokens that no row of the lane sees
+ *  to 0, because places without a token may have any. */
 template <class V>
 __device__ __forceinline__ void hide_tokens(const RowArgs *rows, int32_t first, int32_t end, int lane,
                                             float (&s)[V::ROW_QUADS][4 * V::TILES], LaneScales<V::TILES> &value_scales)
@@ -188,7 +189,7 @@ __device__ __forceinline__ void cap_scores(const AttendArgs &a, const RowArgs *r
     }
 }
 
-/** The largest of N numbers, by a tree of minimal depth. */
+/** Returns the largest of N numbers, by a tree of minimal depth. */
 template <int N> __device__ __forceinline__ float largest_of(const float (&x)[N])
 {
     float y[(N + 1) / 2];
@@ -199,7 +200,7 @@ template <int N> __device__ __forceinline__ float largest_of(const float (&x)[N]
     else return largest_of(y);
 }
 
-/** Moves a row's reference up to the largest score, over all lanes that share the row. */
+/** Moves each row's reference so that its largest score, over all lanes of the row, has a weight of at most 1. */
 template <class V>
 __device__ __forceinline__ void raise_reference(const LaneRows<V> &rows, Sums<V> &sums,
                                                 const float (&top)[V::ROW_QUADS])
@@ -221,8 +222,8 @@ __device__ __forceinline__ void raise_reference(const LaneRows<V> &rows, Sums<V>
     }
 }
 
-/** Scores to weights times value scales, as 16-bit fixed point relative to the unit's largest, in the products' column
- *  order. b[tile][quad]: the operand; unit_scale[quad]: the size of its step. */
+/** Turns scores into weights times value scales, as 16-bit fixed point relative to the unit's largest, in the products'
+ *  column order. Writes them to b[tile][quad], as operands B, and the value of 1 in them to unit_scale[quad]. */
 template <class V>
 __device__ __forceinline__ void weigh_unit(const LaneRows<V> &rows, const LaneScales<V::TILES> &value_scales,
                                            const float (&s)[V::ROW_QUADS][4 * V::TILES], int lane, Sums<V> &sums,
@@ -238,8 +239,8 @@ __device__ __forceinline__ void weigh_unit(const LaneRows<V> &rows, const LaneSc
     }
     if (__any_sync(ALL_LANES, above)) raise_reference<V>(rows, sums, top);
 
-    /* even columns need the high plane, odd ones the low; in each of two rounds a lane sends the high plane of two
-     * columns' tokens and the low plane of the others, so that every word is sent once */
+    /* Even columns need the high plane, odd ones the low. In the first round lanes 0 to 15 send the high plane of their
+     * tokens and the others the low one, in the second the reverse, so that every word is sent once. */
     bool low_half = lane < 16, even = !(lane & 4);
     uint32_t first_choice = low_half ? 0x7531 : 0x6420, second_choice = low_half ? 0x6420 : 0x7531;
     int from = 4 * (lane & 3) + (lane >> 3) + (even ? 0 : 16);
@@ -271,7 +272,7 @@ __device__ __forceinline__ void weigh_unit(const LaneRows<V> &rows, const LaneSc
     }
 }
 
-/** Adds the unit's weighted values to the sums. BITS: of values, or BY_GROUP. */
+/** Adds the unit's weighted values to the sums. b, unit_scale: from weigh_unit; BITS: of values, or BY_GROUP. */
 template <class V, int BITS>
 __device__ __forceinline__ void add_values(const AttendArgs &a, StageView values,
                                            const uint2 (&b)[V::TILES][V::ROW_QUADS],
@@ -289,7 +290,7 @@ __device__ __forceinline__ void add_values(const AttendArgs &a, StageView values
             sums.rounded[n] = fmaf((float)(c[n][0] * 256 + c[n][1]), unit_scale[n], sums.rounded[n]);
         }
     }
-    /* Of any widths in a loop: each group has code for every width, and a copy of all that for each group was more than half of a kernel. */
+    /* Not unrolled with BY_GROUP: the code for every width, again for each group, would be over half of the kernel. */
 #pragma unroll(V::ONE_WIDTH ? V::GROUPS : 1)
     for (int g = 0; g < V::GROUPS; g++) {
         int c[2][B][4];
@@ -333,7 +334,7 @@ __device__ __forceinline__ void add_values(const AttendArgs &a, StageView values
                 found[r][n] = join_planes<V, BITS, 256>(row[0], row[1]);
             }
 #pragma unroll
-        for (int k = 0; k < V::GROUPS; k++) /* registers have no index */
+        for (int k = 0; k < V::GROUPS; k++) /* g is no constant, and registers cannot be indexed */
             if (k == g)
 #pragma unroll
                 for (int i = 0; i < 4 * B; i++)
@@ -345,7 +346,7 @@ __device__ __forceinline__ void add_values(const AttendArgs &a, StageView values
 struct WarpRows {
     const RowArgs *args;
     const uint2 *queries;
-    const float2 *wave; /* put_wave's */
+    const float2 *wave; /* from put_wave */
 };
 
 /** Initialises a lane's state of its rows, and its sums. */
@@ -374,7 +375,7 @@ __device__ __forceinline__ void start_rows(const AttendArgs &a, const WarpRows &
         for (int g = 0; g < V::GROUPS; g++) rows.query[g] = given.queries[32 * g + lane];
 }
 
-/** The units of the current segment. thread: index within the team. */
+/** Attends to the units of the current segment. thread: index in the team. */
 template <class V, class R, class Ahead>
 __device__ __forceinline__ void attend_units(const AttendArgs &a, R &ring, Ahead &ahead, const WarpRows &given,
                                              int thread, Sums<V> &sums)
@@ -390,7 +391,7 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, R &ring, Ahead
     while (ahead.works(a)) {
         bool more = ahead.more();
         int32_t unit = ahead.at_work(a);
-        int32_t next_page = more && ring.sends(thread) ? ahead.page(a) : 0; /* long before it is needed */
+        int32_t next_page = more && ring.sends(thread) ? ahead.page(a) : 0; /* loaded long before it is needed */
         float s[B][4 * V::TILES], unit_scale[B];
         if (has_wave<V>(a)) {
             const int32_t run_start = V::RUN > 1 ? unit & -a.page_units : unit;
@@ -399,13 +400,13 @@ __device__ __forceinline__ void attend_units(const AttendArgs &a, R &ring, Ahead
         barrier_wait(ring.barrier(ring.stage, 0), ring.parity);
         StageView keys = ring.view(a, a.key);
         with_side_width<V>(a.key, [&](auto width) {
-            /* AT_ONCE: groups that the loop over keys unrolls. With more than four rows the code of more groups of 4-bit keys does not fit the
-             * nearest instruction cache beside that of the values, which costs time in attend_fused (measured.md). */
+            /* AT_ONCE: groups that the loop over keys unrolls. With more than four rows, code for more groups of 4-bit
+             * keys does not fit the nearest instruction cache, which costs time in attend_fused (measured.md). */
             constexpr int BITS = decltype(width)::value, AT_ONCE = R::ONE_STAGE && BITS == 4 && B > 1 ? 2 : V::GROUPS;
             score_unit<V, BITS, AT_ONCE>(a, keys, given.queries, rows, lane, s);
         });
         StageView values = ring.view(a, a.value);
-        LaneScales<V::TILES> value_scales; /* read now: they share the stage half of the keys */
+        LaneScales<V::TILES> value_scales; /* read now: they are in the keys' half of the stage */
         value_scales.load(values, 0, lane);
         const uint8_t *next_record = ahead.record(a, next_page);
         refill(a, ring, 0, more, next_record, ahead.unit, thread);

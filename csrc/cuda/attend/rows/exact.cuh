@@ -1,5 +1,4 @@
-/* Exact tokens: sinks, window ring and fresh tokens, in the model's dtype, with float32 arithmetic by a whole block of
- * prepare.
+/* Exact tokens: sinks, window and fresh tokens, in the model's dtype. Blocks of prepare attend to them in float32.
  * There are few of them, so the code minimises latency: loads should not wait for each other. */
 #ifndef TQ_CUDA_ATTEND_ROWS_EXACT_CUH
 #define TQ_CUDA_ATTEND_ROWS_EXACT_CUH
@@ -9,10 +8,10 @@
 namespace tq
 {
 
-constexpr int EXACT_CHUNK = 32; /* tokens between two barriers */
+constexpr int EXACT_CHUNK = 32; /* tokens that a block has at a time */
 
 struct ExactToken {
-    const void *k, *v; /* their first numbers */
+    const void *k, *v; /* addresses of its key and value */
     int32_t position, unused;
 };
 
@@ -21,7 +20,7 @@ struct ExactView {
     Range sinks, recent;
 };
 
-/** `seen` for exact tokens; seen_packed knows of `ends` by itself. */
+/** As `seen`, limited by `ends`; for exact tokens. seen_packed has the limit from the Sequence. */
 __device__ __forceinline__ Range seen_exact(const AttendArgs &a, const Sequence &s, int32_t b, int32_t p)
 {
     Range r = seen(a, s, p);
@@ -40,20 +39,20 @@ __device__ __forceinline__ ExactView view_exact(const AttendArgs &a, const Seque
         if (has_sinks(a, b)) v.recent.lo = max(v.recent.lo, a.p.layer.sinks);
         return v;
     }
-    int32_t stored = a.p.fresh_k ? max(s.first_position, 0) : s.length; /* length that the ring belongs to */
+    int32_t stored = a.p.fresh_k ? max(s.first_position, 0) : s.length; /* length for which the ring was written */
     v.recent = {max(max(first.lo, a.p.layer.sinks), stored - a.p.layer.window), last.hi};
     if (a.p.causal) v.recent.lo = max(v.recent.lo, s.first_position - a.p.layer.window + 1);
     return v;
 }
 
-/** In shared memory, after the rows of shared_row, which hold the sums of each way:
+/** A block's state in shared memory, after the rows of shared_row, which hold the sums of each way:
  *  |tokens [EXACT_CHUNK]|scores [prepare_rows][EXACT_CHUNK]|max, sum, factor [prepare_rows] each|. */
 struct ExactState {
     ExactToken *tokens;
     float *scores, *max, *sum, *factor;
 };
 
-/** How many groups of threads ("ways") of a block share the tokens; each has its own rows of sums. */
+/** Returns how many groups of threads ("ways") of a block share the tokens. Each has its own rows of sums. */
 __device__ __forceinline__ int ways_of(const AttendArgs &a)
 {
     return max(1, (int)blockDim.x / (a.prepare_rows * 8 * a.groups));
@@ -66,7 +65,7 @@ __device__ __forceinline__ ExactState exact_state(const AttendArgs &a)
     return {tokens, scores, max, max + a.prepare_rows, max + 2 * a.prepare_rows};
 }
 
-/** Token i of a view. */
+/** Returns token i of a view: sinks first, then recent ones. */
 __device__ __forceinline__ ExactToken exact_token(const AttendArgs &a, const RowSet &s, const Sequence &seq,
                                                   const ExactView &view, int32_t i)
 {
@@ -100,7 +99,7 @@ __device__ __forceinline__ float dot_quads(float4 x, float4 y, float sum)
     return fmaf(x.x, y.x, fmaf(x.y, y.y, fmaf(x.z, y.z, fmaf(x.w, y.w, sum))));
 }
 
-/** Positions that a row may see; of the ring's tokens only the last `window`. */
+/** Which exact tokens a row sees: sinks in `visible`, and others in `visible` from recent_lo on. */
 struct ExactSight {
     Range visible;
     int32_t recent_lo;
@@ -112,7 +111,7 @@ struct ExactSight {
         if (!row.real) visible.hi = visible.lo;
         recent_lo = max(visible.lo, p - a.recent + 1);
     }
-    /** The token's base-2 logit from its product with the query; -inf if the query does not see it. */
+    /** Returns a token's base-2 logit from its product with the query; -inf if the row does not see it. */
     __device__ __forceinline__ float logit(const AttendArgs &a, int32_t position, float dot) const
     {
         float x = base2_logit(a, dot);
@@ -121,8 +120,8 @@ struct ExactSight {
     }
 };
 
-/** The tokens of a chunk that a warp scores for one row: 4, 8 or 16, as many as leave no warp idle. They divide the
- *  chunk. */
+/** Returns how many tokens of a chunk a warp scores for one row: 4, 8 or 16, as many as leave no warp idle. The number
+ *  divides the chunk. */
 __device__ __forceinline__ int tokens_of_warp(int rows, int chunk, int warps)
 {
     int tokens = 4;
@@ -130,13 +129,13 @@ __device__ __forceinline__ int tokens_of_warp(int rows, int chunk, int warps)
     return tokens;
 }
 
-/** Base-2 logits of n <= EXACT_CHUNK tokens for all rows; -inf for tokens that a row does not see. A warp has a row and
- *  tokens_of_warp tokens; eight lanes a token. */
+/** Computes base-2 logits of n <= EXACT_CHUNK tokens for all rows; -inf for tokens that a row does not see. A warp has
+ *  one row and tokens_of_warp tokens at a time. Eight lanes share a token. */
 template <int GROUPS>
 __device__ __forceinline__ void exact_scores(const AttendArgs &a, const RowSet &s, const Sequence &seq, int32_t n,
                                              const ExactState &x)
 {
-    constexpr int AT_ONCE = GROUPS < 8 ? GROUPS : 8; /* groups of a key, as the registers allow */
+    constexpr int AT_ONCE = GROUPS < 8 ? GROUPS : 8; /* groups of a key: as many as the registers allow */
     int warps = blockDim.x / 32, lane = threadIdx.x & 31, piece = lane % 8, chunk = min(a.exact_tokens, EXACT_CHUNK),
         tokens = tokens_of_warp(a.prepare_rows, chunk, warps);
 #pragma unroll 1
@@ -178,7 +177,7 @@ __device__ __forceinline__ void exact_scores(const AttendArgs &a, const RowSet &
     }
 }
 
-/** Scores to weights in place, with a running maximum and sum per row. A warp per row. */
+/** Turns logits into weights in place, and updates the running maximum and sum of each row. A warp per row. */
 __device__ __forceinline__ void exact_softmax(const AttendArgs &a, const ExactState &x, int32_t n)
 {
     int lane = threadIdx.x & 31;
@@ -196,7 +195,7 @@ __device__ __forceinline__ void exact_softmax(const AttendArgs &a, const ExactSt
     }
 }
 
-/** Adds the chunk's weighted values; each way has every `ways`-th token. */
+/** Adds the chunk's weighted values to the sums. Each way has every `ways`-th token. */
 __device__ __forceinline__ void exact_values(const AttendArgs &a, int32_t n, const ExactState &x)
 {
     constexpr int AT_ONCE = 8;
@@ -227,7 +226,7 @@ __device__ __forceinline__ void exact_values(const AttendArgs &a, int32_t n, con
     }
 }
 
-/** Part `part` of the exact tokens, for the set's rows, by a whole block. */
+/** Attends to part `part` of the exact tokens, for the set's rows. A whole block calls it. */
 template <int GROUPS> __device__ __forceinline__ void attend_exact(const AttendArgs &a, const RowSet &s, int32_t part)
 {
     Sequence seq = load_sequence(a, s.b);

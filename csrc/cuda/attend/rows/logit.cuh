@@ -1,8 +1,8 @@
-/* From scores to logits, for all loops. A score is <q, k>; a logit is what softmax takes, here in units of log2: the score times
- * softmax_scale, under the soft-cap if there is one, or -inf for a token that the row does not see.
+/* From scores to logits, for all loops. A score is <q, k>. A logit is what softmax takes, here times log2(e): the score
+ * times softmax_scale, after the soft-cap if there is one, or -inf for a token that the row does not see.
  *
- * Loops over packed tokens compute logits only where there is a soft-cap. Otherwise they apply scale and bias of a row when they compute
- * weights, with the same instruction that subtracts the row's reference. */
+ * Loops over packed tokens compute logits only if there is a soft-cap. Otherwise they apply a row's scale on the way to
+ * weights, and its bias to the maximum of the row's part. */
 #ifndef TQ_CUDA_ATTEND_ROWS_LOGIT_CUH
 #define TQ_CUDA_ATTEND_ROWS_LOGIT_CUH
 #include "cuda/attend/rows/sequence.cuh"
@@ -12,7 +12,8 @@ namespace tq
 
 /* ---- exact tokens, and plans that are not plain ---- */
 
-/** The logit of a score. Callers replace that of a token which the row does not see, whose numbers may be anything, by -inf. */
+/** Returns the base-2 logit of a score. Callers replace it by -inf if the row does not see the token, whose numbers may
+ *  then be anything. */
 __device__ __forceinline__ float base2_logit(const AttendArgs &a, float score)
 {
     float x = score * a.p.softmax_scale;
@@ -22,17 +23,17 @@ __device__ __forceinline__ float base2_logit(const AttendArgs &a, float score)
 
 /* ---- packed tokens ---- */
 
-/** weight = exp2(scale * score + reference), and the exponent stays below HEADROOM. The reference of a row is NO_REFERENCE before its first
- *  visible token. */
+/** weight = exp2(scale * score + reference). Loops move a row's reference when the exponent exceeds HEADROOM. It is
+ *  NO_REFERENCE before the row's first visible token. */
 constexpr float NO_REFERENCE = 1e30f, HEADROOM = 10;
 
-/** The packed indices below `end` that a row sees. */
+/** Returns the packed indices below `end` that a row sees. */
 __device__ __forceinline__ Range seen_by(const RowArgs &row, int32_t end)
 {
     return {row.packed_lo, min(row.packed_hi, end)};
 }
 
-/** The soft-cap of scores: products with keys, before scale and bias of the row. */
+/** Applies the soft-cap to scores to which scale and bias of the row were not yet applied. */
 struct SoftCap {
     float cap, inverse;
 
@@ -40,7 +41,7 @@ struct SoftCap {
         : cap(a.p.softcap * LOG2_E), inverse(reciprocal(fmaxf(cap, FLT_MIN)))
     {
     }
-    /** The logit; -inf of a hidden token's -inf. scale, bias: those of the row times `inverse`. */
+    /** Returns the logit; -inf if the score is -inf (hidden). scale, bias: those of the row times `inverse`. */
     __device__ __forceinline__ float logit(float score, float scale, float bias) const
     {
         float capped = cap * tanh_fast(fmaf(score, scale, bias));
@@ -48,7 +49,8 @@ struct SoftCap {
     }
 };
 
-/** What is left to do for weights: logit = scale_left * score + bias_left. Nothing with a soft-cap, whose scores are logits by then. */
+/** Return what is left to apply after the soft-cap: logit = scale_left * score + bias_left. That is nothing if there is
+ *  a soft-cap, because then scores were already replaced by logits. */
 __device__ __forceinline__ float scale_left(const AttendArgs &a, const RowArgs &row)
 {
     return a.p.softcap > 0 ? 1.0f : row.scale;

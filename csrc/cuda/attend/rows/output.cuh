@@ -1,4 +1,4 @@
-/* Merged sums to results: scale, value centre, 1 / sum of weights, log-sum-exp. */
+/* From merged sums to results: scale, value centre, 1 / sum of weights, log-sum-exp. */
 #ifndef TQ_CUDA_ATTEND_ROWS_OUTPUT_CUH
 #define TQ_CUDA_ATTEND_ROWS_OUTPUT_CUH
 #include "cuda/attend/rows/query.cuh"
@@ -11,7 +11,7 @@ __device__ __forceinline__ void add_scaled(float4 &sum, float f, float4 x)
     sum = make_float4(fmaf(f, x.x, sum.x), fmaf(f, x.y, sum.y), fmaf(f, x.z, sum.z), fmaf(f, x.w, sum.w));
 }
 
-/** A weight's factor when its row's maximum moves from `from` to `to`. */
+/** Returns the factor of weights whose row's maximum moves from `from` to `to`. */
 __device__ __forceinline__ float moved(float from, float to) { return from == -INFINITY ? 0 : exp2_fast(from - to); }
 
 /** A row's totals over all parts. */
@@ -40,12 +40,12 @@ template <int GROUPS> struct ValueSteps {
     }
 };
 
-/** Turns a lane's packed sums into rotated numbers: factor * sum + offset * rounded_sum. Computed before the sums are
+/** Turns a lane's packed sums into rotated values: factor * sum + offset * rounded_sum. It is made before the sums are
  *  known. */
 template <int GROUPS> struct ValueScale {
     float factor[LaneRow<GROUPS>::QUADS], offset[LaneRow<GROUPS>::QUADS];
 
-    /** For up to 128 channels, to and from shared memory. */
+    /** From and to a pair in shared memory, for up to 128 channels. */
     __device__ __forceinline__ explicit ValueScale(float2 pair) : factor{pair.x}, offset{pair.y} {}
     __device__ __forceinline__ float2 pair() const { return make_float2(factor[0], offset[0]); }
     /** The part that depends on the plan alone. */
@@ -83,7 +83,7 @@ template <int GROUPS> struct ValueScale {
 
 /** Where a row's results are written. */
 struct Output {
-    int32_t b, token, head; /* token: of out and lse; -1 for rows that are not real */
+    int32_t b, token, head; /* token: index in out and lse, -1 for rows that are not real */
     const float *centre;
 
     __device__ __forceinline__ Output(const AttendArgs &a, const RowSet &s, int i)
@@ -94,7 +94,7 @@ struct Output {
         if (centre) centre += s.h * a.p.layer.value.stride_head;
     }
     __device__ __forceinline__ bool is_there() const { return token >= 0; }
-    /** The index of the row's first number in out, and of its number in lse. */
+    /** Return the index of the row's first number in out, and of its number in lse. */
     __device__ __forceinline__ int64_t in_out(const AttendArgs &a) const
     {
         return b * a.p.out_stride_batch + head * a.p.out_stride_head + token * a.p.out_stride_token;
@@ -126,7 +126,7 @@ struct Output {
     {
         if (!is_there()) return;
         const int64_t row = in_out(a);
-        float inverse = __fdividef(1.0f, fmaxf(m.sum, 1e-30f)); /* the largest weight is 1, if there is any */
+        float inverse = __fdividef(1.0f, fmaxf(m.sum, 1e-30f)); /* far above 1e-30 if the row sees any token */
 #pragma unroll
         for (int k = 0; k < LaneRow<GROUPS>::QUADS; k++) {
             int c = x.channel(k, lane);

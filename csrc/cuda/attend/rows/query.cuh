@@ -1,6 +1,5 @@
-/* Rows to operands: rotates a query, multiplies by the plan's steps, rounds to two planes of signed bytes, in fragment
- * order.
- * Also the rotation of rows in shared memory, for prepare and combine. */
+/* From rows to operands: rotates a query, multiplies it by the plan's steps, rounds it to two planes of signed bytes,
+ * in fragment order. Also rotates rows in shared memory, for prepare and combine. */
 #ifndef TQ_CUDA_ATTEND_ROWS_QUERY_CUH
 #define TQ_CUDA_ATTEND_ROWS_QUERY_CUH
 #include "cuda/attend/rows/sequence.cuh"
@@ -9,7 +8,7 @@
 namespace tq
 {
 
-/** The rows of a block of prepare or combine: first .. first + n - 1 of a segment's tile. */
+/** The rows of a block of prepare or combine: first .. first + n - 1 of a segment's tile of rows. */
 struct RowSet {
     int32_t b, h, row_tile, segment, first, n;
 };
@@ -21,13 +20,13 @@ __device__ __forceinline__ RowSet find_rows(const AttendArgs &a, int32_t block, 
     return {b, in / a.row_tiles, in % a.row_tiles, segment, (block - segment * sets) * n, n};
 }
 
-/** A row: its query token, counted in its sequence and in q, and its query head. */
+/** A row's query token (`token`: in its sequence, `at`: in q) and query head. */
 struct RowPlace {
     int32_t token, at, head;
     bool real; /* false for padding rows of the tile, and where the sequence has fewer query tokens */
 };
 
-/** Row i of the set. */
+/** Returns the place of row i of the set. */
 __device__ __forceinline__ RowPlace find_row(const AttendArgs &a, const RowSet &s, int i)
 {
     const int32_t row = s.row_tile * a.tile_rows + s.first + i,
@@ -38,7 +37,7 @@ __device__ __forceinline__ RowPlace find_row(const AttendArgs &a, const RowSet &
     return {token, queries.first + token, head, row < a.rows && token < queries.count};
 }
 
-/** The index of a row's first number in q, or -1 if it is not real. */
+/** Returns the index of the first number in q of row i of the set, or -1 if the row is not real. */
 __device__ __forceinline__ int64_t query_at(const AttendArgs &a, const RowSet &s, int i)
 {
     const RowPlace row = find_row(a, s, i);
@@ -46,21 +45,21 @@ __device__ __forceinline__ int64_t query_at(const AttendArgs &a, const RowSet &s
     return s.b * a.p.q_stride_batch + row.head * a.p.q_stride_head + row.at * a.p.q_stride_token;
 }
 
-/** Rows in shared memory, [.. pitch] floats, at the start of it in prepare and combine. */
+/** Returns a row of `pitch` floats in shared memory. In prepare and combine, shared memory begins with such rows. */
 __device__ __forceinline__ float *shared_row(const AttendArgs &a, int row)
 {
     return reinterpret_cast<float *>(shared_bytes) + row * a.pitch;
 }
 
-/** y = R x (or R^T x) for shared rows 0 .. n - 1, by the whole block, with rows END_ROWS .. as workspace.
- *  Synchronises. */
+/** Replaces x by R x (or R^T x if `inverse`) in shared rows 0 .. n - 1, with rows from END_ROWS on as workspace. The
+ *  whole block calls it; it synchronises the block. */
 __device__ __forceinline__ void rotate_dense(const AttendArgs &a, int n, const float *matrix, bool inverse)
 {
     int d = a.head_dim, lane = threadIdx.x & 31;
     __syncthreads();
 #pragma unroll 1
     for (int first = 0; first < n; first += 4) {
-        if (inverse) { /* a thread per channel and quarter of the sum, for coalesced reads */
+        if (inverse) { /* a thread per channel, for coalesced reads of the matrix */
 #pragma unroll 1
             for (int c = threadIdx.x; c < d; c += blockDim.x) {
                 float y[4] = {0, 0, 0, 0};
@@ -96,7 +95,7 @@ __device__ __forceinline__ void rotate_dense(const AttendArgs &a, int n, const f
     __syncthreads();
 }
 
-/** A row in a warp's registers: lane l holds channels 4 l .., and of longer rows also 128 + 4 l .. and so on. */
+/** A row in a warp's registers: lane l holds channels 4 l .. 4 l + 3 of each 128. */
 template <int GROUPS> struct LaneRow {
     static constexpr int QUADS = (GROUPS + 3) / 4;
     float4 quad[QUADS];
@@ -117,7 +116,7 @@ template <int GROUPS> struct LaneRow {
     }
 };
 
-/** The signs of a lane's channels, bit i for the i-th, if head_dim is a power of two. */
+/** Returns the rotation's signs of a lane's channels, bit i for the i-th, if head_dim is a power of two. */
 template <int GROUPS> __device__ __forceinline__ uint32_t lane_signs(const AttendArgs &a, int lane)
 {
     uint32_t flip = 0;
@@ -127,8 +126,8 @@ template <int GROUPS> __device__ __forceinline__ uint32_t lane_signs(const Atten
     return flip;
 }
 
-/** hadamard_row in registers, if head_dim is a power of two; lanes beyond it have zeros. factor: head_dim^-1/2; flip:
- *  lane_signs. */
+/** As hadamard_row, in registers, for a head_dim (`dim`) that is a power of two. Lanes beyond it must have zeros.
+ *  factor: head_dim^-1/2; flip: lane_signs. */
 template <int GROUPS>
 __device__ __forceinline__ void hadamard_lanes(LaneRow<GROUPS> &row, int dim, float factor, uint32_t flip, bool inverse,
                                                int lane)
@@ -177,8 +176,8 @@ __device__ __forceinline__ void hadamard_lanes(LaneRow<GROUPS> &row, int dim, fl
     for (int k = 0; k < N / 4; k++) row.quad[k] = make_float4(x[4 * k], x[4 * k + 1], x[4 * k + 2], x[4 * k + 3]);
 }
 
-/** The plan's rotation of a row, unless it is dense. spare: a row of shared memory; flip: lane_signs. USUAL: the
- *  head_dim that is rotated in registers, for short code; 0: every power of two is. */
+/** Applies the plan's rotation to a row, unless it is dense. spare: a row of shared memory; flip: lane_signs. USUAL:
+ *  the only head_dim that is rotated in registers, for short code; 0: every power of two is. */
 template <int GROUPS, int USUAL = 0>
 __device__ __forceinline__ void rotate_lanes(const AttendArgs &a, LaneRow<GROUPS> &row, float *spare, uint32_t flip,
                                              bool inverse, int lane)
@@ -214,7 +213,7 @@ template <int GROUPS> struct QueryLoad {
     }
 };
 
-/** A loaded query as numbers; returns <q, key centre>. One warp. */
+/** Converts a loaded query to float32. Returns <q, key centre>, 0 without a centre. A whole warp calls it. */
 template <int GROUPS>
 __device__ __forceinline__ float take_query(const AttendArgs &a, const RowSet &s, const QueryLoad<GROUPS> &load,
                                             LaneRow<GROUPS> &row, int lane)
@@ -258,7 +257,7 @@ template <int GROUPS> struct WaveLoad {
             amplitude[k] = is_there ? amplitudes[i] : make_float2(0, 0);
         }
     }
-    /** By the offset of a sequence, which is added to the positions of all its keys. */
+    /** Turns the wave by the offset of a sequence, which is added to the positions of all its keys. */
     __device__ __forceinline__ void turn_on(const AttendArgs &a, int32_t b, int lane)
     {
         if (!a.p.layer.position_offset || !a.wave.steps) return;
@@ -271,7 +270,7 @@ template <int GROUPS> struct WaveLoad {
     }
 };
 
-/** The same for its metric. */
+/** A KV head's metric, being loaded into a warp's registers. */
 template <int GROUPS> struct MetricLoad {
     LaneRow<GROUPS> scale, directions[TQ_MAX_METRIC_RANK];
     float4 stretch;
@@ -290,8 +289,8 @@ template <int GROUPS> struct MetricLoad {
     }
 };
 
-/** Applies the metric to a row before its rotation: A^-1 row (turboquant.h, "Keys of a plan with a wave or a metric").
- *  One warp. */
+/** Multiplies a query by the inverse of the metric, A^-1 (turboquant.h, "Keys of a plan with a wave or a metric"),
+ *  before its rotation. A whole warp calls it. */
 template <int GROUPS>
 __device__ __forceinline__ void undo_metric(const AttendArgs &a, const MetricLoad<GROUPS> &metric, LaneRow<GROUPS> &row,
                                             int lane)
@@ -331,7 +330,7 @@ __device__ __forceinline__ void undo_metric(const AttendArgs &a, const MetricLoa
     }
 }
 
-/** A KV head's wave for a sequence. */
+/** Returns a KV head's wave for a sequence. */
 template <int GROUPS>
 __device__ __forceinline__ WaveLoad<GROUPS> load_wave(const AttendArgs &a, const RowSet &s, int lane)
 {
@@ -342,9 +341,9 @@ __device__ __forceinline__ WaveLoad<GROUPS> load_wave(const AttendArgs &a, const
 
 constexpr float WAVE_SIZE = 64; /* the largest number that put_wave writes; leaves room in fp16 for smaller ones */
 
-/** The coefficients of each pair's cosine and sine at position 0 for a row, before its metric and rotation, to `to` [16
- *  steps], scaled so that the largest is WAVE_SIZE; returns the factor that undoes this. spare: a row of shared memory.
- *  One warp. */
+/** Writes a row's coefficients of each pair's cosine and sine at position 0 to `to` [16 steps], scaled so that the
+ *  largest is WAVE_SIZE. Returns the factor that undoes the scaling. row: the query before metric and rotation; spare:
+ *  a row of shared memory. A whole warp calls it. */
 template <int GROUPS>
 __device__ __forceinline__ float put_wave(const AttendArgs &a, const WaveLoad<GROUPS> &wave, const LaneRow<GROUPS> &row,
                                           float *spare, float2 *to, int lane)
@@ -372,11 +371,11 @@ __device__ __forceinline__ float put_wave(const AttendArgs &a, const WaveLoad<GR
     return largest * (1 / WAVE_SIZE);
 }
 
-/** The place of the word of four channels, 4 place .. of group g, in the queries of a tile of rows, and the distance
- *  from the high to the low plane. loop/warp.cuh: in fragment order; word 0 of lane 4 n + t of a group is channels 4 t
- *  .. of column n, word 1 channels 16 + 4 t ... With tiles of 16, lanes t = 0, 1 have channels of the first group of
- *  16, as its tiles do, others those of the second: bits 3 and 4 of the channel are swapped. attend_many_rows: an
- *  operand B of device/warpgroup.cuh per group. */
+/** Where the queries of a tile of rows hold channels 4 place .. 4 place + 3 of group g of a row: `word` is the index of
+ *  the high plane's word, `to_low` the distance from it to the low plane's. For loop/warp.cuh in fragment order: words
+ *  0 and 1 of lane 4 n + t of a group are channels 4 t .. and 16 + 4 t .. of column n. With tiles of 16, lanes t = 0, 1
+ *  have the first group of 16 channels, as in its tiles, and lanes 2, 3 the second: bits 3 and 4 of the channel are
+ *  swapped. For loop/team.cuh an operand B of device/warpgroup.cuh for each group. */
 struct QueryPlace {
     int32_t word, to_low;
 
@@ -412,11 +411,11 @@ __device__ __forceinline__ PreparedRows rows_in_workspace(const AttendArgs &a, i
             a.wave.rows + (int64_t)segment * a.tile_rows * WAVE_STEP * a.wave.steps};
 }
 
-/** Rounding factors of a lane's channels; computed before the rows are known. */
+/** Factors of a lane's channels for rounding; computed before the rows are known. */
 template <int GROUPS> struct QueryScale {
     static constexpr int QUADS = LaneRow<GROUPS>::QUADS;
     float factor[QUADS], step[QUADS];
-    int levels[QUADS]; /* of bytes above levels */
+    int levels[QUADS]; /* SideArgs::offset_levels */
 
     /** The part that depends on the plan alone. */
     __device__ __forceinline__ QueryScale(const AttendArgs &a, int lane)
@@ -442,7 +441,7 @@ template <int GROUPS> struct QueryScale {
     }
 };
 
-/** The squared norm of a row. One warp. */
+/** Returns the squared norm of a row. A whole warp calls it. */
 template <int GROUPS> __device__ __forceinline__ float square_of(const LaneRow<GROUPS> &row)
 {
     float sum = 0;
@@ -454,14 +453,15 @@ template <int GROUPS> __device__ __forceinline__ float square_of(const LaneRow<G
     return warp_sum(sum);
 }
 
-/** Rounds a rotated row to two planes. wave: from put_wave. VARIANCE: as in Variant. One warp. */
+/** Rounds a rotated row to two planes, and writes these and its RowArgs. bias: from take_query; wave: from put_wave;
+ *  VARIANCE: as in Variant. A whole warp calls it. */
 template <int GROUPS, bool VARIANCE = true>
 __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s, const Sequence &seq, int i,
                                             const LaneRow<GROUPS> &rotated, const QueryScale<GROUPS> &scale, float bias,
                                             float wave, const PreparedRows &to, int lane)
 {
     constexpr int QUADS = LaneRow<GROUPS>::QUADS;
-    Range packed = seen_packed(a, seq, seq.first_position + find_row(a, s, i).token); /* real rows alone come here */
+    Range packed = seen_packed(a, seq, seq.first_position + find_row(a, s, i).token); /* only real rows come here */
     float number[4 * QUADS],
         largest = fmaxf(1e-30f, 1e-7f * wave); /* keeps the wave's terms finite in units of scores */
 #pragma unroll
@@ -510,7 +510,7 @@ __device__ __forceinline__ void round_query(const AttendArgs &a, const RowSet &s
                     variance * reciprocal(row_scale)};
 }
 
-/** A padding row of the tile: zeros, and it sees no tokens. WAVE: as in Variant. One warp. */
+/** Writes a padding row of the tile: zeros, and it sees no tokens. WAVE: as in Variant. A whole warp calls it. */
 template <int GROUPS, bool WAVE = true>
 __device__ __forceinline__ void leave_row_empty(const AttendArgs &a, int row, const PreparedRows &to, int lane)
 {
@@ -525,7 +525,7 @@ __device__ __forceinline__ void leave_row_empty(const AttendArgs &a, int row, co
     if (lane == 0) to.args[row] = {1e-35f};
 }
 
-/** Prepares the set's rows, by a whole block. */
+/** Prepares the set's rows. A whole block calls it. */
 template <int GROUPS> __device__ __forceinline__ void prepare_queries(const AttendArgs &a, const RowSet &s)
 {
     __shared__ float biases[END_ROWS], waves[END_ROWS];

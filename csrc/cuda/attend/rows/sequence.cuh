@@ -10,7 +10,7 @@ namespace tq
 /** The plan's group of a channel. */
 __device__ __forceinline__ int group_of(const AttendArgs &a, int channel)
 {
-    return channel / (a.fine ? TQ_FINE_GROUP : TQ_TILE); /* of constants: shifts */
+    return channel / (a.fine ? TQ_FINE_GROUP : TQ_TILE); /* by constants: shifts */
 }
 
 extern __shared__ __align__(128) uint8_t shared_bytes[];
@@ -20,7 +20,7 @@ struct Range {
     __device__ __forceinline__ int32_t count() const { return max(hi - lo, 0); }
 };
 
-/** Query tokens of a sequence, and where the first of them is in q, out and lse. */
+/** A sequence's query tokens: index of the first in q, out and lse, and how many there are. */
 struct Queries {
     int32_t first, count;
 };
@@ -39,11 +39,12 @@ struct Sequence {
     Range packed;                          /* packed indices that are read from pages, as far as a row sees them */
 };
 
-/** A schedule is rows of four numbers, among them for each sequence what sequence_of reads. Before that, of SPLIT: {key, units of the
- *  line, 0, 0}; for each team {b, sequence_at, length, start} of the sequence in which its piece begins (Cursor). Of FUSED: {key, whole
- *  blocks of all segments, runs of each, rows with whole blocks}; for each sequence, those with long last blocks first, {its first whole
- *  block, whole blocks of each of its segments | sequence << 16, length, start} (BlockShare); behind what sequence_of reads, which of these
- *  rows have whole blocks, one number each. */
+/** The rows of a schedule, of four numbers each, in order:
+ *    SPLIT  {key, units of the line, 0, 0}; for each team {b, sequence_at, length, start} of the sequence in which its
+ *           piece begins (Cursor); for each sequence what sequence_of reads
+ *    FUSED  {key, whole blocks of all segments, runs of each, n}; for each sequence, those with long last blocks first,
+ *           {its first whole block, whole blocks of each of its segments | sequence << 16, length, start} (BlockShare);
+ *           for each sequence what sequence_of reads; which n of the BlockShare rows have whole blocks, 4 to a row */
 __device__ __forceinline__ bool is_schedule_of(const AttendArgs &a, const int4 &head)
 {
     return head.x == a.schedule_key;
@@ -54,13 +55,13 @@ __device__ __forceinline__ const int4 *scheduled_sequences(const AttendArgs &a, 
     return schedule + 1 + a.schedule_teams;
 }
 
-/** Of a schedule of FUSED: its rows with whole blocks. */
+/** Returns which rows of a schedule of FUSED have whole blocks. */
 __device__ __forceinline__ const int32_t *scheduled_wholes(const AttendArgs &a, const int4 *schedule)
 {
     return reinterpret_cast<const int32_t *>(scheduled_sequences(a, schedule) + a.p.layer.batch);
 }
 
-/** A sequence of a call in which nothing varies. */
+/** Makes a sequence of a call in which nothing `varies`. */
 __device__ __forceinline__ Sequence make_sequence(const AttendArgs &a, int32_t length, int32_t start)
 {
     Sequence s;
@@ -71,7 +72,7 @@ __device__ __forceinline__ Sequence make_sequence(const AttendArgs &a, int32_t l
     return s;
 }
 
-/** From what a schedule has of a sequence: {length, start, query tokens, 2 * packed.hi + (1 if it has a row of sinks)}. */
+/** Makes a sequence from what schedules have of it: {length, start, query tokens, 2 * packed.hi + has_sinks}. */
 __device__ __forceinline__ Sequence sequence_of(const AttendArgs &a, const int4 &scheduled)
 {
     Sequence s = make_sequence(a, scheduled.x, scheduled.y);
@@ -86,7 +87,7 @@ __device__ __forceinline__ bool has_sinks(const AttendArgs &a, int32_t b)
     return a.p.layer.sink_rows && (uint32_t)a.p.layer.sink_rows[b] < (uint32_t)a.p.layer.n_sink_rows;
 }
 
-/** The first position that a sequence has in rows of tails; its length if it has none there. */
+/** Returns the first position of a sequence that is in a row of tails; the sequence's length if none is. */
 __device__ __forceinline__ int32_t tail_begin(const AttendArgs &a, int32_t b, int32_t length)
 {
     const tq_layer &l = a.p.layer;
@@ -100,10 +101,11 @@ __device__ __forceinline__ int32_t tail_begin(const AttendArgs &a, int32_t b, in
     return begin < last_page && !has_row(page - 1) ? last_page : begin;
 }
 
-/** What its queries see ends before it, if the call has `ends`. Not negative, or a range from a start to it would have a length that wraps. */
+/** Returns the end of what a sequence's queries see, in a call with `ends`. At least 0: the length of a range from a
+ *  start to a negative end could wrap. */
 __device__ __forceinline__ int32_t end_of(const AttendArgs &a, int32_t b) { return max(a.p.ends[b], 0); }
 
-/** What schedules have of a sequence, from more arrays than lengths and starts. */
+/** Looks up what a schedule has of a sequence (sequence_of), in a call that `varies`. */
 __device__ __forceinline__ int4 look_up_varying(const AttendArgs &a, int32_t b, int32_t length, int32_t start)
 {
     const int32_t queries = queries_of(a, b).count;
@@ -117,7 +119,7 @@ static __device__ __noinline__ int4 look_up_apart(const AttendArgs &a, int32_t b
     return look_up_varying(a, b, length, start);
 }
 
-/** The same of any call. APART: by a call, for loops over pages that are short of registers with it inlined. */
+/** The same for any call. APART: not inlined, for loops over pages, which would be short of registers with it. */
 template <bool APART = false> __device__ __forceinline__ int4 look_up_sequence(const AttendArgs &a, int32_t b)
 {
     const int32_t length = a.p.layer.lengths[b], start = a.p.starts ? a.p.starts[b] : 0;
@@ -135,7 +137,7 @@ template <bool APART = false> __device__ __forceinline__ Sequence load_sequence(
     return sequence_of(a, found);
 }
 
-/** Positions that a query at position p may see at all. */
+/** Returns the positions that a query at position p may see, exact or packed; `ends` is left out. */
 __device__ __forceinline__ Range seen(const AttendArgs &a, const Sequence &s, int32_t p)
 {
     Range r = {s.start, a.p.causal ? p + 1 : s.length};
@@ -143,20 +145,20 @@ __device__ __forceinline__ Range seen(const AttendArgs &a, const Sequence &s, in
     return r;
 }
 
-/** The packed tokens among them, as packed indices. */
+/** Returns the packed indices that a query at position p sees. */
 __device__ __forceinline__ Range seen_packed(const AttendArgs &a, const Sequence &s, int32_t p)
 {
     Range r = seen(a, s, p);
     return {max(r.lo - a.unpacked_sinks, s.packed.lo), min(r.hi - a.unpacked_window - a.unpacked_sinks, s.packed.hi)};
 }
 
-/** The unit of a packed token, if all units have the same size. */
+/** Returns the unit of a packed token, if all units have the same size. */
 __device__ __forceinline__ int32_t equal_unit_of(const AttendArgs &a, int32_t packed_index)
 {
     return packed_index >> (a.unit_tokens == 4 * TQ_TILE ? 7 : 6);
 }
 
-/** The unit of a packed token; a page has 1 to 4 tiles. */
+/** Returns the unit of a packed token. A page has 1 to 4 tiles. */
 __device__ __forceinline__ int32_t unit_of(const AttendArgs &a, int32_t packed_index)
 {
     if (!a.last_is_short) return equal_unit_of(a, packed_index);
@@ -168,10 +170,8 @@ __device__ __forceinline__ int32_t unit_of(const AttendArgs &a, int32_t packed_i
 /** The units that any row of a sequence sees, and the packed indices that all rows see. */
 struct PackedView {
     Range units, common;
-    __device__ __forceinline__ int32_t length() const
-    {
-        return max(units.hi - units.lo, 1);
-    } /* without any, a block still leaves a part */
+    /** At least 1: without units, a team still leaves a part. */
+    __device__ __forceinline__ int32_t length() const { return max(units.hi - units.lo, 1); }
 };
 
 __device__ __forceinline__ PackedView view_packed(const AttendArgs &a, const Sequence &s)
@@ -186,7 +186,7 @@ __device__ __forceinline__ PackedView view_packed(const AttendArgs &a, const Seq
     return v;
 }
 
-/** The units that are entirely in the range; none if a unit may have fewer tiles than the kernel's. */
+/** Returns the units that are entirely in the range; none if a unit may have fewer tiles than the kernel's. */
 __device__ __forceinline__ Range whole_units(const AttendArgs &a, Range tokens)
 {
     if (a.last_is_short) return {0, 0};
@@ -194,7 +194,7 @@ __device__ __forceinline__ Range whole_units(const AttendArgs &a, Range tokens)
     return {lo * a.unit_tokens < tokens.lo ? lo + 1 : lo, tokens.hi > 0 ? equal_unit_of(a, tokens.hi) : 0};
 }
 
-/** x / y for x >= 0, y > 0 and a quotient below 2^22. Integer division takes four times as long. */
+/** Returns x / y for x >= 0, y > 0 and a quotient below 2^22. Integer division takes four times as long. */
 __device__ __forceinline__ int32_t divide(int32_t x, int32_t y)
 {
     int32_t q = (int32_t)__fdividef((float)x, (float)y), rest = x - q * y;

@@ -3,20 +3,19 @@
  * the unit's codes are still being loaded, and adds them to the scores later.
  *
  * A unit's tokens are mirrored around its middle: two of them are u and -u positions away from it, u = 1/2, 3/2 .. Let
- * x and y be the row's coefficients of a pair's cosine and sine at position 0. Turned to the middle by t they are X and
- *     Y:
+ * x and y be the row's coefficients of a pair's cosine and sine at position 0. Turned to the middle, by t, they are
  *     X = x cos t + y sin t,  Y = y cos t - x sin t
  *     terms at +-u = sum over pairs X cos(u phi) +- sum over pairs Y sin(u phi)
  * The cosines and sines of u phi are a table that all units and rows share, operand A of two matrix products; X and Y
  * of four rows are operand B. Each number is the sum of two fp16 halves, a high and a low one. B has both halves of a
  * row, in separate columns, so two products, with the high and with the low half of the table, give 22 bits.
  *
- * Pairs that turn little within a unit are slow. The sum over a step (16 pairs) of slow pairs is a polynomial of u. It
- * is computed at eight nodes only, whatever the number of tokens; one more product interpolates the sums of all slow
- * steps.
+ * Pairs that turn little within a unit are slow. The sum over a step (16 pairs) of slow pairs is nearly a polynomial of
+ * u. It is computed at eight nodes only, whatever the number of tokens. One more product interpolates the sums of all
+ * slow steps.
  *
- * Pair i is at k = 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of step i / 16 for i % 16 = 4 t .. 4 t + 3: a lane's pairs are
- * neighbours. */
+ * Pairs 4 t .. 4 t + 3 of a step are at k = 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of its products, so that a lane's pairs
+ * are neighbours. */
 #ifndef TQ_CUDA_ATTEND_ROWS_WAVE_CUH
 #define TQ_CUDA_ATTEND_ROWS_WAVE_CUH
 #include "cuda/attend/rows/sequence.cuh"
@@ -48,13 +47,13 @@ struct SplitPair {
     }
 };
 
-/** A pair's angle over twice / 2 positions. */
+/** Returns the phase by which a pair turns in twice / 2 positions. */
 __device__ __forceinline__ uint32_t phase_by_halves(int32_t increment, int32_t twice)
 {
     return (uint32_t)((int64_t)increment * twice >> 1);
 }
 
-/** Cosine and sine of a phase, within 1e-6: an amplitude of 1,000 then errs by less than 1e-3 of a logit. */
+/** Returns cosine and sine of a phase, within 1e-6: that changes a logit by less than 1e-3 at an amplitude of 1,000. */
 __device__ __forceinline__ float2 turn_fast(uint32_t phase)
 {
     const float x = (float)(int32_t)phase * 1.46291808e-9f; /* 2 pi / 2^32 */
@@ -63,15 +62,14 @@ __device__ __forceinline__ float2 turn_fast(uint32_t phase)
 
 /** The wave's shared memory: |table|polynomials|increments|slow| of the block, then |turns|terms| of each warp. */
 struct WaveSpace {
-    uint4 *
-        table; /* [step][tile of 16 positions u][cosines high, low, sines high, low][32 lanes]; of a slow step cosines and sines
-                            at the nodes, high ones in rows 0..7 and low ones in rows 8..15: [2][32 lanes] */
-    uint4 *
-        polynomials; /* [tile of 16 positions u][even, odd][32 lanes]: the high halves at the nodes, then the low ones */
+    /* [step][tile of 16 positions u][cosines high, low, sines high, low][32 lanes]. A slow step begins with [cosines,
+     * sines][32 lanes] at the nodes, high halves in rows 0..7 and low ones in rows 8..15, and has nothing else. */
+    uint4 *table;
+    uint4 *polynomials;  /* [tile of 16 positions u][even, odd][32 lanes]: high halves at the nodes, then low ones */
     int32_t *increments; /* [16 steps] */
     int32_t *slow;       /* [steps] */
-    float2 *turns;       /* [16 steps]: cosine and sine in the middle of the unit */
-    float4 *terms;       /* [quads of rows][token tile][32 lanes]: of the lane's four tokens, in scores of its row */
+    float2 *turns;       /* [16 steps]: each pair's cosine and sine in the middle of the unit */
+    float4 *terms;       /* [quads of rows][token tile][32 lanes]: of the lane's four tokens, from put_terms */
 
     __device__ __forceinline__ WaveSpace(const AttendArgs &a, int warp)
     {
@@ -103,8 +101,8 @@ constexpr double wave_node(int n)
  *  degree 15 are then off by 5^16 / (2^15 16!) = 2e-7 of an amplitude. */
 constexpr double SLOW_RADIANS = 5;
 
-/** The Lagrange polynomial of a node at x: the even one, 1 at +-node and 0 at the others, or the odd one, 1 at the node
- *  and -1 at its mirror image. */
+/** Returns a node's Lagrange polynomial at x: the even one, 1 at +-node and 0 at the others, or the odd one, 1 at the
+ *  node and -1 at its mirror image. */
 constexpr double wave_polynomial(int node, bool odd, double x)
 {
     const double at = wave_node(node);
@@ -154,7 +152,7 @@ struct WavePolynomials {
 };
 static __device__ const WavePolynomials wave_polynomials;
 
-/** What a block's part of the wave has of constants, for units of TILES token tiles: read before the previous kernel has ended. */
+/** Constants of a block's part of the wave, for units of TILES token tiles. Read while the previous kernel may run. */
 template <int TILES> struct WaveConstants {
     double node; /* of the lane's row, in positions from a unit's middle */
 
@@ -169,8 +167,9 @@ template <int TILES> struct WaveConstants {
     }
 };
 
-/** A fourth of a lane's part of a step's cosines and sines at a tile's positions or, if the step is slow, half of that at the
- *  nodes: two pairs, at position lane / 4 + 8 (i % 2) or at the lane's node. */
+/** Writes a quarter of a lane's words of a tile and step: cosines and sines of two pairs at position lane / 4 +
+ *  8 (i % 2), of the lane's first two pairs for i < 2, otherwise of its last two. If the step is slow, writes half of
+ *  its words: of the lane's pairs 2 i and 2 i + 1, at its node. */
 __device__ __forceinline__ void fill_quarter(const int32_t (&increments)[4], bool slow, int tile, int i, double node,
                                              uint4 *to, int lane)
 {
@@ -188,7 +187,7 @@ __device__ __forceinline__ void fill_quarter(const int32_t (&increments)[4], boo
     words[slow ? PART + 2 * i + 1 : 3 * PART + i] = sines.low;
 }
 
-/** Increments of the lane's pairs: lane, lane + 32 .. Padding pairs are slow. */
+/** Increments of the lane's pairs lane, lane + 32 .. Those of padding pairs are 0, so they are slow. */
 template <int PAIRS> struct LaneIncrements {
     int32_t of[PAIRS];
 
@@ -199,7 +198,7 @@ template <int PAIRS> struct LaneIncrements {
         for (int k = 0; k < PAIRS; k++)
             of[k] = lane + 32 * k < a.wave.pairs ? a.p.layer.key.turns[3 * (lane + 32 * k) + 2] : 0;
     }
-    /** The increment of pair i, in every lane; by a whole warp. */
+    /** Returns the increment of pair i; lanes may ask for different pairs. A whole warp calls it. */
     __device__ __forceinline__ int32_t operator[](int i) const
     {
         int32_t x = 0;
@@ -212,7 +211,7 @@ template <int PAIRS> struct LaneIncrements {
     }
 };
 
-/** Fills the block's part of the wave by all its threads. Needs a __syncthreads after it. */
+/** Fills the block's part of the wave. All threads of the block call it, and then __syncthreads. */
 template <int TILES, int PAIRS>
 __device__ __forceinline__ void fill_wave_table(const AttendArgs &a, const WaveConstants<TILES> &constants,
                                                 const LaneIncrements<PAIRS> &of_lanes)
@@ -225,7 +224,7 @@ __device__ __forceinline__ void fill_wave_table(const AttendArgs &a, const WaveC
 #pragma unroll
         for (int k = 0; k < PAIRS; k++)
             if (lane + 32 * k < WAVE_STEP * steps) space.increments[lane + 32 * k] = of_lanes.of[k];
-    int piece = warp; /* of all steps' pieces a warp has every warps-th */
+    int piece = warp; /* a warp has every `warps`-th piece of all steps */
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
         int32_t increments[4];
@@ -247,9 +246,9 @@ __device__ __forceinline__ void fill_wave_table(const AttendArgs &a, const WaveC
     wait_for_copies();
 }
 
-/** Two pairs' numbers of a row as a lane's part of operand B: even columns have high halves, odd ones low halves. Of
- *  the four pairs that a column's lane needs, the lane of the even column has computed the first two, the odd one the
- *  others. */
+/** Returns a lane's part of operand B. x, y: a row's numbers of two pairs. Even columns have high halves, odd ones low
+ *  halves. Of the four pairs that both columns' lanes need, the lane of the even column has computed the first two, and
+ *  that of the odd one the others. */
 __device__ __forceinline__ uint2 second_factor(float x, float y, bool odd)
 {
     const SplitPair own(x, y);
@@ -257,7 +256,7 @@ __device__ __forceinline__ uint2 second_factor(float x, float y, bool odd)
     return odd ? make_uint2(other, own.low) : make_uint2(own.high, other);
 }
 
-/** Operands B of a row's step at the warp's unit, for cosines and for sines. */
+/** A lane's operands B of a step, for cosines and for sines. row, turn: two pairs' coefficients and turns. */
 struct StepFactors {
     uint2 cosines, sines;
 
@@ -273,7 +272,7 @@ template <int TILES> struct WaveSums {
     float cosines[TILES][4] = {}, sines[TILES][4] = {};
     float cosines_at_nodes[4] = {}, sines_at_nodes[4] = {};
 
-    /** table: the lane's entries of the step. */
+    /** Adds a step's products. table: the lane's entries of the step. */
     __device__ __forceinline__ void add(const StepFactors &f, bool slow, const uint4 *table)
     {
         if (slow) {
@@ -291,12 +290,12 @@ template <int TILES> struct WaveSums {
         }
     }
 
-    /** Interpolates from the nodes and adds: lane 4 g + t has the sums of row t at node g. */
+    /** Interpolates the sums at the nodes and adds the results. Lane 4 g + t has the sums of row t at node g. */
     __device__ __forceinline__ void interpolate(const uint4 *polynomials, bool odd, int lane)
     {
         const float *c = cosines_at_nodes, *s = sines_at_nodes;
         const float of_cosines = (c[0] + c[1]) + (c[2] + c[3]), of_sines = (s[0] + s[1]) + (s[2] + s[3]);
-        const int from = 8 * (lane & 3) + lane / 8; /* of the first of the column's two nodes */
+        const int from = 8 * (lane & 3) + lane / 8; /* the lane with the first of this lane's two nodes */
         const SplitPair x(__shfl_sync(ALL_LANES, of_cosines, from), __shfl_sync(ALL_LANES, of_cosines, from + 4)),
             y(__shfl_sync(ALL_LANES, of_sines, from), __shfl_sync(ALL_LANES, of_sines, from + 4));
         const uint32_t even_factor = odd ? x.low : x.high, odd_factor = odd ? y.low : y.high;
@@ -308,7 +307,7 @@ template <int TILES> struct WaveSums {
     }
 };
 
-/** Computes the warp's turns at the middle of a unit; first: packed index of its first token. By a whole warp. */
+/** Computes the warp's turns at the middle of a unit. first: packed index of its first token. A whole warp calls it. */
 __device__ __forceinline__ void turn_to_middle(const AttendArgs &a, const WaveSpace &space, int32_t first, int tokens,
                                                int lane)
 {
@@ -322,18 +321,18 @@ __device__ __forceinline__ void turn_to_middle(const AttendArgs &a, const WaveSp
     __syncwarp();
 }
 
-/** The terms of a unit for ROW_QUADS times four rows, without the rows' factors: quads of rows first_quad, first_quad +
- *  quad_step .. first: packed index of the unit's first token. put(n, terms): receives the n-th quad's terms, by token tile
- *  those of the lane's four tokens. rows: [row][16 steps], from put_wave. By a whole warp. */
+/** Computes the terms of a unit for ROW_QUADS quads of rows (first_quad, first_quad + quad_step ..), without the rows'
+ *  factors. put(n, terms) gets the terms of the n-th quad: of the lane's four tokens of each token tile. first: packed
+ *  index of the unit's first token; rows: [row][16 steps], from put_wave. A whole warp calls it. */
 template <int ROW_QUADS, int TILES, class Put>
 __device__ __forceinline__ void sum_wave(const AttendArgs &a, const float2 *rows, int32_t first, int first_quad,
                                          int quad_step, int lane, Put put)
 {
-    constexpr int STEP = WAVE_STEP / 2; /* of pairs of pairs */
+    constexpr int STEP = WAVE_STEP / 2; /* float4 of a step, with two pairs each */
     const WaveSpace space(a, threadIdx.x / 32);
     const int steps = a.wave.steps;
     const bool odd = lane >> 2 & 1;
-    const int place = 2 * (lane & 3) + odd; /* of two pairs among a step's eight */
+    const int place = 2 * (lane & 3) + odd; /* the lane's float4 of a step */
     auto row_of_quad = [&](int n) {
         const int row = 4 * (first_quad + n * quad_step) + lane / 8;
         return reinterpret_cast<const float4 *>(rows + row * WAVE_STEP * steps) + place;
@@ -368,7 +367,7 @@ __device__ __forceinline__ void sum_wave(const AttendArgs &a, const float2 *rows
     }
 }
 
-/** Stores a block's terms, times the row's factor, in the warp's shared memory. */
+/** Stores the terms of the n-th quad of rows, times `factor`, in the warp's shared memory. */
 template <int TILES>
 __device__ __forceinline__ void put_terms(const AttendArgs &a, int n, const float *terms, float factor, int lane)
 {
@@ -381,7 +380,7 @@ __device__ __forceinline__ void put_terms(const AttendArgs &a, int n, const floa
     }
 }
 
-/** Adds a lane's terms of a token tile. */
+/** Adds a lane's terms of a token tile to its scores. */
 __device__ __forceinline__ void add_terms(float4 terms, float *s)
 {
     s[0] += terms.x;
@@ -390,14 +389,14 @@ __device__ __forceinline__ void add_terms(float4 terms, float *s)
     s[3] += terms.w;
 }
 
-/** The terms of a unit until its scores are known. Those of one quad of rows are in registers, those of several, and those of
- *  the second half of a page whose halves are units of one warp (RUN 2), in the warp's shared memory. */
+/** The terms of a unit until its scores are known: of one quad of rows in registers, of several in the warp's shared
+ *  memory. With RUN 2, both units of a page are computed at once, and the second's terms wait in shared memory. */
 template <int ROW_QUADS, int TILES, int RUN> struct UnitWave {
     static_assert(RUN == 1 || (RUN == 2 && ROW_QUADS == 1));
     float terms[4 * TILES];
-    int32_t summed = -1; /* the page whose terms are there */
+    int32_t summed = -1; /* RUN 2: the page whose terms are there */
 
-    /** unit: in its sequence; first: packed index of the first token of it or, with RUN 2, of its page. */
+    /** Computes a unit's terms. first: packed index of the first token of the unit or, with RUN 2, of its page. */
     __device__ __forceinline__ void sum(const AttendArgs &a, const RowArgs *args, const float2 *rows, int32_t unit,
                                         int32_t first, int lane)
     {

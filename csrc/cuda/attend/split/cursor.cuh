@@ -17,33 +17,33 @@ struct Line {
     }
     __device__ __forceinline__ int32_t start(int32_t piece) const
     {
-        return each * piece + divide(longer * piece, pieces); /* at most a few thousand pieces */
+        return each * piece + divide(longer * piece, pieces); /* no overflow: a few thousand pieces at most */
     }
     __device__ __forceinline__ int32_t piece_of(int32_t at) const
     {
-        int32_t piece = min((int32_t)__fdividef((float)at * (float)pieces, (float)total), pieces - 1); /* nearly */
+        int32_t piece = min((int32_t)__fdividef((float)at * (float)pieces, (float)total), pieces - 1); /* approximate */
         while (start(piece) > at) piece--;
         while (start(piece + 1) <= at) piece++;
         return piece;
     }
 };
 
-/** A team's part of one segment. */
+/** The units of one segment that are in a team's piece. */
 struct Segment {
     int32_t b, h, index;
-    int32_t first, count; /* units, counted from the sequence's first page; count 0: the segment sees none */
+    int32_t first, count; /* units, counted from the sequence's first page; count 0: no row sees a unit */
     Range common;         /* packed indices that every row sees */
     bool there;
 };
 
-/** A team's place in its piece. Every warp of the team has its own copy. */
+/** A team's position in its piece. Every warp of the team has its own copy. */
 struct Cursor {
     Line line;
     int32_t piece, at, end; /* units at .. end - 1 of the line are left */
     int32_t b, sequence_at; /* the sequence at `at`, and its first unit in the line */
     PackedView view;        /* of sequence b */
 
-    /** By a whole warp. */
+    /** Finds the start of piece `piece_` of `teams`. A whole warp calls it. */
     __device__ __forceinline__ Cursor(const AttendArgs &a, int32_t piece_, int32_t teams, int lane)
         : line(1, 1), piece(piece_), b(0), sequence_at(0)
     {
@@ -75,13 +75,13 @@ struct Cursor {
         for (int32_t first = 0;; first += 32) {
             int32_t all = total;
             if (a.p.layer.batch > 32)
-                all = scan_lengths(a, first, per_unit, lane, upto); /* otherwise the lanes still have it */
+                all = scan_lengths(a, first, per_unit, lane, upto); /* otherwise upto still holds it */
             if (sequence_at + all <= at) {
                 sequence_at += all;
                 continue;
             }
             int n = __popc(__ballot_sync(ALL_LANES, first + lane < a.p.layer.batch &&
-                                                        sequence_at + upto <= at)); /* sequences before `at` */
+                                                        sequence_at + upto <= at)); /* sequences that end before `at` */
             int32_t before = __shfl_sync(ALL_LANES, upto, max(n - 1, 0));
             sequence_at += n ? before : 0;
             b = first + n;
@@ -90,7 +90,7 @@ struct Cursor {
         view = view_packed(a, load_sequence<true>(a, b));
     }
 
-    /** Units of sequences first .. first + 31. upto: their sum up to the lane's sequence. */
+    /** Returns how many units sequences first .. first + 31 have. Sets upto to the sum up to the lane's sequence. */
     static __device__ __forceinline__ int32_t scan_lengths(const AttendArgs &a, int32_t first, int32_t per_unit,
                                                            int lane, int32_t &upto)
     {
@@ -104,8 +104,8 @@ struct Cursor {
         return __shfl_sync(ALL_LANES, upto, min(31, a.p.layer.batch - 1));
     }
 
-    /** The part of the next segment. With `tell`, the team with a segment's first unit tells combine which pieces share
-     *  it. */
+    /** Returns the piece's units of the next segment, and moves past them. With `tell`, if the segment's first unit is
+     *  among them, writes for combine which pieces share the segment. */
     __device__ __forceinline__ Segment next(const AttendArgs &a, bool tell)
     {
         Segment s = {};

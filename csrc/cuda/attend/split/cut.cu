@@ -8,10 +8,11 @@ namespace
 
 constexpr int MOST_TEAMS = 12; /* of a block: Variant::MAX_THREADS */
 
-/** Bytes that a team of launch->args.team_warps has of its own, beside stages and waves. */
+/** Returns the bytes of shared memory that a team has of its own, beside its stages and the wave's. */
 int team_bytes(const Launch &l) { return l.kernel.own_bytes * (l.args.team_rows ? 1 : l.args.team_warps); }
 
-/** How many teams of so many warps a block has room for, and stages for each. */
+/** Sets args.teams and args.stages: how many teams of args.team_warps warps fit a block with `room` bytes of shared
+ *  memory, and how many stages each of them gets. teams is 0 if none fits. */
 void count_teams(int room, Launch *l)
 {
     AttendArgs &a = l->args;
@@ -25,11 +26,11 @@ void count_teams(int room, Launch *l)
     }
 }
 
-/** Rows, warps and stages of pages. */
+/** Cuts the work on pages: rows of a tile, warps of a team, teams and stages of a block, and blocks. */
 tq_status cut_pages(const tq_plan &plan, const Device &device, Launch *l, tq_error *error)
 {
     AttendArgs &a = l->args;
-    int room = device.shared_bytes_per_processor - 6 * 1024 - 1024; /* a block of prepare fits beside */
+    int room = device.shared_bytes_per_processor - 6 * 1024 - 1024; /* leaves room for a block of prepare */
     if (room > device.shared_bytes_per_block) room = device.shared_bytes_per_block;
     a.team_rows = l->kernel.team_rows;
     lay_out_stage(&plan, l->kernel.tiles, &a);
@@ -43,12 +44,12 @@ tq_status cut_pages(const tq_plan &plan, const Device &device, Launch *l, tq_err
         if (a.team_warps > 8) a.team_warps = 8;
         count_teams(room, l);
         for (; !a.teams && a.team_warps > 1; count_teams(room, l))
-            a.team_warps /= 2; /* waves of many rows on GPUs with 100 KB */
+            a.team_warps /= 2; /* a wave with many rows, on GPUs with 100 KB of shared memory */
         a.tile_rows = 4 * l->kernel.row_quads * a.team_warps;
     }
     a.row_tiles = (a.rows + a.tile_rows - 1) / a.tile_rows;
     l->segments = (int64_t)a.p.layer.batch * a.p.layer.kv_heads * a.row_tiles;
-    /* More stages cost time where they are whole pages, and where twelve warps hide what one waits for (measured.md). */
+    /* More stages cost time if they are whole pages, or if there are twelve warps to hide latency (measured.md). */
     int most_stages = a.team_rows ? 2 : l->kernel.tiles == 4 || a.teams * a.team_warps >= 12 ? 1 : 3;
     if (a.stages > most_stages) a.stages = most_stages;
     if (!a.teams) return fail(error, TQ_E_UNSUPPORTED, "device", -1, room, "a GPU with more shared memory");
@@ -63,8 +64,8 @@ tq_status cut_pages(const tq_plan &plan, const Device &device, Launch *l, tq_err
     return TQ_OK;
 }
 
-/** Warps that share the parts of a row: about four parts each where there are few rows, eight where there are many. Dense rotations
- *  want all there can be. */
+/** Returns how many warps of combine share the parts of a row. Each has about four parts where there are few rows, and
+ *  eight where there are many. A dense rotation gets as many warps as possible, because the whole block computes it. */
 int combine_ways(const Launch &l, const Device &device, bool dense)
 {
     const AttendArgs &a = l.args;
@@ -86,10 +87,9 @@ tq_status cut_ends(const Device &device, Launch *l, tq_error *error)
     bool dense = a.rotation == TQ_ROTATION_DENSE;
     int most = a.tile_rows <= END_ROWS ? a.tile_rows : a.tile_rows % END_ROWS ? END_ROWS / 2 : END_ROWS;
     int64_t rows = l->segments * a.tile_rows;
-    a.prepare_rows = rows <= 16 * device.processors && most > 4 && !dense
-                         ? 4
-                         : most; /* rather many blocks than much to do for each */
-    a.combine_rows = rows < 8 * device.processors ? 1 : most < 4 ? most : 4; /* few rows: all warps of a block on one */
+    /* Few rows are spread over more blocks: four rows for each block of prepare, one for each of combine. */
+    a.prepare_rows = rows <= 16 * device.processors && most > 4 && !dense ? 4 : most;
+    a.combine_rows = rows < 8 * device.processors ? 1 : most < 4 ? most : 4;
     int64_t sets = rows / a.prepare_rows, row_bytes = (int64_t)a.pitch * sizeof(float);
     int64_t exact_tokens = most_exact_tokens(a.p);
     bool few = sets * ((exact_tokens + 7) / 8) <= 2 * device.processors;
@@ -133,7 +133,7 @@ int32_t key_of(const AttendArgs &a)
     return (int32_t)(key | 1);
 }
 
-// A schedule of SPLIT is a head, a row of each team and a row of each sequence; fused_schedule_rows has those of FUSED.
+// A schedule of SPLIT has a row for its head, one per team and one per sequence. fused_schedule_rows is for FUSED.
 static_assert(TQ_SCHEDULE_ROWS > MOST_TEAMS, "room for the head and the teams");
 
 tq_status check_schedule_rows(int32_t batch, int64_t rows, const DeviceFacts &device, tq_error *error)
@@ -156,13 +156,13 @@ bool choose_split(const tq_plan &plan, const Device &device, Launch *launch)
     const Rules &r = *device.rules;
     const int64_t pages = (int64_t)a.p.layer.batch * a.p.layer.kv_heads * a.p.layer.max_pages;
     const bool pages_of_128 = plan.page_tokens == 4 * TQ_TILE;
-    /* Whole pages pay off once every multiprocessor has some. */
+    /* Whole pages are faster once every multiprocessor has some. */
     const bool whole = pages_of_128 && pages >= (int64_t)r.whole_from * device.processors;
     const int sizes[] = {whole ? 4 : 2, whole || !pages_of_128 ? 2 : 4};
-    /* 2 bits cost so little to unpack that more warps are worth more than rows a warp */
+    /* codes of 2 bits are cheap to unpack, so more warps gain more than more rows for each */
     int row_quads = a.rows <= 4 ? 1 : a.rows <= 8 || width_with_own_kernels(plan) == 2 ? 2 : 4;
     launch->kernel = {};
-    for (; row_quads && !launch->kernel.kernel; row_quads /= 2) /* any plan has kernels for 4 rows and half pages */
+    for (; row_quads && !launch->kernel.kernel; row_quads /= 2) /* every plan has a kernel for 4 rows and half pages */
         for (int tiles : sizes)
             if (!launch->kernel.kernel)
                 launch->kernel = find_kernel(Strategy::SPLIT, device.bulk, plan, row_quads, tiles);

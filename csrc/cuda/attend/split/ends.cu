@@ -11,12 +11,12 @@ namespace
 
 /* ---- prepare ---- */
 
-/** Blocks 0 .. row sets - 1 prepare queries, the others attend to exact tokens: block (part, row set). */
+/** The first blocks prepare queries, a set of rows each. The others attend to exact tokens, a part and a set each. */
 template <int GROUPS>
 __global__ void __launch_bounds__(END_THREADS, GROUPS > 8 ? 1 : 2) prepare_kernel(const __grid_constant__ AttendArgs a)
 {
     wait_for_previous();
-    let_next_start(); /* after the wait, so that data that `pages` reads before it waits for this kernel is complete */
+    let_next_start(); /* after the wait, because `pages` reads what earlier kernels wrote before it waits itself */
     int32_t sets = a.p.layer.batch * a.p.layer.kv_heads * a.row_tiles * (a.tile_rows / a.prepare_rows),
             turn = blockIdx.x / sets;
     RowSet s = find_rows(a, blockIdx.x - turn * sets, a.prepare_rows);
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(END_THREADS, GROUPS > 8 ? 1 : 2) prepare_kerne
 
 /* ---- combine ---- */
 
-/** Parts of a row in one of the two kinds, `stride` rows apart. */
+/** The n parts of a row for packed or for exact tokens, `stride` rows apart. */
 struct RowParts {
     const RowTotals *totals;
     const float *sums;
@@ -52,7 +52,7 @@ __device__ __forceinline__ RowParts exact_parts(const AttendArgs &a, const RowSe
     return {a.exact_totals + row, a.exact_sums + row * TQ_TILE * a.groups, a.exact_parts, rows};
 }
 
-/** Each lane merges every 32nd part, with AT_ONCE loads in flight; then the lanes merge. */
+/** Merges the totals of all parts of a row. Each lane takes every 32nd part, with AT_ONCE loads in flight. */
 template <int AT_ONCE>
 __device__ __forceinline__ MergedRow merge_totals(const RowParts &packed, const RowParts &exact, int lane)
 {
@@ -115,7 +115,7 @@ template <int GROUPS> struct PartLoads {
     }
 };
 
-/** Weighted sum of parts way, way + ways, ..; `loads` holds the first batch. */
+/** Sets `sum` to the weighted sum of parts way, way + ways, .. `loads` holds the first batch of them. */
 template <int GROUPS>
 __device__ __forceinline__ void add_parts(const RowParts &parts, PartLoads<GROUPS> &loads, int way, int ways, int width,
                                           float max, LaneRow<GROUPS> &sum, int lane)
@@ -130,8 +130,8 @@ __device__ __forceinline__ void add_parts(const RowParts &parts, PartLoads<GROUP
     }
 }
 
-/** A block takes combine_rows rows, a warp a row and every `ways`-th part. Shared rows: packed sums of each way, then
- *  exact ones. */
+/** Finishes rows: combine_rows in each block. A warp takes every `ways`-th part of one row. Rows in shared memory: each
+ *  way's packed sums, then each way's exact ones. */
 template <int GROUPS>
 __global__ void __launch_bounds__(END_THREADS) combine_kernel(const __grid_constant__ AttendArgs a)
 {

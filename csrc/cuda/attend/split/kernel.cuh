@@ -1,4 +1,4 @@
-/* The kernels on pages of SPLIT and MANY_ROWS: teams of warps, each with a piece of the line of units. */
+/* The kernels of SPLIT and MANY_ROWS that attend to pages. Each team of warps takes a piece of the line of units. */
 #ifndef TQ_CUDA_ATTEND_SPLIT_KERNEL_CUH
 #define TQ_CUDA_ATTEND_SPLIT_KERNEL_CUH
 #include "cuda/attend/loop/team.cuh"
@@ -8,22 +8,22 @@
 namespace tq
 {
 
-/** A warp's state that is only needed between segments. It is in shared memory, because local variables would be
- *  spilled to device memory, which is busy with pages. */
+/** A warp's state that it needs only between segments. It is in shared memory, because local variables would be spilled
+ *  to device memory, which is busy with pages. */
 struct Between {
     Cursor cursor;
-    Segment after; /* the current segment */
+    Segment after; /* the segment after the current one */
 };
 static_assert(sizeof(Between) <= BETWEEN_BYTES);
 
-/** A team's current and next segment, and how many of their units were loaded and done. Positions count units along the
- *  team's piece; the UnitPlace is that of unit `fetched`, the next to load. */
+/** A team's current and next segment. position (next to compute), fetched (next to load), now_end and after_end count
+ *  units of the piece. The UnitPlace is that of unit `fetched`; working: number of unit `position` in its sequence. */
 struct Lookahead : UnitPlace {
     Segment now;
     Between *between;
     int32_t position, now_end, after_end, fetched, working;
 
-    /** By a whole warp; tell: as in Cursor::next. */
+    /** tell: as in Cursor::next. A whole warp calls it. */
     __device__ __forceinline__ Lookahead(const AttendArgs &a, Cursor &cursor, bool tell, Between *between_, int lane)
         : UnitPlace(a, 0, 0, 0), now(cursor.next(a, tell)), between(between_), position(0), now_end(now.count),
           fetched(0)
@@ -56,18 +56,18 @@ struct Lookahead : UnitPlace {
             UnitPlace(a, s.first + fetched - (is_now ? now_end - now.count : now_end), s.b, s.h);
     }
     __device__ __forceinline__ Range common() const { return now.common; }
-    /** Whether there is a unit to compute; at_work: its number in the sequence. */
+    /** Whether the current segment has another unit to compute. at_work: its number in the sequence. */
     __device__ __forceinline__ bool works(const AttendArgs &) const { return position < now_end; }
     __device__ __forceinline__ int32_t at_work(const AttendArgs &) const { return working; }
-    /** The unit is done. more: another one was loaded in its place. */
+    /** To call when a unit is done. more: the load of another one into its stage was started. */
     __device__ __forceinline__ void step_on(const AttendArgs &a, bool more)
     {
         position++, working++;
         if (more) advance(a);
     }
-    /** Whether there is a unit to load. */
+    /** Whether the two segments have another unit to load. */
     __device__ __forceinline__ bool more() const { return fetched < after_end; }
-    /** The load of unit `fetched` was started. */
+    /** To call when the load of unit `fetched` was started. */
     __device__ __forceinline__ void advance(const AttendArgs &a)
     {
         fetched++, unit++;
@@ -75,7 +75,7 @@ struct Lookahead : UnitPlace {
     }
 };
 
-/** Loads units until the ring is full or no further unit is known. */
+/** Starts to load units until the ring is full, or all units of the two segments are loaded. */
 template <class V>
 __device__ __forceinline__ void top_up(const AttendArgs &a, const Ring<V> &ring, Lookahead &ahead, int thread)
 {
@@ -92,7 +92,7 @@ __device__ __forceinline__ void top_up(const AttendArgs &a, const Ring<V> &ring,
     }
 }
 
-/** A warp's shared memory beside the stages of its team: |Between|queries, if they are there|. */
+/** A warp's shared memory beside the stages of its team: |Between|queries, with QUERY_IN_SHARED|. */
 template <class V> struct WarpSpace {
     static constexpr int BYTES = V::WARP_BYTES;
     uint8_t *at;
@@ -104,9 +104,9 @@ template <class V> struct WarpSpace {
     __device__ __forceinline__ uint2 *queries() const { return reinterpret_cast<uint2 *>(at + BETWEEN_BYTES); }
 };
 
-/* ---- SPLIT: a row's warp has all of a unit (loop/warp.cuh) ---- */
+/* ---- SPLIT: one warp computes a unit for its rows (loop/warp.cuh) ---- */
 
-/** The rows of a segment in the workspace; copies the queries to where they are read. */
+/** Returns a warp's rows of a segment in the workspace. With QUERY_IN_SHARED, copies their queries to shared memory. */
 template <class V>
 __device__ __forceinline__ WarpRows find_rows_of_warp(const AttendArgs &a, const Segment &s, int first_quad, int lane,
                                                       const WarpSpace<V> &space)
@@ -125,7 +125,7 @@ __device__ __forceinline__ WarpRows find_rows_of_warp(const AttendArgs &a, const
     return r;
 }
 
-/** The warp's part of a segment into its slot. */
+/** Writes the warp's part of a segment to its slot in the workspace. */
 template <class V>
 __device__ __forceinline__ void leave_part(const AttendArgs &a, const Segment &s, int32_t piece, int first_row,
                                            int lane, const Sums<V> &sums)
@@ -172,7 +172,7 @@ template <class V> __device__ __forceinline__ void attend_pages(const AttendArgs
     if (has_wave<V>(a)) {
         const WaveConstants<V::TILES * V::RUN> constants(a, lane);
         const LaneIncrements<(V::GROUPS > 4 ? V::GROUPS / 2 : 2)> increments(
-            a, lane); /* they are complete, as lengths are */
+            a, lane); /* moments are complete, as lengths are */
         fill_wave_table(a, constants, increments);
         __syncthreads();
     }
@@ -197,7 +197,7 @@ template <class V> __global__ void __maxnreg__(V::MAX_REGISTERS) attend_kernel(c
 
 /* ---- MANY_ROWS: four warps share a page (loop/team.cuh) ---- */
 
-/** The segment's queries into the team's own shared memory. */
+/** Copies the segment's queries to the team's own shared memory. */
 template <class V>
 __device__ __forceinline__ void load_queries(const AttendArgs &a, const Segment &s, const TeamSpace &space, int thread)
 {
@@ -209,7 +209,7 @@ __device__ __forceinline__ void load_queries(const AttendArgs &a, const Segment 
     shared_writes_before_copies();
 }
 
-/** The team's part of a segment into its slot. */
+/** Writes the team's part of a segment to its slot in the workspace. */
 template <class V>
 __device__ __forceinline__ void leave_part_of_team(const AttendArgs &a, const Segment &s, int32_t piece,
                                                    const RowArgs *rows, const TeamSpace &space, int warp, int lane,

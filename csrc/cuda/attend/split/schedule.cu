@@ -9,8 +9,8 @@ namespace
 
 constexpr int SCHEDULE_WARPS = 4; /* of a block */
 
-/** One warp per team, and one thread per sequence. args.schedule is NULL, so Cursor finds the piece as in attention
- *  without a schedule. Without teams, the schedule is written so that no call uses it. */
+/** Writes a schedule, with a warp per team and a thread per sequence. a.schedule is NULL, so Cursor finds the piece
+ *  as in attention without a schedule. If there are no teams, writes a schedule that no call uses. */
 __global__ void __launch_bounds__(32 * SCHEDULE_WARPS)
     schedule_kernel(const __grid_constant__ AttendArgs a, int4 *schedule)
 {
