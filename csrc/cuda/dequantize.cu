@@ -21,8 +21,7 @@ struct KernelArgs : DequantizeArgs {
     LevelsByCode codebooks;
 };
 
-/** rows [32 tokens][head_dim]: group `group` of one token tile, which has half a tile to itself if groups have 16
- *  channels. */
+/** Decodes a group of a token tile, which is half a tile if groups have 16 channels, to rows [32 tokens][head_dim]. */
 __device__ __forceinline__ void decode_group(const KernelArgs &a, int side_index, int h, const uint8_t *record,
                                              int token_tile, int group, float *rows, int lane)
 {

@@ -1,4 +1,4 @@
-/* What both kernels of tq_cuda_dequantize read: to float32 (dequantize.cu), and to fp16 and bf16 by tensor cores
+/* The arguments of both kernels of tq_cuda_dequantize: to float32 (dequantize.cu), and to fp16 and bf16 by tensor cores
  * (dequantize_16bit.cu). */
 #ifndef TQ_CUDA_DEQUANTIZE_H
 #define TQ_CUDA_DEQUANTIZE_H
@@ -27,10 +27,10 @@ struct DequantizeArgs {
     HadamardSigns signs;
 };
 
-/** Of checked arguments of tq_cuda_dequantize. */
+/** Makes the kernels' arguments from checked ones of tq_cuda_dequantize. */
 DequantizeArgs dequantize_args(const tq_plan &plan, const tq_layer &layer, int32_t max_tokens, void *k, void *v);
 
-/** Whether dequantize_16bit takes the plan. */
+/** Whether dequantize_16bit takes the plan, and the bytes of workspace that it needs. */
 bool takes_16bit(const tq_plan &plan);
 size_t bytes_16bit(const tq_plan &plan, int32_t kv_heads);
 /** dtype: TQ_F16 or TQ_BF16. The rest as in tq_cuda_dequantize, checked. */

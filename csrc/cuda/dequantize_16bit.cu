@@ -27,14 +27,14 @@ namespace
 constexpr int MOST_CHANNELS = 256; // of a plan
 constexpr int MATRIX_WARPS = 8;
 
-/** The wave of a channel: along * cos + across * sin of position * increment. pairs: how many turn in the channel;
- *  the numbers are those of one of them. */
+/** The wave of a channel: along * cos + across * sin of position * increment. pairs: how many turn in the channel; the
+ *  other numbers are those of one of them. */
 struct Oscillation {
     uint32_t increment, pairs;
     float along, across;
 };
 
-/** What `make_matrices` writes, for each head: | Oscillation [head_dim], of keys | M / factor, fp16 [head_dim][columns]
+/** Output of `make_matrices` for each head: | Oscillation [head_dim], of keys | M / factor, fp16 [head_dim][columns]
  *  | factor, float32 [head_dim] |, keys before values. Factors of values are all the same. */
 struct Matrices {
     uint8_t *memory;
@@ -66,7 +66,7 @@ static_assert(sizeof(Args) <= 4096, "kernel parameters");
 
 // ---- the matrices ----
 
-/** The oscillations of all channels of a head, by a block; found: [head_dim] in shared memory. */
+/** Finds the oscillations of all channels of a head. Called by a whole block. found: [head_dim] in shared memory. */
 __device__ __forceinline__ void find_oscillations(const KeyMoments &m, const HeadMoments &head, Oscillation *found,
                                                   Oscillation *to)
 {
@@ -86,14 +86,14 @@ __device__ __forceinline__ void find_oscillations(const KeyMoments &m, const Hea
     for (int c = threadIdx.x; c < m.head_dim; c += blockDim.x) to[c] = found[c];
 }
 
-/** A block has MATRIX_WARPS columns of one (side, head), a warp a column; the first one of a head of keys also finds
- *  its oscillations. */
+/** Writes the matrices. A block has MATRIX_WARPS columns of one (side, head), a warp one column. The first block of a
+ *  head of keys also finds its oscillations. */
 __global__ void __launch_bounds__(32 * MATRIX_WARPS) make_matrices(const __grid_constant__ Args a)
 {
     __shared__ float rows[MATRIX_WARPS][MOST_CHANNELS];
     __shared__ Oscillation oscillations[MOST_CHANNELS];
     wait_for_previous();
-    let_next_start(); // behind the wait: what the next kernel reads of others is there
+    let_next_start(); // after the wait: before its own, dequantize_rows reads the layer's arrays
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, d = a.head_dim, columns = a.matrices.columns;
     const int parts = columns / MATRIX_WARPS, part = blockIdx.x % parts, head_index = blockIdx.x / parts,
               h = head_index % a.kv_heads, s = head_index / a.kv_heads, j = part * MATRIX_WARPS + warp;
@@ -159,13 +159,13 @@ template <int D> struct Shape {
     static constexpr int BLOCKS = D == 128 ? 4 : 2, CHANNELS = 8 * BLOCKS;
     static constexpr int WARPS = D <= 64 ? 4 : D == 128 ? 4 : 8;    // of a block, at most
     static constexpr int RESIDENT = D <= 64 ? 4 : D == 128 ? 3 : 2; // blocks of a multiprocessor
-    static constexpr int STEPS = D / 16;                            // of a product
-    // Bytes of rows in shared memory, so that eight neighbours are in different banks.
+    static constexpr int STEPS = D / 16;                            // k16 steps of a product
+    // Bytes of a row in shared memory, such that eight neighbours are in different banks.
     static constexpr int KEY_ROW = 2 * D + 16, VALUE_ROW = 2 * TQ_TILE + 16;
     static constexpr int LEVELS = TQ_TILE * KEY_ROW > D *VALUE_ROW ? TQ_TILE * KEY_ROW : D * VALUE_ROW;
 };
 
-/** Four bytes of unpack_half as levels: byte * up + shift, exact. */
+/** Turns four bytes of unpack_half into levels: byte * up + shift, exactly. */
 struct ByteToLevel {
     __half2 up, shift;
 
@@ -182,8 +182,8 @@ struct ByteToLevel {
     }
 };
 
-/** A group's tile of codes to levels at `to`. Keys: a row a token, from the group's first channel on; values: a row a
- *  channel, of the tile's columns. `row`: bytes of a row. */
+/** Unpacks a group's tile of codes to levels at `to`. A row is a token of keys, from the group's first channel on, or a
+ *  channel of values, in the order of the tile's columns. row: bytes of a row. */
 __device__ __forceinline__ void unpack_group(int bits, const uint8_t *tile, const LevelTables &tables, char *to,
                                              int row, int lane)
 {
@@ -214,7 +214,7 @@ __device__ __forceinline__ void unpack_group(int bits, const uint8_t *tile, cons
 /** A token tile of a sequence. */
 struct TilePlace {
     int b, tile, page, in_page; // tile = page * tiles of a page + in_page
-    int length;                 // tokens to decode of the sequence
+    int length;                 // tokens of the sequence to decode
 
     __device__ __forceinline__ TilePlace(const Args &a, int64_t i)
         : b((int)(i / a.tiles)), tile((int)(i % a.tiles)), page(TQ_TILE * tile / a.page_tokens),
@@ -243,18 +243,18 @@ private:
     }
 };
 
-/** The wave of a channel for one token in eight: its number, and that of a quarter turn later. */
+/** The wave of a channel at every eighth token: its value, and the value a quarter turn later. */
 struct Turning {
     float now, later;
 
-    /** From `position` on. */
+    /** Begins at `position`. */
     __device__ __forceinline__ void start(const Oscillation &o, int position)
     {
         const float2 at = turn(phase_of(o.increment, position));
         now = o.along * at.x + o.across * at.y;
         later = o.across * at.x - o.along * at.y;
     }
-    /** by: cosine and sine of eight positions. */
+    /** Moves on by eight positions. by: their cosine and sine. */
     __device__ __forceinline__ void turn_on(float2 by)
     {
         const float next = now * by.x + later * by.y;
@@ -263,7 +263,7 @@ struct Turning {
     }
 };
 
-/** The wave of a channel in which several pairs turn. */
+/** Returns the wave of a channel in which several pairs turn. */
 __device__ __noinline__ float sum_of_pairs(const KeyMoments &m, int h, int channel, int position)
 {
     const HeadMoments head = m.of_head(h);
@@ -318,8 +318,8 @@ __device__ __forceinline__ void rows_of_side(const Args &a, char *memory)
 
     wait_for_previous();
     const int head_index = KEYS ? h : a.kv_heads + h, columns = a.matrices.columns, steps = 2 * a.groups;
-    // Column n = g of block j is channel OWN (g / 2) + 2 j + g % 2 of the warp's: then a lane's results of all blocks
-    // are neighbours in memory.
+    // Column n = g of block j is channel OWN (g / 2) + 2 j + g % 2 of the warp's: so a lane's results of all blocks are
+    // neighbours in memory.
     uint32_t matrix[S::STEPS][BLOCKS][2];
 #pragma unroll
     for (int j = 0; j < BLOCKS; j++) {
@@ -350,13 +350,13 @@ __device__ __forceinline__ void rows_of_side(const Args &a, char *memory)
     const uint32_t operand =
         shared_address(levels) + (KEYS ? lane % 16 * S::KEY_ROW + lane / 16 * 16
                                        : (lane / 16 * 8 + lane % 8) * S::VALUE_ROW + lane / 8 % 2 * 16);
-    const int column = KEYS ? column_of_token(g) : g; // of row g; that of row 8 i + g is i or 8 i more
+    const int column = KEYS ? column_of_token(g) : g; // of row g; that of row 8 i + g is i (keys) or 8 i (values) more
 
     int turned_to = -1; // b of the sequence that the wave follows
     for (int n = 0; n < a.per_block && place.b < a.batch; n++) {
         const int first = TQ_TILE * place.tile, stored = present ? place.stored() : 0;
         wait_for_copies();
-        __syncthreads(); // the codes are there, and nobody reads the levels of the last tile
+        __syncthreads(); // the codes are there, and no warp reads the last tile's levels any more
         if (stored)
             for (int group = warp; group < a.groups; group += warps)
                 unpack_group(side.bits[group], raw + side.offset[group], a.tables,
@@ -430,7 +430,7 @@ __device__ __forceinline__ void rows_of_side(const Args &a, char *memory)
                 }
                 packed[j] = BF16 ? bf16_of_floats(x[0], x[1]) : as_word(__floats2half2_rn(x[0], x[1]));
             }
-            if (token >= stored) // nothing is stored
+            if (token >= stored) // there is no such token
 #pragma unroll
                 for (int j = 0; j < BLOCKS; j++) packed[j] = 0;
             if (token >= room) continue;

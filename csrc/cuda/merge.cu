@@ -1,4 +1,4 @@
-// tq_cuda_merge: partial attention results over disjoint tokens. A warp per row; the parts in order, as in the C core.
+// tq_cuda_merge: merges attention results over disjoint tokens. A warp has a row and adds parts in the C core's order.
 #include "cuda/device/launch.cuh"
 
 namespace tq
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(32 * WARPS) merge(const __grid_constant__ Merg
         sum = 0;
         for (int i = 0; i < a.parts; i++) {
             const float x = a.lses[i * a.rows + row];
-            if (x == -INFINITY) continue; // attended nothing: its out is ignored, whatever it holds
+            if (x == -INFINITY) continue; // saw nothing: its out is ignored, whatever it holds
             const float weight = expf(x - most);
             sum += weight;
             out += weight * a.outs[(i * a.rows + row) * a.dim + c];

@@ -1,7 +1,7 @@
-// tq_cuda_recode: a warp for each 32 tokens of one side of a record. A lane reads its words of a tile and writes its words of
-// the recoded one; sums over channels are integers, so that their order does not matter. From 3, 4 and 5 bits a lane works
-// on eight codes at once: prmt looks up four levels by three bits of their codes, of 5 bits twice, and dp4a multiplies and
-// adds them. Other widths, tiles with padding and tiles with unused tokens take a code at a time.
+// tq_cuda_recode: a warp recodes 32 tokens of one side of a record. A lane reads its words of a tile and writes those
+// of the recoded one. Sums over channels are integers, so that their order does not matter. From 3, 4 and 5 bits a lane
+// works on eight codes at once: prmt looks up four levels by three bits of their codes (twice at 5 bits), and dp4a
+// multiplies and adds them. Other widths, tiles with padding and tiles with unused tokens take a code at a time.
 #include "core/plan_kind.h"
 #include "cuda/device/launch.cuh"
 #include "cuda/tile/codebooks.h"
@@ -17,7 +17,7 @@ constexpr int WARPS = 8;
 
 /** Neighbouring groups with the same widths, whose tiles lie side by side; a group with padding is a run of its own. */
 struct Run {
-    uint8_t from, to, n, width; // bits, groups, real channels of each
+    uint8_t from, to, n, width; // bits before and after, groups, real channels of each group
 };
 
 struct SideArgs {
@@ -27,7 +27,7 @@ struct SideArgs {
     Run run[PLAN_GROUPS];
 };
 
-/** Magnitudes of levels in steps, a byte each: by the low three bits of a code, and, of 5 bits, by its low four. */
+/** Magnitudes of levels in steps, a byte each, by the low three bits of a code (at 5 bits by the low four). */
 struct Magnitudes {
     uint2 low, high;
 };
@@ -61,8 +61,8 @@ __host__ __device__ __forceinline__ int fewer_bits(int code, int from, int to)
     return code_of_rank(rank_of(code, from) >> (from - to), to);
 }
 
-/** The same for eight codes, the nibbles of x, and of 5 bits their fifth bits, bit 0 of the nibbles of `fifth`. Of 3 bits,
- *  bit 3 of a nibble is not looked at. */
+/** The same for eight codes, the nibbles of x. At 5 bits, bit 0 of a nibble of `fifth` is a code's fifth bit. At 3
+ *  bits, bit 3 of a nibble is ignored. */
 template <int FROM, int TO> __device__ __forceinline__ uint32_t eight_fewer(uint32_t x, uint32_t fifth)
 {
     static_assert(FROM <= 5 && FROM > TO && TO >= 2);
@@ -86,12 +86,12 @@ __device__ __forceinline__ void store_lane(uint32_t *words, int bits, const Rows
     store_whole(words + TQ_TILE * 4, 2, upper);
 }
 
-/** Of tokens r (keys) or n (values) of a lane, over its channels. */
+/** Sums over a lane's channels, for each of its tokens: r of keys, n of values. */
 struct Sums {
     int before[8], between[8];
 };
 
-/** The magnitudes of four levels, by the nibbles 0..3 of `codes`; below 5 bits their bit 3 is 0. */
+/** Looks up the magnitudes of four levels by nibbles 0..3 of `codes`. Below 5 bits their bit 3 must be 0. */
 template <int FROM> __device__ __forceinline__ uint32_t look_up_four(uint32_t codes, Magnitudes magnitudes)
 {
     if (FROM < 5) return prmt(magnitudes.low.x, magnitudes.low.y, codes);
@@ -100,7 +100,7 @@ template <int FROM> __device__ __forceinline__ uint32_t look_up_four(uint32_t co
                   prmt(magnitudes.low.x, magnitudes.low.y, three_bits), is_high); // no magnitude has bit 7
 }
 
-/** Adds the products of four levels, all of token i. */
+/** Adds the products of four levels of token i. */
 template <int FROM>
 __device__ __forceinline__ void add_four(Sums &sums, int i, uint32_t codes, Magnitudes before, Magnitudes after)
 {
@@ -109,7 +109,7 @@ __device__ __forceinline__ void add_four(Sums &sums, int i, uint32_t codes, Magn
     sums.between[i] = __dp4a((int)y, (int)z, sums.between[i]);
 }
 
-/** n tiles side by side, of which all codes are real and used. */
+/** Recodes n tiles side by side, all of whose codes are real and used. */
 template <int FROM, int TO>
 __device__ __forceinline__ void recode_whole(bool is_key, int n, const uint32_t *__restrict__ words,
                                              uint32_t *__restrict__ out, Magnitudes before, Magnitudes after,
@@ -133,7 +133,7 @@ __device__ __forceinline__ void recode_whole(bool is_key, int n, const uint32_t 
             }
             continue;
         }
-        // Four rows of each column: nibbles 4 i .. 4 i + 3 of a word.
+        // Brings the four rows of each column to nibbles 0..3 or 4..7 of a word.
         const uint32_t even_01 = choose(x[0], x[1] << 4, LOW_NIBBLES), odd_01 = choose(x[0] >> 4, x[1], LOW_NIBBLES);
         const uint32_t even_23 = choose(x[2], x[3] << 4, LOW_NIBBLES), odd_23 = choose(x[2] >> 4, x[3], LOW_NIBBLES);
         const uint32_t columns[4] = {prmt(even_01, even_23, 0x5140), prmt(odd_01, odd_23, 0x5140),
@@ -149,7 +149,7 @@ __device__ __forceinline__ void recode_whole(bool is_key, int n, const uint32_t 
 
 template <int BITS> constexpr std::integral_constant<int, BITS> width_of = {};
 
-/** A run of any widths. live: which tokens have a scale, a bit a column. */
+/** Recodes a run of any widths. live: a bit for each column, set if its token has a scale other than 0. */
 __device__ __forceinline__ void recode_any(const RecodeArgs &a, bool is_key, const Run &run, const uint32_t *words,
                                            uint32_t *out, uint32_t live, int lane, Sums &sums)
 {
@@ -165,7 +165,7 @@ __device__ __forceinline__ void recode_any(const RecodeArgs &a, bool is_key, con
                 if (!(live >> (is_key ? column_of_token(row) : column) & 1) || channel >= run.width) continue; // code 0
                 const int fewer = fewer_bits(code, run.from, run.to), level = a.books.levels[run.from][code];
                 const int both = level * a.books.levels[run.to][fewer];
-                if (is_key) sums.before[r] += level * level, sums.between[r] += both; // constants: registers
+                if (is_key) sums.before[r] += level * level, sums.between[r] += both; // constant r, n: registers
                 else sums.before[n] += level * level, sums.between[n] += both;
                 made.low[r] |= (uint32_t)(fewer & 15) << 4 * n;
                 made.high[r] |= (uint32_t)(fewer >> 4) << 4 * n;
@@ -174,8 +174,8 @@ __device__ __forceinline__ void recode_any(const RecodeArgs &a, bool is_key, con
     }
 }
 
-/** Sums x of the tokens of a lane over the lanes that have the same tokens. Each lane gets one: of keys, token lane % 4 of
- *  the four lanes of a row; of values, token lane / 4 of the eight lanes of a column. */
+/** Sums x, by token, over the lanes that have the same tokens. Each lane gets one sum: of keys for token lane % 4 of
+ *  the four lanes of a row, of values for token lane / 4 of the eight lanes of a column. */
 __device__ __forceinline__ int sum_lanes(bool is_key, const int (&x)[8], int lane)
 {
     int y[8];
@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(32 * WARPS) recode(const __grid_constant__ Rec
     const SideArgs &side = a.side[which];
     const uint8_t *from = a.pages + record * a.record_from;
     uint8_t *to = a.out + record * a.record_to;
-    // A lane's token: of the sums that it gets.
+    // The column of the token whose sums the lane gets.
     const int column = is_key ? lane : column_of_lane(lane % 4, lane / 4);
     uint16_t scale = reinterpret_cast<const uint16_t *>(from + side.scales_from)[TQ_TILE * tile + column];
     uint16_t *scale_out = reinterpret_cast<uint16_t *>(to + side.scales_to) + TQ_TILE * tile + column;
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(32 * WARPS) recode(const __grid_constant__ Rec
     }
     const bool is_live = (scale & 0x7fff) != 0;
     uint32_t live = __ballot_sync(ALL_LANES, is_live);
-    if (!is_key && ~live) { // of lanes to columns: lane 4 g + t has column 16 (g / 4) + 4 t + g % 4
+    if (!is_key && ~live) { // from lanes to columns: lane 4 g + t has column 16 (g / 4) + 4 t + g % 4
         const int holder = 4 * (4 * (lane / 16) + lane % 4) + lane / 4 % 4;
         live = __ballot_sync(ALL_LANES, live >> holder & 1);
     }
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(32 * WARPS) recode(const __grid_constant__ Rec
     *scale_out = scale;
 }
 
-/** core/recode.c: list_runs. */
+/** Lists the runs of a side, as list_runs of core/recode.c does. */
 SideArgs side_of(const tq_plan &plan, const tq_side &from, const tq_side &to)
 {
     SideArgs a = {};

@@ -1,5 +1,5 @@
-// tq_cuda_rotate: rows of head_dim numbers times the plan's rotation, or a matrix, or their inverses. A block has 16 rows, which share
-// the matrix; without one a warp rotates a row in place.
+// tq_cuda_rotate: multiplies rows of head_dim numbers by the plan's rotation, a matrix, or the inverse of either. A
+// block has 16 rows, which share the matrix; without one a warp rotates a row in place.
 #include "cuda/device/launch.cuh"
 #include "cuda/tile/matrix.cuh"
 
@@ -42,7 +42,7 @@ template <int PER_LANE> __global__ void __launch_bounds__(32 * WARPS) rotate(con
         __syncwarp();
         if (!a.matrix && a.hadamard) hadamard_row<PER_LANE>(x + i * a.dim, a.dim, a.signs, a.inverse, lane);
     }
-    if (a.matrix) { // all threads of the grid agree
+    if (a.matrix) { // the same in all threads of the grid
         y = x + MATRIX_TOKENS * a.dim;
         float *block = y + MATRIX_TOKENS * a.dim + warp * MATRIX_BLOCK;
         __syncthreads();

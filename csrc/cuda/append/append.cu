@@ -1,4 +1,4 @@
-// tq_cuda_append: checks, the choice of kernels, and the copies of tokens that stay exact. The kernels: append/params.cuh says which.
+// tq_cuda_append: checks, the choice of a kernel (append/params.cuh lists them), and copies of tokens that stay exact.
 #include <math.h>
 #include <stdio.h>
 
@@ -10,10 +10,10 @@ namespace tq
 namespace
 {
 
-constexpr int FEW_TOKENS = 32; // so many are appended by one block a (side, sequence, head), in one launch
+constexpr int FEW_TOKENS = 32; // up to this many: one launch, one thread block per (side, sequence, head)
 constexpr int COPY_WARPS = 4;
 
-/** A warp a row: those new tokens that go to sinks and ring. Runs when everything that leaves the ring has been packed. */
+/** Copies the new tokens that stay exact, one warp per token. Runs after all tokens that leave the ring are packed. */
 template <int PER_LANE>
 __global__ void __launch_bounds__(32 * COPY_WARPS) copy_exact(const __grid_constant__ AppendArgs a, int blocks)
 {
@@ -34,7 +34,7 @@ tq_status launch_copy_exact(const AppendArgs &args, cudaStream_t stream, tq_erro
 
 // ---- checks ----
 
-/** What CUDA alone asks for: its indices are 32-bit. */
+/** Checks the limits that only CUDA has: its head_dim, and sizes that fit its 32-bit indices. */
 tq_status check_limits(const tq_plan &plan, const tq_append_params &p, tq_error *error)
 {
     TQ_CUDA_TRY(check_plan(plan, error));
@@ -149,7 +149,7 @@ tq_status launch_append_prefill(const AppendArgs &args, cudaStream_t stream, tq_
 enum class Kernel { BASELINE, ONE_TOKEN, GENERAL, PREFILL };
 const char *const NAMES[] = {"append_baseline", "append_one_token", "append_general", "append_prefill"};
 
-/** Whether rows can be read 16 bytes at a time, and have no steps. */
+/** Whether rows have 16-bit numbers and no steps, and can be read 16 bytes at a time. */
 bool rows_suit_tiles(const tq_append_params &p)
 {
     const int64_t strides =
@@ -160,7 +160,7 @@ bool rows_suit_tiles(const tq_append_params &p)
            pointers % 16 == 0;
 }
 
-/** Whether the kernels for many tokens have the plan's head_dim, rotation, scale and widths. */
+/** Whether append_prefill supports a plan with settled rows: its tiles, rotation, head_dim, scale and widths. */
 bool plan_suits_tiles(const tq_plan &plan)
 {
     if (tq_tile_is_16(&plan) || plan.rotation != TQ_ROTATION_HADAMARD || plan.head_dim > 256) return false;
@@ -171,7 +171,7 @@ bool plan_suits_tiles(const tq_plan &plan)
     return true;
 }
 
-/** The kernel that packs tokens; README.md has these lines as a table. */
+/** Chooses the kernel that packs tokens. csrc/cuda/README.md, "Appending", has the conditions as a table. */
 Kernel choose_kernel(const tq_plan &plan, const tq_append_params &p)
 {
     if (!tq_is_plain(&plan)) return Kernel::BASELINE;
@@ -196,7 +196,7 @@ tq_status tq_cuda_append(const tq_plan *plan, const tq_append_params *params, in
     TQ_CUDA_TRY(make_args(*plan, p, flag, &args, error));
     const cudaStream_t stream = (cudaStream_t)stream_pointer;
     const bool few = p.tokens <= FEW_TOKENS,
-               settled = tq_is_settled(plan); // few: what stays exact is copied in the same launch
+               settled = tq_is_settled(plan); // few: the same launch copies what stays exact
     const Kernel kernel = choose_kernel(*plan, p);
     switch (kernel) {
     case Kernel::BASELINE: TQ_CUDA_TRY(launch_append_baseline(args, *plan, p, few, stream, error)); break;

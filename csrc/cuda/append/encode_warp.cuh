@@ -1,5 +1,5 @@
-// One vector encoded by one warp: lane l has channels l, l + 32, l + 64, .. So a slice, channels 32 k .. 32 k + 31, is a group of
-// 32 channels; with groups of 16 (FINE) it is two, one for each half of the warp.
+// One warp encodes one vector: lane l has channels l, l + 32, l + 64, .. A slice is channels 32 k .. 32 k + 31. It is
+// one group of 32 channels or, with groups of 16 (FINE), two groups, one for each half of the warp.
 #ifndef TQ_CUDA_APPEND_ENCODE_WARP_CUH
 #define TQ_CUDA_APPEND_ENCODE_WARP_CUH
 #include <type_traits>
@@ -9,7 +9,7 @@
 namespace tq
 {
 
-/** The sign bits that a lane's numbers change before a rotation. */
+/** The sign bits to flip in a lane's numbers before the rotation. */
 template <int PER_LANE> struct Flips {
     uint32_t bit[PER_LANE];
 
@@ -20,7 +20,7 @@ template <int PER_LANE> struct Flips {
     }
 };
 
-/** The plan's rotation in place where one pass takes all channels. They stay in registers: distances below 32 are shuffles. */
+/** Applies the rotation of a head_dim that is a power of two, in registers; for settled rows without its factor. */
 template <class Args, int PER_LANE>
 __device__ __forceinline__ void rotate_registers(const Args &a, const Flips<PER_LANE> &flips, float (&x)[PER_LANE],
                                                  int lane)
@@ -52,7 +52,7 @@ __device__ __forceinline__ void rotate_registers(const Args &a, const Flips<PER_
         for (int k = 0; k < PER_LANE; k++) x[k] = __fmul_rn(x[k], a.factor);
 }
 
-/** The plan's rotation in place; row: a.head_dim floats of shared memory for this warp alone, contents lost. */
+/** Applies the rotation in place. row: a.head_dim floats of shared memory for this warp alone, contents lost. */
 template <class Args, int PER_LANE>
 __device__ __forceinline__ void rotate_warp(const Args &a, float (&x)[PER_LANE], float *row, int lane)
 {
@@ -70,7 +70,7 @@ __device__ __forceinline__ void rotate_warp(const Args &a, float (&x)[PER_LANE],
     for (int k = 0; k < PER_LANE; k++) x[k] = lane + 32 * k < a.head_dim ? row[lane + 32 * k] : 0.0f;
 }
 
-/** A settled row -> z, in place. centre: rotated as rows are, 0 where there is none. */
+/** Settles a row and turns it into z, in place. centre: rotated as rows are; 0 if there is none. */
 template <class Args, int PER_LANE>
 __device__ __forceinline__ void rotate_settled(const Args &a, const Flips<PER_LANE> &flips, float (&x)[PER_LANE],
                                                const float (&centre)[PER_LANE], int lane)
@@ -86,7 +86,7 @@ __device__ __forceinline__ void rotate_settled(const Args &a, const Flips<PER_LA
     for (int k = 0; k < PER_LANE; k++) x[k] = __fsub_rn(x[k], centre[k]);
 }
 
-/** Sums over the lanes' channels of x y, for every lane: N at once, to hide the latency of shuffles. pair(n, k): x and y. */
+/** Sums x y over all channels, for every lane: N sums at once, to hide the latency of shuffles. pair(n, k): x, y. */
 template <class Args, int PER_LANE, int N, class Pair>
 __device__ __forceinline__ void warp_dots(float (&sums)[N], const Pair &pair)
 {
@@ -122,7 +122,7 @@ __device__ __forceinline__ float warp_dot(const float (&x)[PER_LANE], const floa
     return sum[0];
 }
 
-/** What thresholds of up to 5 bits are compared with: of u = z times. */
+/** Returns the number that has a code of up to 5 bits: u = z * times or, for settled rows, the middle of its cell. */
 template <class Args> __device__ __forceinline__ float searched(float z, float times)
 {
     if constexpr (!Args::SETTLED) return __fmul_rn(z, times);
@@ -131,14 +131,14 @@ template <class Args> __device__ __forceinline__ float searched(float z, float t
     return __fmul_rn(__fadd_rn(whole, 0.5f), 1.0f / TQ_SETTLED_UNITS);
 }
 
-/** The scale from u and its levels c, 0 where a channel has no code. */
+/** Returns the scale for u and its levels c, both 0 where a channel has no code. */
 template <class Args, int PER_LANE>
 __device__ __forceinline__ __half scale_warp(const Args &a, float rms, const float (&u)[PER_LANE],
                                              const float (&c)[PER_LANE])
 {
     Sums sums = {};
     if (a.scale == TQ_SCALE_NORM) return scale_of(a.scale, rms, sums, 1.0f);
-    float products[2][PER_LANE]; // what the scale is a quotient of: <u, u> or <c, u>, and <c, u> or <c, c>
+    float products[2][PER_LANE]; // the scale's dividend <u, u> or <c, u>, and its divisor <c, u> or <c, c>
     const bool eden = a.scale == TQ_SCALE_EDEN, least_squares = a.scale == TQ_SCALE_LEAST_SQUARES;
 #pragma unroll
     for (int k = 0; k < PER_LANE; k++) {
@@ -152,7 +152,7 @@ __device__ __forceinline__ __half scale_warp(const Args &a, float rms, const flo
     return scale_of(a.scale, rms, sums, 1.0f);
 }
 
-/** The same of settled rows, from z. */
+/** The same for settled rows, from z instead of u. steps: whether there are any. */
 template <class Args, int PER_LANE>
 __device__ __forceinline__ __half scale_settled(const Args &a, const AppendSide &side, bool steps, const Norm &norm,
                                                 const float (&z)[PER_LANE], const float (&c)[PER_LANE])
@@ -174,20 +174,20 @@ struct Coded {
     float level;
 };
 
-/** turboquant.h, "8 bits". Limits are integers and may follow the rounding, which saturates and makes NaN 0. */
+/** Encodes at 8 bits (turboquant.h). Clamping after rounding is enough: the rounding saturates and makes NaN 0. */
 __device__ __forceinline__ Coded wide_coded(float u)
 {
     const int level = max(-127, min(127, __float2int_rn(__fmul_rn(u, 1 / TQ_WIDE_STEP))));
     return {(uint32_t)(128 + level), __fmul_rn((float)level, TQ_WIDE_STEP)};
 }
 
-/** The books of a slice's groups. Each lies across the whole warp, so that of two both halves look up in both. */
+/** The books of a slice's groups. Each is spread over the whole warp, so with two books all lanes look up in both. */
 template <bool FINE> struct SliceBooks {
     static constexpr int GROUPS = FINE ? 2 : 1;
     LaneBook book[GROUPS];
-    int bits[GROUPS]; // of the book: a group that needs none leaves that of a slice before it
+    int bits[GROUPS]; // width of the book; if a group needs none, the book of an earlier slice stays
 
-    /** Of the book that a group needs; 0: of none. */
+    /** Returns the width of the book that a group needs; 0: it needs none. */
     static __device__ __forceinline__ int book_bits(const AppendSide &side, int group)
     {
         return side.bits[group] == TQ_WIDE_BITS ? 0 : side.bits[group];
@@ -202,7 +202,7 @@ template <bool FINE> struct SliceBooks {
         }
     }
 
-    /** Whether slice k has bits, and then its books. */
+    /** Loads the books of slice k. Returns whether it has bits. */
     __device__ __forceinline__ bool take(const AppendArgs &a, const AppendSide &side, int k, int lane)
     {
         bool any = false;
@@ -218,7 +218,7 @@ template <bool FINE> struct SliceBooks {
         return any;
     }
 
-    /** u: what thresholds of up to 5 bits are compared with; exact: at 6 bits. */
+    /** Returns rank and level. u: from `searched`, for up to 5 bits; exact: z * times, for 6 bits. */
     __device__ __forceinline__ Ranked look_up(float u, float exact, int lane) const
     {
         Ranked found = ranked(bits[0] == 6 ? exact : u, book[0]);
@@ -231,15 +231,15 @@ template <bool FINE> struct SliceBooks {
     }
 };
 
-// ---- the search of a scale: docs/rounding.md, "Tries" ----
+// ---- the search for a scale: docs/rounding.md, "Tries" ----
 
-/** The best factor until now. */
+/** The result of the best factor so far. */
 template <int PER_LANE> struct Found {
     float gain, cu;
     uint32_t codes[PER_LANE]; // or ranks
 };
 
-/** Tries factors first .. first + N - 1: `numbers` is z if rows are settled, else u; c has its levels, both in the units of x. */
+/** Tries factors first .. first + N - 1. numbers: z if rows are settled, else u; like the levels, in the units of x. */
 template <int N, class Args, int PER_LANE, class Round>
 __device__ __forceinline__ void try_factors(const Args &a, int first, float inverse, const float (&numbers)[PER_LANE],
                                             const Round &round, Found<PER_LANE> &found)
@@ -262,14 +262,14 @@ __device__ __forceinline__ void try_factors(const Args &a, int first, float inve
     }
 }
 
-/** The codes of the best factor, and the scale that they need. round(times, codes, c): of z times `times`. steps: whether there are any. */
+/** Finds the best factor's codes; returns their scale. round(times, codes, c): makes codes and levels of z * times. */
 template <class Args, int PER_LANE, class Round>
 __device__ __forceinline__ __half search_scale(const Args &a, const AppendSide &side, bool steps, const Norm &norm,
                                                const float (&numbers)[PER_LANE], const Round &round,
                                                uint32_t (&codes)[PER_LANE])
 {
     Found<PER_LANE> found;
-    if constexpr (Args::USUAL) { // latency is all that counts: several at once
+    if constexpr (Args::USUAL) { // several at once, as latency is all that counts
         try_factors<3>(a, 0, norm.inverse, numbers, round, found);
 #pragma unroll 1
         for (int first = 3; first < a.tries; first += 2) try_factors<2>(a, first, norm.inverse, numbers, round, found);
@@ -287,14 +287,14 @@ __device__ __forceinline__ __half search_scale(const Args &a, const AppendSide &
 
 // ---- rows ----
 
-/** z, rotated but not divided by the steps yet -> codes of whole slices in shared memory, a byte each; the scale to every lane.
- *  books: of slice 0, as they are wanted early. Any plan: widths by group, padding, steps. */
+/** Encodes z, rotated but not yet divided by the steps, of any plan: widths by group, padding, steps. codes: whole
+ *  slices in shared memory, one byte each. books: of slice 0, loaded early. Returns the scale to every lane. */
 template <int PER_LANE, bool FINE, class Args>
 __device__ __forceinline__ __half encode_any(const Args &a, const AppendSide &side, const float *steps,
                                              SliceBooks<FINE> books, float (&z)[PER_LANE], uint8_t *codes, int lane)
 {
     float kept[PER_LANE], u[PER_LANE],
-        c[PER_LANE]; // u: of settled rows z. With steps the scale is found in the units of x
+        c[PER_LANE]; // u: z if rows are settled. With steps, u and c are in the units of x
     uint32_t found[PER_LANE];
     bool coded[PER_LANE];
 #pragma unroll
@@ -345,8 +345,8 @@ __device__ __forceinline__ __half encode_one_width(const Args &a, const AppendSi
                                                    const LaneBook &book, const float (&z)[PER_LANE], uint8_t *codes,
                                                    int lane)
 {
-    const float ss = warp_dot<Args>(z, z); // 0 behind head_dim
-    float mean;                            // of a power of two by a product, which is the same
+    const float ss = warp_dot<Args>(z, z); // z is 0 from head_dim on
+    float mean;                            // for a power of two, the product equals the quotient
     if constexpr (Args::USUAL) mean = __fmul_rn(ss, 1.0f / Args::head_dim);
     else mean = __fdiv_rn(ss, side.coded_channels);
     const Norm norm = norm_of(ss, mean);
@@ -365,7 +365,7 @@ __device__ __forceinline__ __half encode_one_width(const Args &a, const AppendSi
         for (int k = 0; k < PER_LANE; k++)
             if (32 * k < a.head_dim) codes[lane + 32 * k] = (uint8_t)code_of_rank((int)ranks[k], bits);
     };
-    float u[PER_LANE], c[PER_LANE]; // u: of settled rows z
+    float u[PER_LANE], c[PER_LANE]; // u: z if rows are settled
 #pragma unroll
     for (int k = 0; k < PER_LANE; k++) u[k] = Args::SETTLED ? z[k] : __fmul_rn(z[k], norm.inverse);
     uint32_t ranks[PER_LANE];
@@ -389,14 +389,14 @@ __device__ __forceinline__ __half encode_warp(const Args &a, const AppendSide &s
                           : encode_any(a, side, steps, books, z, codes, lane);
 }
 
-/** f with as many channels a lane as the plan needs, with whether its groups have 16 channels, as std::integral_constant, and with the arguments
- *  as what they are. */
+/** Calls f(channels per lane, whether groups have 16 channels, arguments). The first two are std::integral_constant,
+ *  and the arguments have the type that the plan needs. */
 template <class F> tq_status with_channels_per_lane(const AppendArgs &args, bool settled, const F &f)
 {
     const auto with = [&](auto fine, const auto &as_it_is) {
         if (args.head_dim <= 64) return f(std::integral_constant<int, 2>(), fine, as_it_is);
         if (args.head_dim <= 128) return f(std::integral_constant<int, 4>(), fine, as_it_is);
-        if constexpr (!fine()) // no plan has groups of 16 there
+        if constexpr (!fine()) // no plan has groups of 16 above 256 channels
             if (args.head_dim > 256) return f(std::integral_constant<int, 16>(), fine, as_it_is);
         return f(std::integral_constant<int, 8>(), fine, as_it_is);
     };

@@ -1,14 +1,14 @@
-// Appending in the general case: any head_dim, dtype, rotation, widths and scale. A block takes the token tiles of a
-// (side, sequence, KV head), one or all of them; with tiles of 16 always both of a pair, which share their words, one after the other
-// up to step 3:
+// Appending in the general case: any head_dim, dtype, rotation, widths and scale. A thread block takes one token tile
+// of a (side, sequence, KV head), or all of them. A tile of 16 channels has words of two token tiles: one block takes
+// both, one after the other in steps 1 to 3.
 //
-//   1  rows to shared memory, centred                        a warp a token       only for dense rotations, and for keys with a
-//                                                                                 wave or a metric: those are done here
-//   2  y = R x for all tokens of the tile                    a warp 32 channels of 16 tokens, only then
-//   3  row -> rotation -> codes, and the scale               a warp a token
-//   4  codes -> words, merged with the tile's other tokens   a warp a group of channels
+//   1  rows to shared memory, centred                        one warp per token; only for dense rotations, and for keys
+//                                                            with a wave or a metric, which are applied here
+//   2  y = R x for all tokens of the tile                    one warp per 32 channels of 16 tokens; only if dense
+//   3  row -> rotation -> codes, and the scale               one warp per token
+//   4  codes -> words, merged with the tile's other tokens   one warp per group of channels
 //
-// Shared memory: | codes [tile_tokens][code_stride] | rows [32][head_dim] | only dense: y, like rows | matrix blocks [warps] |
+// Shared memory: | codes [tile_tokens][code_stride] | rows [32][head_dim] | if dense: y, like rows | matrix blocks |
 #include "cuda/append/encode_warp.cuh"
 #include "cuda/tile/matrix.cuh"
 #include "cuda/tile/pack.cuh"
@@ -22,7 +22,7 @@ constexpr int WARPS = 8;
 
 struct Shared {
     uint8_t *codes;
-    int stride; // of codes
+    int stride; // bytes between the codes of two tokens
     float *rows, *y, *matrix;
 };
 
@@ -49,7 +49,7 @@ size_t shared_bytes(const AppendArgs &a)
     return a.tile_tokens * stride_of_codes(a) + sizeof(float) * floats;
 }
 
-/** Steps 1 to 3: packed tokens base .. base + 31, as far as they are in the span. codes: of token base. */
+/** Runs steps 1 to 3 for those packed tokens base .. base + 31 that are in the span. codes: those of token base. */
 template <int PER_LANE, bool FINE, class Args>
 __device__ __forceinline__ void encode_tile(const Args &a, const Work &work, const Head &head, const Span &span,
                                             int base, const SliceBooks<FINE> &books, const Shared &shared,
@@ -59,8 +59,8 @@ __device__ __forceinline__ void encode_tile(const Args &a, const Work &work, con
     const int begin = max(0, span.first - base), end = min(TQ_TILE, span.last - base);
     const int page_token = (int)a.page_tokens.remainder((uint32_t)base);
     const bool dense = a.rotation == TQ_ROTATION_DENSE, moments = has_moments(a, work),
-               ready = dense || moments; // rows stand in shared memory, centred
-    float x[PER_LANE], centre[PER_LANE]; // centre: of settled rows
+               ready = dense || moments; // rows are in shared memory, centred
+    float x[PER_LANE], centre[PER_LANE]; // centre: rotated, for settled rows only
     const Flips<PER_LANE> flips(a.signs, lane);
     if constexpr (Args::SETTLED) {
         const bool centred = head.centre && !ready;
@@ -96,7 +96,7 @@ __device__ __forceinline__ void encode_tile(const Args &a, const Work &work, con
     }
 }
 
-/** Packed tokens base .. base + TOKENS - 1, as far as they are in the span. */
+/** Encodes and packs those packed tokens base .. base + TOKENS - 1 that are in the span. */
 template <int PER_LANE, bool FINE, class Args>
 __device__ __forceinline__ void append_tile(const Args &a, const Work &work, const Head &head, const Span &span,
                                             int base, const Shared &shared, int warp, int lane)
@@ -106,7 +106,7 @@ __device__ __forceinline__ void append_tile(const Args &a, const Work &work, con
     const int begin = max(0, span.first - base), end = min(TOKENS, span.last - base);
     uint8_t *record = record_of(a, work, base);
     const SliceBooks<FINE> books(a, side, lane);
-    // Without FINE once, which the compiler has to see: it allots twice the registers otherwise.
+    // Without FINE, constant bounds show the compiler that the loop runs once. Otherwise it uses twice the registers.
     for (int token = FINE ? begin / TQ_TILE * TQ_TILE : 0; token < (FINE ? end : TQ_TILE); token += TQ_TILE)
         encode_tile<PER_LANE, FINE>(a, work, head, span, base + token, books, shared,
                                     shared.codes + token * shared.stride, record, warp, lane);
@@ -126,7 +126,7 @@ __device__ __forceinline__ void append_tile(const Args &a, const Work &work, con
     __syncthreads();
 }
 
-/** Of a multiprocessor, by registers. */
+/** Thread blocks that must fit on a multiprocessor; limits the registers per thread. */
 template <int PER_LANE, bool FINE, class Args>
 constexpr int BLOCKS = PER_LANE > 8     ? 1
                        : !Args::SETTLED ? (PER_LANE == 2 && !FINE ? 4 : 2)
@@ -134,7 +134,7 @@ constexpr int BLOCKS = PER_LANE > 8     ? 1
                        : FINE           ? 3
                                         : 4;
 
-/** `blocks` blocks for each (side, sequence, head); a single one also copies what stays exact. */
+/** Each (side, sequence, head) has `blocks` thread blocks. A single one also copies the tokens that stay exact. */
 template <int PER_LANE, bool FINE, class Args>
 __global__ void __launch_bounds__(32 * WARPS, BLOCKS<PER_LANE, FINE, Args>)
     append_general(const __grid_constant__ Args a, int blocks)

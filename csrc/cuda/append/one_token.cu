@@ -1,8 +1,8 @@
-// One new token a sequence. A warp takes a (side, sequence, KV head): it puts the new row where it belongs and packs the one that
-// this pushes out. Latency is all that counts, so everything is loaded as early as possible: tables before the kernel in front has
-// ended, the new row at once, the old row and the words to merge with as soon as the length and the page are known. After the loads,
-// most instructions wait for the one before. UsualArgs tells the compiler what is usual, which halves their number, about 900
-// (measured.md).
+// One new token per sequence. One warp per (side, sequence, KV head) stores the new row and packs the row that it
+// pushes out. Latency is all that counts, so everything is loaded as early as possible: tables before the previous
+// kernel has ended, the new row at once, the old row and the words to merge with as soon as length and page are known.
+// After the loads, most instructions wait for the one before. UsualArgs has constants for what is usual, which halves
+// the number of instructions, about 900 (measured.md).
 #include "cuda/append/encode_warp.cuh"
 #include "cuda/tile/pack.cuh"
 
@@ -16,7 +16,7 @@ struct Change {
     uint32_t mask, bits;
 };
 
-/** Word w of the lane of a key tile that has row r = i / 8 of its four; x, y: the row's codes of columns 0..3 and 4..7, in bytes. */
+/** Returns the change of word w in a lane whose row r of 4 is the key; x, y: codes of columns 0..3, 4..7, in bytes. */
 __device__ __forceinline__ Change key_change(int bits, int w, int r, uint32_t x, uint32_t y)
 {
     const uint32_t row = row_of_bytes(x & LOW_NIBBLES, y & LOW_NIBBLES), every = 0x11111111u;
@@ -30,7 +30,7 @@ __device__ __forceinline__ Change key_change(int bits, int w, int r, uint32_t x,
     return {every << r, (x >> 4 & 0x01010101u | (y & 0x10101010u)) << r};
 }
 
-/** The same for the lane of a value tile that has the token as column n of its eight; c: the codes of its four rows. */
+/** The same in a lane whose column n (of eight) is the value. c: codes of the lane's four rows. */
 __device__ __forceinline__ Change value_change(int bits, int w, int n, const uint32_t (&c)[4])
 {
     const int byte = 8 * (n % 4), nibble = 4 * n, bit = byte + 4 * (n / 4);
@@ -46,15 +46,15 @@ __device__ __forceinline__ Change value_change(int bits, int w, int n, const uin
     return {0xfu << bit, (c[0] >> 4 | c[1] >> 4 << 1 | c[2] >> 4 << 2 | c[3] >> 4 << 3) << bit};
 }
 
-/** The words that a token has bits in: loaded early, merged with its codes and stored late. An item is a group and a lane of its
- *  tile that has such words, for token i: lanes 4 (i % 8) .. of four for keys (the token is a row), 4 g + i % 4 for values (a
- *  column). FINE, for token i of token tile h: of those four lanes two, from 2 h on; of a lane's four rows two, from 2 h on.
- *  BITS: of all groups, which then stand side by side; 0 if they may differ. */
+/** The words that have bits of the token: loaded early, merged with its codes and stored late. An item is a group and a
+ *  lane with such words. Token i is a row of key tiles, in four lanes from 4 (i % 8) on, or a column of value tiles,
+ *  in lanes 4 g + i % 4. FINE, with i in token tile h: only two of the four key lanes, or of a lane's four value rows,
+ *  from 2 h on. BITS: width of all groups, whose tiles are then side by side; 0 if widths may differ. */
 template <int PER_LANE, bool FINE, bool IS_KEY, int BITS> struct OneToken {
     static constexpr int TOKENS = TILE_TOKENS<FINE>, CHANNELS = TQ_TILE * TQ_TILE / TOKENS;
     static constexpr int LANES = !IS_KEY ? 8 : FINE ? 2 : 4, NEEDED = 32 * PER_LANE / CHANNELS * LANES;
     static constexpr int ITEMS = NEEDED > 32 ? NEEDED / 32 : 1, WORDS = BITS ? BITS : TQ_WIDE_BITS;
-    static constexpr bool MERGES = !(IS_KEY && BITS == 4); // otherwise every word is the token's alone
+    static constexpr bool MERGES = !(IS_KEY && BITS == 4); // false: each word belongs to one token
     uint32_t *words[ITEMS];
     uint32_t old[ITEMS][WORDS];
 
@@ -90,7 +90,7 @@ template <int PER_LANE, bool FINE, bool IS_KEY, int BITS> struct OneToken {
             if (!words[item]) continue;
             const int group = lane / LANES + 32 / LANES * item, bits = bits_of(side, group);
             const uint8_t *of_group = codes + CHANNELS * group;
-            uint32_t c[4], full[4], x, y; // full: all bits of the rows that are the token's
+            uint32_t c[4], full[4], x, y; // full: all ones in the rows that the token has
             if constexpr (IS_KEY) {
                 x = *reinterpret_cast<const uint32_t *>(of_group + 4 * sub);
                 y = *reinterpret_cast<const uint32_t *>(of_group + CHANNELS / 2 + 4 * sub);
@@ -117,7 +117,7 @@ template <int PER_LANE, bool FINE, bool IS_KEY, int BITS> struct OneToken {
     }
 };
 
-/** The compiler computes x no later than here. */
+/** Makes the compiler compute x no later than here. */
 __device__ __forceinline__ void by_now(float &x) { asm volatile("" : "+f"(x)); }
 __device__ __forceinline__ void by_now(uint32_t &x) { asm volatile("" : "+r"(x)); }
 
@@ -128,7 +128,7 @@ __device__ __forceinline__ auto books_of(const AppendArgs &a, const AppendSide &
     else return SliceBooks<FINE>(a, side, lane);
 }
 
-/** Exact copies by index of the newest token. */
+/** Stores the exact copies by index of the newest token. */
 template <class Args, int PER_LANE>
 __device__ __forceinline__ void store_in_rows(const Args &a, const Work &work, int position,
                                               const uint32_t (&bits)[PER_LANE], int lane)
@@ -139,7 +139,7 @@ __device__ __forceinline__ void store_in_rows(const Args &a, const Work &work, i
     if (tail) store_bits(a, tail, bits, lane);
 }
 
-/** RESIDUALS: of keys with a wave or a metric, where that is known outside. */
+/** RESIDUALS: known at compile time that rows are keys with a wave or a metric. */
 template <int PER_LANE, bool FINE, bool IS_KEY, int BITS, bool RESIDUALS, class Args>
 __device__ __forceinline__ void append_one(const Args &a, const Work &work, float *row, uint8_t *codes, int lane)
 {
@@ -147,7 +147,7 @@ __device__ __forceinline__ void append_one(const Args &a, const Work &work, floa
     const Head head = head_of(a, work);
     auto books = books_of<FINE, BITS>(a, side, lane);
     Flips<PER_LANE> flips(a.signs, lane);
-    if constexpr (BITS != 0) { // of constant memory, slow where lanes differ, while the kernel in front is at work
+    if constexpr (BITS != 0) { // constant memory, slow where lanes differ: read it while the previous kernel runs
         by_now(books.threshold), by_now(books.level);
 #pragma unroll
         for (int k = 0; k < PER_LANE; k++) by_now(flips.bit[k]);
@@ -157,9 +157,9 @@ __device__ __forceinline__ void append_one(const Args &a, const Work &work, floa
     const Span span = span_of(a, work.b);
     uint32_t fresh_bits[PER_LANE], old_bits[PER_LANE];
     float x[PER_LANE], centre[PER_LANE];
-    if (a.query_start_loc && !span.length) return; // k has no token of it
+    if (a.query_start_loc && !span.length) return; // k may have no token of this sequence
     load_bits(a, fresh_row(a, work, head, span, span.length - 1), fresh_bits, lane);
-    // A key becomes a residual while the table says where its page is: what that takes is loaded as early as the key.
+    // Moments are loaded as early as the key: it becomes a residual while the block table's entry is on its way.
     const bool moments = Args::USUAL ? RESIDUALS : IS_KEY && has_moments(a, work);
     [[maybe_unused]] WarpResidual<PER_LANE> residual;
     if constexpr (RESIDUALS) residual = WarpResidual<PER_LANE>(a.moments, work.h, a.head_dim, lane);
@@ -253,9 +253,9 @@ __device__ __forceinline__ void append_usual_one(const Args &a, const Work &work
     }
 }
 
-/** MOMENTS: keys have a wave or a metric. The kernel without that code has fewer registers (55 instead of 92 at head_dim
- *  128), and attention behind it starts earlier. The kernel with it also branches, although the branch is always taken
- *  (measured.md). */
+/** MOMENTS: keys have a wave or a metric. The kernel without that code has fewer registers (55 instead of 92 at
+ *  head_dim 128), and attention behind it starts earlier. The kernel with it tests for moments although it always has
+ *  some: it is faster with that branch (measured.md). */
 template <int PER_LANE, bool MOMENTS, class Args>
 __global__ void __launch_bounds__(32) append_one_token_usual(const __grid_constant__ Args a)
 {

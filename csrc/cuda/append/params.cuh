@@ -1,16 +1,16 @@
-// Appending on the device: what its kernels share. Contracts: turboquant.h and turboquant_cuda.h, tq_append.
+// What the kernels that append tokens share. Contracts: tq_append in turboquant.h, tq_cuda_append in turboquant_cuda.h.
 //
-//   append/one_token.cu   one token a sequence (decode): a warp a (side, sequence, head), everything in one launch
-//   append/general.cu   anything: a block a token tile, a warp a token; few tokens in one launch, many with copy_exact behind it
-//   baselines/append.cu the same for plans that are not plain
-//   append/prefill.cuh  many tokens, usual shapes with tiles of 32 (prefill): a warp a token tile, rotated by tensor cores; copy_exact
-//                    behind it
-//   append/append.cu        the choice between them, copy_exact, and the launcher
+//   append/one_token.cu  one token per sequence (decode): one warp per (side, sequence, head), one launch
+//   append/general.cu    anything, one warp per token: few tokens in one launch, many by token tiles and copy_exact
+//   baselines/append.cu  the same for plans that are not plain
+//   append/prefill.cuh   many tokens (prefill), usual shapes with tiles of 32: one warp per token tile, rotation on
+//                        tensor cores, then copy_exact
+//   append/append.cu     the choice between them, copy_exact, and the launcher
 //
-// A token is encoded from the ring if it was stored before this append, from k or v if not, and the ring slot it leaves is taken
-// by a new token: so whoever packs reads first, and writes to the ring afterwards (append_one_token: the same lane; append_general: the
-// same block) or in a later launch (copy_exact). A token tile has one writer, a block or a warp, so that merging words of a tile
-// that is filled in part needs no atomics.
+// A token that was stored before this append is encoded from the ring, any other from k or v. New tokens take the ring
+// slots of packed ones, so the ring is read first. It is written afterwards by the same lane (append_one_token) or the
+// same block (append_general, append_baseline), or in a later launch (copy_exact). A token tile has one writer, a block
+// or a warp, so that merging the words of a partly filled tile needs no atomics.
 #ifndef TQ_CUDA_APPEND_PARAMS_CUH
 #define TQ_CUDA_APPEND_PARAMS_CUH
 #include "cuda/device/launch.cuh"
@@ -20,7 +20,7 @@
 namespace tq
 {
 
-/** Of a tile. FINE: of 16 channels. */
+/** Tokens of a tile. FINE: in tiles of 16 channels. */
 template <bool FINE> constexpr int TILE_TOKENS = FINE ? TQ_TILE * TQ_TILE / TQ_FINE_GROUP : TQ_TILE;
 
 /** Keys or values: tq_side, tq_transform and the arrays of tq_append_params. Strides in bytes. */
@@ -29,29 +29,29 @@ struct AppendSide {
     char *ring, *sinks;
     int64_t stride_batch, stride_head, stride_token;
     const float *rotation, *centre, *steps;
-    int64_t rotation_stride_head, numbers_stride_head; // elements; the second of centre and steps
+    int64_t rotation_stride_head, numbers_stride_head; // in elements: of rotation; of centre and steps
     int32_t bits[PLAN_GROUPS], offset[PLAN_GROUPS];
     int32_t tile_bytes, codes_offset, scales_offset;
-    uint32_t widths;   // bit b: some group has b bits
-    int32_t one_width; // the bits of all groups, if they are the same and at most 5, without padding and steps; else 0
+    uint32_t widths;   // bit b is set if some group has b bits
+    int32_t one_width; // bit width of all groups; 0 if they differ or have more than 5, or with padding or steps
     float coded_channels;
 };
 
-/** Exact tokens by index; all 0 without. Then AppendArgs has no sinks and no window, because every token is packed. */
+/** Exact tokens by index; all 0 without them. With them sinks and window of AppendArgs are 0: every token is packed. */
 struct ExactRows {
     const int32_t *sink_rows, *tail_rows;
     int32_t sinks, slots, n_sink_rows, n_tail_rows;
 };
 
-/** Everything a block knows when it starts; in constant memory. */
+/** The arguments of the kernels, in constant memory. */
 struct AppendArgs {
-    static constexpr bool USUAL = false, SETTLED = false, SEARCHES = false; // or UsualArgs, SettledArgs, SearchArgs
-    int32_t batch, tokens, kv_heads, sinks, window, max_pages, dtype;       // tokens: of a sequence, at most
-    int32_t total_tokens;                                                   // of k and v, with query_start_loc
-    int32_t head_dim, groups, rotation, scale, sides;                       // sides: 1 without values
+    static constexpr bool USUAL = false, SETTLED = false, SEARCHES = false; // UsualArgs, SettledArgs, SearchArgs: true
+    int32_t batch, tokens, kv_heads, sinks, window, max_pages, dtype;       // tokens: the most new ones of a sequence
+    int32_t total_tokens;                                                   // tokens of k and v, with query_start_loc
+    int32_t head_dim, groups, rotation, scale, sides;                       // sides: 2, or 1 without values
     int32_t capacity;                                                       // the largest length
     int32_t tile_tokens;                                                    // 32, or 64 with groups of 16
-    float factor;  // of a rotation of one pass; of settled rows (docs/rounding.md, "Settled rows") of the scale
+    float factor;  // of a rotation in one pass; for settled rows (docs/rounding.md) of the scale instead
     int32_t tries; // docs/rounding.md, "Tries"; 0 unless SEARCHES
     float factors[7];
     Divisor heads, batches, window_slots, page_tokens;
@@ -66,13 +66,13 @@ struct AppendArgs {
     Book books[TQ_MAX_BITS + 1];
 };
 
-/** Of a plan of settled rows. */
+/** For plans with settled rows (docs/rounding.md). */
 struct SettledArgs : AppendArgs {
     static constexpr bool SETTLED = true;
 };
 
-/** What is usual at one token a sequence, known to the compiler: what it hides has the same value in AppendArgs. Besides, all
- *  groups of a side have one width of 2 to 4 bits, and numbers have 16 bits. */
+/** For the usual plans of append_one_token. The constants hide fields of AppendArgs that have the same values. Besides,
+ *  all groups of a side have one width of 2 to 4 bits, and numbers have 16 bits. */
 template <int PER_LANE> struct UsualArgs : SettledArgs {
     static constexpr bool USUAL = true;
     static constexpr int32_t head_dim = 32 * PER_LANE, groups = PER_LANE, rotation = TQ_ROTATION_HADAMARD,
@@ -80,31 +80,31 @@ template <int PER_LANE> struct UsualArgs : SettledArgs {
     static constexpr int64_t row_bytes = 2 * head_dim;
 };
 
-/** Of a batch that is not ragged, without exact tokens by index and offsets. What the compiler then leaves out takes up to 20 registers. */
+/** For batches that are not ragged, without exact tokens by index or position offsets: saves up to 20 registers. */
 template <class Args> struct WholeArgs : Args {
     static constexpr const int32_t *query_start_loc = nullptr, *position_offset = nullptr;
     static constexpr ExactRows rows = {};
 };
 
-/** Of a plan with tries. */
+/** For plans with tries (docs/rounding.md). */
 template <class Args> struct SearchArgs : Args {
     static constexpr bool SEARCHES = true;
 };
 
 tq_status launch_append_one_token(const AppendArgs &args, bool settled, cudaStream_t stream, tq_error *error);
-/** one_block: of each (side, sequence, head), which then copies what stays exact too; otherwise copy_exact has to follow. */
+/** one_block: one block per (side, sequence, head), which also copies what stays exact; else copy_exact must follow. */
 tq_status launch_append_general(const AppendArgs &args, bool settled, bool one_block, cudaStream_t stream,
                                 tq_error *error);
-/** The same of plans that are not plain. */
+/** The same for plans that are not plain. */
 tq_status launch_append_baseline(const AppendArgs &args, const tq_plan &plan, const tq_append_params &params,
                                  bool one_block, cudaStream_t stream, tq_error *error);
-/** Rows of 16 bits, aligned to 16 bytes, without steps. Plans of settled rows: append/append.cu says which. */
-/** append_prefill. SHARD: 1 for plans with tries, and 2 more for those with a wave or a metric. */
+/** append_prefill, for rows with 16-bit numbers, aligned to 16 bytes, without steps. append/append.cu says which plans
+ *  with settled rows it takes. SHARD: bit 0 is set for plans with tries, bit 1 for those with a wave or a metric. */
 template <int SHARD> struct Prefill {
     static tq_status queue(const AppendArgs &args, cudaStream_t stream, tq_error *error);
 };
 
-/** How many tiles along the tokens of a sequence an append can touch: its tokens are packed in one range that may start anywhere. */
+/** Returns the most tiles along a sequence's tokens that an append touches: one range, which may start anywhere. */
 inline int64_t append_tiles(const AppendArgs &args)
 {
     return ((int64_t)args.tokens + args.tile_tokens - 2) / args.tile_tokens + 1;
@@ -112,8 +112,8 @@ inline int64_t append_tiles(const AppendArgs &args)
 
 // ---- one sequence: which tokens ----
 
-/** length: after the append, and 0 for a sequence without new tokens; before: of it, negative where the new tokens start with padding;
- *  packed indices first .. last - 1 (position - sinks) are to be encoded. fresh: the first new token in k and v. */
+/** length: after the append, 0 without new tokens. before: length before it, negative if new tokens begin with padding.
+ *  first .. last - 1: packed indices (position - sinks) to encode. fresh: the first new token in k and v. */
 struct Span {
     int32_t length, before, first, last, fresh;
 };
@@ -142,7 +142,7 @@ struct Work {
     int side, b, h;
 };
 
-/** Item i of sides x batch x kv_heads, the side outermost: keys and values run the same code, but in turn. */
+/** Returns item i of [sides][batch][kv_heads]: all keys come before all values. */
 __device__ __forceinline__ Work work_of(const AppendArgs &a, uint32_t i)
 {
     Work w;
@@ -153,20 +153,20 @@ __device__ __forceinline__ Work work_of(const AppendArgs &a, uint32_t i)
     return w;
 }
 
-/** The position that a key's wave is turned by. */
+/** Returns the position by which a key's wave is turned. */
 template <class Args> __device__ __forceinline__ int wave_position(const Args &a, const Work &w, int position)
 {
     return a.position_offset ? (int)((uint32_t)position + (uint32_t)a.position_offset[w.b]) : position;
 }
 
-/** Whether rows become residuals, their centre subtracted, before they are rotated. */
+/** Whether rows are keys with a wave or a metric: centre, wave and metric are then applied before the rotation. */
 __device__ __forceinline__ bool has_moments(const AppendArgs &a, const Work &w)
 {
     return w.side == 0 && a.moments.any();
 }
 
 struct Head {
-    const char *fresh;  // new token i of the sequence at fresh + (span.fresh + i) * stride_token of the side
+    const char *fresh;  // new token i is at fresh + (span.fresh + i) * stride_token of the side
     char *ring, *sinks; // rows of row_bytes
     const float *matrix, *centre, *steps;
 };
@@ -197,7 +197,7 @@ __device__ __forceinline__ const char *fresh_row(const Args &a, const Work &w, c
     return head.fresh + (s.fresh + position - s.before) * a.side[w.side].stride_token;
 }
 
-/** Where the exact copy of a position is stored, of those by index; NULL if its row is absent. */
+/** Return where the exact copy by index of a position is stored, in sinks or in tails; NULL if that row is absent. */
 __device__ __forceinline__ char *sink_at(const AppendArgs &a, const Work &w, int position)
 {
     const uint32_t row = (uint32_t)a.rows.sink_rows[w.b];
@@ -215,14 +215,14 @@ __device__ __forceinline__ char *tail_at(const AppendArgs &a, const Work &w, int
                a.row_bytes;
 }
 
-/** The row of a position, before this append has written anything. */
+/** Returns the row of a position; valid until this append writes to the ring. */
 __device__ __forceinline__ const char *source_row(const AppendArgs &a, const Work &w, const Head &head, const Span &s,
                                                   int position)
 {
     return position < s.before ? ring_row(a, head, position) : fresh_row(a, w, head, s, position);
 }
 
-/** What the block table has for packed index `index`. */
+/** Returns the block table's entry for packed index `index`. */
 __device__ __forceinline__ int32_t page_of(const AppendArgs &a, const Work &w, int index)
 {
     return a.block_table[(int64_t)w.b * a.max_pages + a.page_tokens.quotient((uint32_t)index)];
@@ -241,22 +241,22 @@ __device__ __forceinline__ uint8_t *record_of(const AppendArgs &a, const Work &w
     return record_of_page(a, w, page_of(a, w, index));
 }
 
-/** Tiles of a page's tokens tile_tokens * tile ..: that of a group lies side.offset[group] bytes further. */
+/** Returns the tiles of a page's tokens tile_tokens * tile ..; that of a group is side.offset[group] bytes further. */
 __device__ __forceinline__ uint8_t *tiles_of(const AppendSide &side, uint8_t *record, int tile)
 {
     return record + side.codes_offset + tile * side.tile_bytes;
 }
 
-/** `token` of a page. */
+/** Returns the address of the scale of `token` of a page; scales are in column order. */
 __device__ __forceinline__ __half *scale_at(const AppendSide &side, uint8_t *record, uint32_t token)
 {
     return reinterpret_cast<__half *>(record + side.scales_offset) + (token & ~(TQ_TILE - 1)) + 4 * (token % 8) +
            token % TQ_TILE / 8;
 }
 
-// ---- rows, a lane the numbers lane, lane + 32, .. ----
+// ---- rows: a lane has numbers lane, lane + 32, .. ----
 
-/** Queues all loads of a row before the first is waited for: a dtype looked at number by number would wait for each. */
+/** Issues all loads of a row before it waits for any. A branch on the dtype at each number would wait for each load. */
 template <class Args, int PER_LANE>
 __device__ __forceinline__ void load_bits(const Args &a, const char *row, uint32_t (&bits)[PER_LANE], int lane)
 {
@@ -300,14 +300,14 @@ __device__ __forceinline__ void numbers_of_bits(const Args &a, const uint32_t (&
     }
 }
 
-// ---- numbers that are no numbers ----
+// ---- bad numbers: not finite, or larger than TQ_MAX_INPUT ----
 
 __device__ __forceinline__ bool is_bad(float x) { return !(fabsf(x) <= TQ_MAX_INPUT); }
 
-/** What is stored for a bad number. */
+/** Returns what is stored for a bad number. */
 __device__ __forceinline__ float mended(float x) { return isfinite(x) ? copysignf(TQ_MAX_INPUT, x) : 0.0f; }
 
-/** Mends a row, the numbers and their bits; whether any lane had something to mend. */
+/** Mends a row: its numbers and their bits. Returns whether any lane had a bad number. */
 template <class Args, int PER_LANE>
 __device__ __forceinline__ bool mend_numbers(const Args &a, float (&x)[PER_LANE], uint32_t (&bits)[PER_LANE])
 {
@@ -334,7 +334,7 @@ __device__ __forceinline__ void report_bad(int64_t *flag, const Work &w, int pos
     if (flag) atomicCAS(reinterpret_cast<unsigned long long *>(flag), 0ull, value);
 }
 
-/** Row of packed index `index`, mended and centred (centre: [head_dim], or NULL); a bad number is reported. */
+/** Loads the row of packed index `index`, mends and centres it (centre: [head_dim], or NULL). Reports a bad number. */
 template <int PER_LANE>
 __device__ __forceinline__ void load_row(const AppendArgs &a, const Work &work, const Head &head, const float *centre,
                                          const Span &span, int index, float (&x)[PER_LANE], int lane)
@@ -349,7 +349,7 @@ __device__ __forceinline__ void load_row(const AppendArgs &a, const Work &work, 
         if (centre && lane + 32 * k < a.head_dim) x[k] = __fsub_rn(x[k], centre[lane + 32 * k]);
 }
 
-/** Bytes between the codes of two tokens: 16 modulo 128 for an even number of tiles, so that packing finds no bank twice. */
+/** Returns the bytes between the codes of two tokens: 16 times an odd number, against bank conflicts in packing. */
 __host__ __device__ __forceinline__ int code_stride(int tiles) { return 32 * tiles + 16; }
 
 // ---- tokens that stay exact ----
@@ -359,7 +359,7 @@ struct ExactCopy {
     char *to;     // NULL: its row is absent
 };
 
-/** Copy r of those that an append makes in rows: new sinks, then of the last two pages the newest `slots` each. */
+/** Returns exact copy r by index: new sinks first, then the newest `slots` tokens of each of the last two pages. */
 __device__ __forceinline__ ExactCopy copy_to_rows(const AppendArgs &a, const Work &w, const Span &s, int r)
 {
     const int fresh = max(0, s.before), in_sinks = max(0, min(a.rows.sinks, s.length) - fresh);
@@ -377,7 +377,7 @@ __device__ __forceinline__ ExactCopy copy_to_rows(const AppendArgs &a, const Wor
     return {-1, nullptr};
 }
 
-/** Row r of those that this append adds to sinks and ring, or to rows. Sinks first, then backwards from the newest. */
+/** Returns exact copy r of this append: by index, or new sinks first, then the ring, back from the newest token. */
 __device__ __forceinline__ ExactCopy exact_copy(const AppendArgs &a, const Work &w, const Head &head, const Span &s,
                                                 int r)
 {
@@ -389,7 +389,7 @@ __device__ __forceinline__ ExactCopy exact_copy(const AppendArgs &a, const Work 
     return {position, ring_row(a, head, position)};
 }
 
-/** The most copies of a sequence. */
+/** Returns the most exact copies of a sequence. */
 inline int64_t exact_rows(const AppendArgs &args)
 {
     const int64_t in_sinks = args.sinks + args.rows.sinks, others = (int64_t)args.window + 2 * (int64_t)args.rows.slots,
@@ -397,7 +397,7 @@ inline int64_t exact_rows(const AppendArgs &args)
     return (in_sinks < tokens ? in_sinks : tokens) + (others < tokens ? others : tokens);
 }
 
-/** One warp copies one row; false if there are fewer than r + 1. */
+/** Makes exact copy r, by one warp. Returns false if there are fewer than r + 1. */
 template <int PER_LANE>
 __device__ __forceinline__ bool copy_exact_row(const AppendArgs &a, const Work &w, const Head &head, const Span &s,
                                                int r, int lane)

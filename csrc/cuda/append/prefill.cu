@@ -1,4 +1,4 @@
-// The kernels of append_prefill. setup.py compiles this file for each SHARD of Prefill, so that several compilers share them.
+// The kernels of append_prefill. setup.py compiles this file once for each SHARD of Prefill, in parallel.
 #include "cuda/append/prefill.cuh"
 
 namespace tq

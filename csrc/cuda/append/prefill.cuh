@@ -1,20 +1,18 @@
-// Appending many tokens of settled plans (docs/rounding.md, "Settled rows"): a warp takes whole token tiles of one (side, sequence, KV head), and a
-// lane makes the words of the tile that are its own.
+// Appends many tokens of plans with settled rows (docs/rounding.md, "Settled rows"). A warp takes whole token tiles of
+// one (side, sequence, KV head), half a tile (16 tokens) at a time. A lane makes the words of the tile that it stores.
 //
-// Sums of 32 settled numbers are exact in any order, so the first five stages of the rotation are products by tensor cores, of 32
-// channels each. What they leave in the registers of lane 4 g + t is what the tile wants there, once columns are named well:
+// Sums of 32 settled numbers are exact in any order, so tensor cores run the first five stages of the rotation, as
+// products over 32 channels. With columns in a suitable order, lane 4 g + t gets the numbers that its words need:
 //
 //   keys     tokens g and g + 8, of every 16 channels 4 t .. 4 t + 3             rows x H
 //   values   tokens t + 4 k, k = 0 .. 3, of every 16 channels g and g + 8        H x rows
 //
-// The other stages pair numbers of one lane; u is a whole number of units and so the place of its code in a table; codes become words
-// in the lane that stores them; and only sums go from lane to lane. 16 tokens at a time, half a tile.
+// The other stages pair numbers of one lane. u, in whole units (TQ_SETTLED_UNITS), is the index of its code in a table.
+// Only sums go from lane to lane. A number takes about 16 instructions. Registers limit a multiprocessor to 16 warps
+// (head_dim 128), too few to hide the latency of tables, levels and products (measured.md).
 //
-// A number takes about 16 instructions. Registers limit a multiprocessor to 16 warps (head_dim 128), too few to hide that each waits for
-// tables, levels and products (measured.md).
-//
-// Shared memory: | a table of codes for each width | of each warp: 16 rows, 8 words apart modulo 32, in the order of columns | centre |
-//                  rms, <c, u> of 32 tokens | with a wave or a metric (append/residual_rows.cuh) what there is of the head |
+// Shared memory: | a table of codes for each width | for each warp: 16 rows, 8 words apart modulo 32 (row_of_token) |
+//                  centre | rms, <c, u> of 32 tokens | with a wave or a metric: HeadResidual (residual_rows.cuh) |
 #ifndef TQ_CUDA_APPEND_PREFILL_CUH
 #define TQ_CUDA_APPEND_PREFILL_CUH
 #include "cuda/append/encode_warp.cuh"
@@ -28,18 +26,18 @@ namespace fragments
 {
 
 constexpr int PASS = 16;     // tokens at a time
-constexpr int MOST_BITS = 4; // of a group
+constexpr int MOST_BITS = 4; // the most bits of a group
 
-/** One compiled kernel. Every group has 1 to 4 bits. MOMENTS: of plans with a wave or a metric. SEARCHES: of plans with tries. */
+/** One compiled kernel, for groups of 1 to 4 bits. MOMENTS: for plans with a wave or a metric. SEARCHES: with tries. */
 template <int DIM_, bool MOMENTS_, bool SEARCHES_> struct Shape {
     static constexpr int DIM = DIM_, GROUPS = DIM / 32, CHUNKS = DIM / 16;
     static constexpr bool MOMENTS = MOMENTS_, SEARCHES = SEARCHES_;
     static constexpr int PIECES = DIM / 8, ROW_BYTES = 2 * DIM + 32, ROWS_BYTES = PASS * ROW_BYTES,
                          AT_CENTRE = ROWS_BYTES, AT_SUMS = AT_CENTRE + 4 * DIM, AT_RESIDUAL = AT_SUMS + 2 * 4 * TQ_TILE,
                          WARP_BYTES = AT_RESIDUAL + (MOMENTS ? (int)sizeof(HeadResidual<DIM_>) : 0);
-    static constexpr int WARPS = DIM <= 64 ? (SEARCHES ? 16 : 24) : DIM <= 128 ? (SEARCHES ? 12 : 16) : 8; // of a
-    // multiprocessor, by registers
-    /* Units of the largest u, sqrt(DIM) but for rounding, times the largest factor; a table has entries for -MOST .. MOST - 1. */
+    /* Warps of a multiprocessor, as many as registers allow. */
+    static constexpr int WARPS = DIM <= 64 ? (SEARCHES ? 16 : 24) : DIM <= 128 ? (SEARCHES ? 12 : 16) : 8;
+    /* Units of the largest |u|: sqrt(DIM) but for rounding, times the largest factor. Tables have -MOST .. MOST - 1. */
     static constexpr int MOST = SEARCHES ? (DIM <= 64    ? 640
                                             : DIM <= 128 ? 896
                                                          : 1264)
@@ -49,8 +47,8 @@ template <int DIM_, bool MOMENTS_, bool SEARCHES_> struct Shape {
                          TABLE_BYTES = 2 * MOST;
 };
 
-/** How the tiles of a side are shared: warp t of those that take them has `each`, and one more if t < more. Values count the warps from
- *  the last one on, so that who has one more of keys has none more of values, where that is possible. */
+/** How warps share the tiles of a side: warp t takes `each`, and one more if t < more. For values, warps are counted
+ *  from the last one backwards. So a warp with one more tile of keys has none more of values, if that is possible. */
 struct Shares {
     uint32_t each, more;
 
@@ -60,13 +58,13 @@ struct Shares {
 struct Nothing {};
 
 struct FragmentsArgs : SettledArgs {
-    /** What, added to the bits of a whole number (tile/quantize.cuh) and to where shared memory is, is the place of its code; by side and group.
-     *  Not known to the compiler, which would otherwise add a part of it on its own. */
+    /** By side and group. The address of u's code is table + the address of the block's shared memory + the bits of
+     *  WHOLE + u in units (tile/quantize.cuh). The compiler must not know it: it would add a part of it separately. */
     uint32_t table[2][256 / TQ_TILE];
-    int32_t table_of_width[MOST_BITS + 1], tables;            // where a width's table is, or -1; bytes of all
-    int16_t first_place[MOST_BITS + 1][(1 << MOST_BITS) - 1]; // by width: in its table, of rank i + 1
-    /** Token tiles of a (side, sequence, head). The tiles of a side are a line, one (sequence, head) behind the other. Warps from
-     *  values_from on take tiles of values alone, those before it of keys alone; 0: all take both. */
+    int32_t table_of_width[MOST_BITS + 1], tables;            // offset of a width's table, or -1; bytes of all tables
+    int16_t first_place[MOST_BITS + 1][(1 << MOST_BITS) - 1]; // by width: index in its table where rank i + 1 begins
+    /** tiles: token tiles of a (side, sequence, head). Tiles of a side are numbered one (sequence, head) after the
+     *  other. Warps from values_from on take only values, those before it only keys; if it is 0, all take both. */
     Divisor tiles;
     Shares shares[2];
     uint32_t values_from;
@@ -74,59 +72,59 @@ struct FragmentsArgs : SettledArgs {
 
 /** What the warps of a block share. */
 template <class S> struct Tables : std::conditional_t<S::MOMENTS, Turns<S>, Nothing> {
-    uint2 signs[S::CHUNKS][4];       // of a lane's channels 16 c + 4 t .. + 3: sign bits, as rows are stored
+    uint2 signs[S::CHUNKS][4];       // [c][t]: sign flips of channels 16 c + 4 t .. + 3, for rows as stored
     float levels[MOST_BITS + 1][32]; // by width and code
 };
 
-/** Where a channel of the centre stands: so that a lane reads four at a time. */
+/** Returns the index in shared memory of a channel of the centre, chosen so that a lane reads four at a time. */
 template <bool IS_KEY> __device__ __forceinline__ int place_of_centre(int channel)
 {
     return IS_KEY ? channel : channel / 32 * 32 + channel % 8 * 4 + channel / 8 % 4;
 }
 
-/** The row in shared memory, which is a column of the products, of token i of a pass. */
+/** Returns the row in shared memory of token i of a pass: for keys also its row in products, for values its column. */
 template <bool IS_KEY> __device__ __forceinline__ int row_of_token(int i)
 {
     return IS_KEY ? i : (i & 8) | (i & 3) << 1 | (i >> 2 & 1);
 }
 
-/** A lane's numbers: x[c][4 i + d] is what product i of chunk c, 16 channels, leaves in register d. */
+/** A lane's numbers: x[c][4 i + d] is register d of the result of product i of chunk c, which is 16 channels. */
 template <class S> struct Numbers {
     float x[S::CHUNKS][8];
 };
 
-/** Which of the lane's tokens number 4 i + d belongs to, and which of the token's numbers of the chunk it is: channel 4 t + n of keys,
- *  g + 8 n of values. */
+/** For number e = 4 i + d of a chunk: which of the lane's tokens it belongs to, and which of that token's numbers it
+ *  is. Number n is channel 4 t + n for keys, g + 8 n for values. */
 template <bool IS_KEY> struct Lane {
     static constexpr int TOKENS = IS_KEY ? 2 : 4;
     __device__ static constexpr int token(int e) { return IS_KEY ? e / 2 % 2 : e / 4 * 2 + e % 2; }
     __device__ static constexpr int n(int e) { return IS_KEY ? e / 4 * 2 + e % 2 : e / 2 % 2; }
 
-    /** Of the lane's tokens, the one whose sums it ends up with. */
+    /** Returns the lane's own token: the one of its tokens whose sums it ends up with. */
     __device__ static int own(int lane) { return IS_KEY ? lane / 2 % 2 : lane / 4 % 4; }
-    /** Bits of a word of codes that belong to token k; keys: of word k of a group, values: of both words. */
+    /** Returns the bits of token k in a word of codes: for keys in word k of a group, for values in both words. */
     __device__ static constexpr uint32_t mask(int k)
     {
         return IS_KEY ? 0xffffffffu : 0x000f000fu << (8 * (k % 2) + 4 * (k / 2));
     }
-    /** A lane that has the sums of this lane's token k. */
+    /** Returns a lane whose own token is this lane's token k. */
     __device__ static int lane_of(int lane, int k) { return IS_KEY ? (lane & ~3) | 2 * k : 4 * k + lane % 4; }
-    /** Whether no lane before has the same token of its own. */
+    /** Whether the lane is the first of those with the same own token. */
     __device__ static bool first(int lane) { return IS_KEY ? lane % 2 == 0 : lane < 16; }
-    /** The lane's token k as a token of the pass. */
+    /** Returns which token of the pass the lane's token k is. */
     __device__ static int in_pass(int lane, int k) { return IS_KEY ? lane / 4 + 8 * k : lane % 4 + 4 * k; }
 };
 
 // ---- rows ----
 
-/** Queues the copies of tokens first .. first + 15 (packed indices) that the span has; rows of others are zeros. */
+/** Queues copies of tokens first .. first + 15 (packed indices); writes zeros for those that are not in the span. */
 template <class S, bool IS_KEY>
 __device__ __forceinline__ void load_pass(const AppendArgs &a, const Work &work, const Head &head, const Span &span,
                                           int first, uint8_t *rows, int lane)
 {
     constexpr int AT_ONCE = 32 / S::PIECES;
     const int token = lane / S::PIECES, piece = lane % S::PIECES * 16,
-              fresh = first + a.sinks - span.before;                                     // of the sequence's new tokens
+              fresh = first + a.sinks - span.before;                                     // index in the new tokens
     const bool all_new = fresh >= 0 && first >= span.first && first + PASS <= span.last; // the usual case
     const int64_t stride = a.side[!IS_KEY].stride_token;
     const char *from = head.fresh + (span.fresh + fresh + token) * stride + piece;
@@ -141,7 +139,7 @@ __device__ __forceinline__ void load_pass(const AppendArgs &a, const Work &work,
         copy_or_clear(a, work, head, span, first + i, rows + row_of_token<IS_KEY>(i) * S::ROW_BYTES + piece, piece);
 }
 
-/** Rows g and g + 8: of each chunk channels 4 t .. 4 t + 3. */
+/** The lane's numbers as stored: rows g and g + 8, channels 4 t .. 4 t + 3 of each chunk. */
 template <class S> struct Raw {
     uint2 of[2][S::CHUNKS];
 
@@ -156,11 +154,11 @@ template <class S> struct Raw {
     }
 };
 
-/** Two numbers of 16 bits as magnitudes. */
+/** Returns the magnitudes of two numbers of 16 bits. */
 __device__ __forceinline__ uint32_t magnitudes(uint32_t x) { return x & 0x7fff7fffu; }
 
-/** The number of each two that has the larger magnitude, with some sign; where one is NaN, something that is_too_large. bfloat16 numbers
- *  are compared as if they were binary16 ones: their magnitudes are in the same order, and those that are NaN then are too large. */
+/** Returns of each two numbers the one with the larger magnitude, with any sign; of a NaN, a number that is_too_large.
+ *  bfloat16 is compared as binary16: magnitudes have the same order, and what then is a NaN is too large. */
 __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b)
 {
     uint32_t most;
@@ -172,7 +170,7 @@ __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b)
     return most;
 }
 
-/** The largest magnitude of row g in the low half, of row g + 8 in the high one. */
+/** Returns the largest magnitude of row g in the low half, that of row g + 8 in the high half. */
 template <class S> __device__ __forceinline__ uint32_t largest_of_rows(const Raw<S> &raw)
 {
     uint32_t most[2];
@@ -191,7 +189,7 @@ template <class S> __device__ __forceinline__ uint32_t largest_of_rows(const Raw
     return magnitudes(larger(both, __shfl_xor_sync(ALL_LANES, both, 2)));
 }
 
-/** Whether a magnitude exceeds TQ_MAX_INPUT or is no number. */
+/** Whether one of two magnitudes exceeds TQ_MAX_INPUT or is NaN. */
 __device__ __forceinline__ bool is_too_large(uint32_t two, bool bf16)
 {
     const uint32_t limit = bf16 ? 0x4680 : 0x7400; // 2^14
@@ -200,17 +198,17 @@ __device__ __forceinline__ bool is_too_large(uint32_t two, bool bf16)
 
 // ---- settling ----
 
-/** A binary16 number as the bits of a float. */
+/** Returns the bits of a binary16 number as a float. */
 __device__ __forceinline__ uint32_t bits_of_half(uint32_t half)
 {
     return __float_as_uint(__half2float(__ushort_as_half((unsigned short)half)));
 }
 
-/** Settles two numbers of a row and flips the signs of those that `signs` says. */
+/** Settles two numbers of a row and flips their signs where `signs` has a bit. */
 template <bool BF16> struct Settler;
 
-/** bfloat16 numbers are settled but for those below 2^(E - 11). They are compared as if they were binary16 ones, whose magnitudes are
- *  in the same order, and for which the comparison takes magnitudes. */
+/** bfloat16 numbers are settled already, except those below 2^(E - 11), which become 0. They are compared as binary16:
+ *  magnitudes have the same order, and instructions for binary16 can compare magnitudes. */
 template <> struct Settler<true> {
     __half2 least;
 
@@ -239,7 +237,7 @@ template <> struct Settler<false> {
 
 // ---- rotation ----
 
-/** Entries of the Hadamard matrix of 16 for inputs `in` and in + 1 (in is even) and an output, as two numbers of 16 bits. */
+/** Returns entries (in, out) and (in + 1, out) of the 16 x 16 Hadamard matrix, in even, as two numbers of 16 bits. */
 __device__ __forceinline__ uint32_t hadamard_pair(int in, int out, bool bf16)
 {
     const uint32_t one = bf16 ? 0x3f803f80u : 0x3c003c00u;
@@ -247,7 +245,7 @@ __device__ __forceinline__ uint32_t hadamard_pair(int in, int out, bool bf16)
     return one ^ low << 15 ^ high << 31;
 }
 
-/** c += a b, tensor cores' layouts: a 16 x 16, b 16 x 8. */
+/** Computes c += a b by tensor cores, a 16 x 16, b 16 x 8; operands are fragments of mma.m16n8k16. */
 template <bool BF16>
 __device__ __forceinline__ void multiply(float *c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                          uint32_t b1)
@@ -262,7 +260,7 @@ __device__ __forceinline__ void multiply(float *c, uint32_t a0, uint32_t a1, uin
 #undef TQ_MULTIPLY
 }
 
-/** The matrix and its negative, as the second factor for keys, [product][k / 8], and as the first for values. */
+/** The matrix and its negative as fragments: for keys the second factor, by [product][k / 8]; for values the first. */
 template <bool IS_KEY> struct Matrix {
     uint32_t h[2][4];
 
@@ -276,7 +274,7 @@ template <bool IS_KEY> struct Matrix {
             h[1][i] = h[0][i] ^ 0x80008000u;
         }
     }
-    /** x += a chunk of rows g (low) and g + 8 (high), times the matrix or its negative. */
+    /** Adds to x a chunk of rows g (low) and g + 8 (high), times the matrix or (negative: 1) its negative. */
     template <bool BF16>
     __device__ __forceinline__ void multiply_chunk(float (&x)[8], uint2 low, uint2 high, int negative) const
     {
@@ -291,7 +289,7 @@ template <bool IS_KEY> struct Matrix {
     }
 };
 
-/** The stages of distance 32 and more. */
+/** Runs the stages of distance 32 and more. */
 template <class S> __device__ __forceinline__ void rotate_chunks(Numbers<S> &z)
 {
 #pragma unroll
@@ -306,7 +304,7 @@ template <class S> __device__ __forceinline__ void rotate_chunks(Numbers<S> &z)
             }
 }
 
-/** Rows -> z but for the stages of distance 32 and more. BF16: or binary16. */
+/** Settles rows and rotates them, but for the stages of distance 32 and more. BF16: bfloat16; otherwise binary16. */
 template <class S, bool IS_KEY, bool BF16>
 __device__ __forceinline__ void multiply_chunks(const Raw<S> &raw, uint32_t largest, const Matrix<IS_KEY> &matrix,
                                                 const Tables<S> &tables, int lane, Numbers<S> &z)
@@ -324,7 +322,7 @@ __device__ __forceinline__ void multiply_chunks(const Raw<S> &raw, uint32_t larg
     }
 }
 
-/** Rows -> z. largest: of largest_of_rows. centre: NULL where there is none. */
+/** Settles and rotates rows to z. largest: from largest_of_rows. centre: from prepare_centre, or NULL. */
 template <class S, bool IS_KEY>
 __device__ __forceinline__ void rotate_rows(const Raw<S> &raw, bool bf16, uint32_t largest,
                                             const Matrix<IS_KEY> &matrix, const Tables<S> &tables, const float *centre,
@@ -350,14 +348,14 @@ __device__ __forceinline__ void rotate_rows(const Raw<S> &raw, bool bf16, uint32
 
 // ---- sums ----
 
-/** mine and its partner's in the lane at distance h, where each wants another: of low and high the lanes without h the low one. */
+/** Returns a sum over this lane and the one at distance h: of `low` in lanes without bit h, of `high` in the others. */
 __device__ __forceinline__ float exchange(float low, float high, int h, int lane)
 {
     const bool upper = lane & h;
     return __fadd_rn(upper ? high : low, __shfl_xor_sync(ALL_LANES, upper ? low : high, h));
 }
 
-/** Sums over channels i, i + 32, .. of a lane's numbers, at [chunk % 2][number of the chunk]. */
+/** Sums over channels i, i + 32, .. of a lane's numbers, by [chunk % 2][number of the chunk]. */
 struct Chains {
     float of[2][8];
 
@@ -367,7 +365,7 @@ struct Chains {
     }
 };
 
-/** The sum of the lane's own token, in turboquant.h's order: 16, 8, 2, 1, 4. */
+/** Returns the sum of the lane's own token, in the order of docs/rounding.md: 16, 8, 2, 1, 4. */
 template <bool IS_KEY> __device__ __forceinline__ float sum_of_own(const Chains &chains, int lane)
 {
     float s[8], x[4], sum;
@@ -388,8 +386,9 @@ template <bool IS_KEY> __device__ __forceinline__ float sum_of_own(const Chains 
 
 // ---- codes ----
 
-/** Codes of a tile, by pass and group. Keys: the rows of the pass's two tokens (tile/pack.cuh). Values: of chunk h of the group bytes of rows
- *  2 h and 2 h + 1, nibbles 4 p, 4 p + 1 of each, then 4 p + 2, 4 p + 3, and so with fewer registers at a time than as rows. */
+/** Codes of a tile, by pass and group. Keys: rows (tile/pack.cuh) of the pass's two tokens. Values: word h has two
+ *  bytes of row 2 h and two of row 2 h + 1, in pass p nibbles 2 p, 2 p + 1 and 2 p + 4, 2 p + 5 of each. That takes
+ *  fewer registers at a time than whole rows. */
 template <class S> struct Codes {
     uint32_t of[2][S::GROUPS][2];
 
@@ -411,8 +410,8 @@ __device__ __forceinline__ uint32_t load_byte(uint32_t address)
     return x;
 }
 
-/** z -> codes of a pass, and sums of <c, z> and, for a search, <c, c>. times: units of u in z, by token. Codes are looked up a chunk
- *  ahead: a level waits for its code, and a sum for its level. */
+/** Adds codes of a pass to `codes`; sums <c, z> and, if SEARCHES, <c, c>. times: units of u per z, by token. Codes are
+ *  looked up one chunk ahead, because levels wait for codes and sums for levels. */
 template <class S, bool IS_KEY>
 __device__ __forceinline__ void quantise(const FragmentsArgs &a, const Tables<S> &tables, const Numbers<S> &z,
                                          const float (&times)[Lane<IS_KEY>::TOKENS], uint32_t (&codes)[S::GROUPS][2],
@@ -439,7 +438,7 @@ __device__ __forceinline__ void quantise(const FragmentsArgs &a, const Tables<S>
         float level[8];
 #pragma unroll
         for (int e = 0; e < 8; e++) level[e] = __shfl_sync(ALL_LANES, level_of_lane, code[e]);
-        __syncwarp(); // so that the compiler, which would have fewer registers at work, leaves it so
+        __syncwarp(); // keeps this order, which the compiler would change to use fewer registers
 #pragma unroll
         for (int e = 0; e < 8; e++) {
             const int token = L::token(e), n = L::n(e);
@@ -451,7 +450,7 @@ __device__ __forceinline__ void quantise(const FragmentsArgs &a, const Tables<S>
     }
 }
 
-/** Units of u in z, of the lane's tokens, from those of its own. */
+/** Fills times, the units of u per z, for all of the lane's tokens; own: that of its own token. */
 template <bool IS_KEY>
 __device__ __forceinline__ void times_of_tokens(float own, float (&times)[Lane<IS_KEY>::TOKENS], int lane)
 {
@@ -460,7 +459,7 @@ __device__ __forceinline__ void times_of_tokens(float own, float (&times)[Lane<I
         times[k] = __shfl_sync(ALL_LANES, own, Lane<IS_KEY>::lane_of(lane, k));
 }
 
-/** z -> codes of a pass, 0 before. Returns <c, u> of the lane's own token. */
+/** Makes codes of a pass, which are 0 before, from z. Returns <c, u> of the lane's own token. */
 template <class S, bool IS_KEY>
 __device__ __forceinline__ float codes_of_pass(const FragmentsArgs &a, const Tables<S> &tables, const Numbers<S> &z,
                                                float inverse, uint32_t (&codes)[S::GROUPS][2], uint32_t memory,
@@ -505,7 +504,7 @@ __device__ __forceinline__ float search_pass(const FragmentsArgs &a, const Table
     return best_cu;
 }
 
-/** A lane's words of one tile, of tokens begin .. end - 1. */
+/** Stores tokens begin .. end - 1 of one tile in the lane's words; the bits of other tokens stay. */
 inline __device__ __noinline__ void store_part(uint32_t *words, int bits, bool is_key, Rows rows, int begin, int end,
                                                int lane)
 {
@@ -516,7 +515,7 @@ inline __device__ __noinline__ void store_part(uint32_t *words, int bits, bool i
     store_marked(words, bits, rows, marked);
 }
 
-/** The words of whole tiles of one width. */
+/** Stores the lane's words of whole tiles of one width. */
 template <class S, bool IS_KEY, int BITS>
 __device__ __forceinline__ void store_whole_tiles(uint8_t *tiles, const Codes<S> &codes)
 {
@@ -525,7 +524,7 @@ __device__ __forceinline__ void store_whole_tiles(uint8_t *tiles, const Codes<S>
         store_whole(reinterpret_cast<uint32_t *>(tiles + 128 * BITS * group), BITS, codes.rows(IS_KEY, group));
 }
 
-/** tiles: of this token tile, at the lane's first word. */
+/** Stores tokens begin .. end - 1 of a token tile. tiles: its tiles, at the lane's first word. */
 template <class S, bool IS_KEY>
 __device__ __forceinline__ void store_tiles(const AppendSide &side, uint8_t *tiles, const Codes<S> &codes, int begin,
                                             int end, int lane)
@@ -542,9 +541,9 @@ __device__ __forceinline__ void store_tiles(const AppendSide &side, uint8_t *til
                    codes.rows(IS_KEY, group), begin, end, lane);
 }
 
-// ---- what is prepared ----
+// ---- preparation ----
 
-/** Entry i = 4 c + t of the signs. */
+/** Fills entry i = 4 c + t of the signs. */
 template <class S> __device__ __forceinline__ void prepare_signs(const FragmentsArgs &a, int i, Tables<S> &tables)
 {
     const uint32_t bits = a.signs.word[0][i / 8] >> 4 * (i % 8);
@@ -552,7 +551,7 @@ template <class S> __device__ __forceinline__ void prepare_signs(const Fragments
         make_uint2((bits & 1) << 15 | (bits >> 1 & 1) << 31, (bits >> 2 & 1) << 15 | (bits >> 3 & 1) << 31);
 }
 
-/** The codes of -MOST .. MOST - 1 units and the levels of codes, of one width. */
+/** Fills the codes of -MOST .. MOST - 1 units and the levels by code, of one width. */
 template <class S>
 __device__ __forceinline__ void prepare_width(const FragmentsArgs &a, int bits, uint8_t *table, Tables<S> &tables,
                                               int warp, int lane)
@@ -574,8 +573,8 @@ __device__ __forceinline__ void prepare_width(const FragmentsArgs &a, int bits, 
     if (warp == 0 && lane < 1 << bits) tables.levels[bits][code_of_rank(lane, bits)] = a.books[bits].levels[lane];
 }
 
-/** The centre, not NULL, as it is subtracted from rotated rows, for this warp. A number that is not finite counts as 0: it would be looked up outside
- *  of the table of codes. */
+/** Rotates the centre, which is not NULL, for this warp. A number that is not finite becomes 0: its code would be
+ *  looked up outside the table. */
 template <class S, bool IS_KEY>
 __device__ __forceinline__ void prepare_centre(const FragmentsArgs &a, const Head &head, float *centre, int lane)
 {
@@ -589,8 +588,8 @@ __device__ __forceinline__ void prepare_centre(const FragmentsArgs &a, const Hea
 
 // ---- a warp's tiles ----
 
-/** A pass: rows that are in shared memory -> codes, and rms and <c, u> to sums. first: packed index of its first token. advances:
- *  residual_rows'. memory: the warp's; block: where the block's is. next: queues the copies of the pass behind. */
+/** Encodes a pass from rows in shared memory; writes rms and <c, u> to the warp's sums. first: packed index of its
+ *  first token. advances: as in residual_rows. memory: the warp's; block: the block's. next: queues the next copies. */
 template <class S, bool IS_KEY, class Next>
 __device__ __forceinline__ void encode_pass(const FragmentsArgs &a, const Work &work, const Tables<S> &tables,
                                             const Matrix<IS_KEY> &matrix, int first, bool advances, uint8_t *memory,
@@ -602,7 +601,7 @@ __device__ __forceinline__ void encode_pass(const FragmentsArgs &a, const Work &
     Raw<S> raw;
     uint32_t largest;
     int again, mended = 0;
-    // Once; twice in the rare case that a number is bad. Of a `mended` known to be 1 then, the compiler would make a second copy.
+    // Runs once; twice in the rare case of a bad number. If the compiler knew `mended`, it would make a second copy.
 #pragma unroll 1
     do {
         raw.load(memory, lane);
@@ -628,7 +627,7 @@ __device__ __forceinline__ void encode_pass(const FragmentsArgs &a, const Work &
 #pragma unroll
     for (int i = 0; i < 8 * S::CHUNKS; i++) chains.add(i / 8, i % 8, z.x[i / 8][i % 8], z.x[i / 8][i % 8]);
     const float ss = sum_of_own<IS_KEY>(chains, lane);
-    const Norm norm = norm_of(ss, __fmul_rn(ss, 1.0f / S::DIM)); // of a power of two as the quotient
+    const Norm norm = norm_of(ss, __fmul_rn(ss, 1.0f / S::DIM)); // DIM is a power of two: equals the quotient
     float cu;
     if constexpr (S::SEARCHES) cu = search_pass<S, IS_KEY>(a, tables, z, norm.inverse, codes, block, lane);
     else cu = codes_of_pass<S, IS_KEY>(a, tables, z, norm.inverse, codes, block, lane);
@@ -639,7 +638,7 @@ __device__ __forceinline__ void encode_pass(const FragmentsArgs &a, const Work &
     }
 }
 
-/** Token tiles tile .. end_tile - 1 of a (side, sequence, head). */
+/** Appends token tiles tile .. end_tile - 1 of a (side, sequence, head). */
 template <class S, bool IS_KEY>
 __device__ __forceinline__ void append_run(const FragmentsArgs &a, const Tables<S> &tables, const Work &work,
                                            const Head &head, const Span &span, int tile, int end_tile, uint8_t *memory,
@@ -655,7 +654,7 @@ __device__ __forceinline__ void append_run(const FragmentsArgs &a, const Tables<
     else if (head.centre) prepare_centre<S, IS_KEY>(a, head, reinterpret_cast<float *>(memory + S::AT_CENTRE), lane);
     const float *centre = head.centre ? reinterpret_cast<const float *>(memory + S::AT_CENTRE) : nullptr;
     const int first_tile = tile;
-    // Of 32 tiles, a lane each: long before they are needed. One that is known to be the same for all lanes would be waited for at once.
+    // Pages of 32 tiles, one per lane, long before use. The compiler would wait at once for a load that lanes share.
     int32_t pages = 0;
 #pragma unroll 1
     for (; tile < end_tile; tile++) {
@@ -686,7 +685,7 @@ __device__ __forceinline__ void append_run(const FragmentsArgs &a, const Tables<
         if (uint8_t *record = record_of_page(a, work, page)) {
             store_tiles<S, IS_KEY>(side, tiles_of(side, record, page_token / TQ_TILE) + 4 * lane, codes, begin, end,
                                    lane);
-            const int scale = a.scale == TQ_SCALE_EDEN ? TQ_SCALE_EDEN : TQ_SCALE_NORM; // no others come here
+            const int scale = a.scale == TQ_SCALE_EDEN ? TQ_SCALE_EDEN : TQ_SCALE_NORM; // the plan has one of these two
             if (lane >= begin && lane < end)
                 *scale_at(side, record, page_token + lane) =
                     scale_of(scale, sums[lane], {side.coded_channels, sums[lane + TQ_TILE], 0.0f}, a.factor);
@@ -695,14 +694,14 @@ __device__ __forceinline__ void append_run(const FragmentsArgs &a, const Tables<
     }
 }
 
-/** What warp `turn` takes of the tiles of a side: neighbours. Warps with neighbouring turns are of different blocks, so that
- *  blocks have about as many tiles also where sequences are not equally long. */
+/** Appends the consecutive tiles of a side that warp `turn` takes. Warps with consecutive turns are in different
+ *  blocks, so that blocks have about equally many tiles even if sequences differ in length. */
 template <class S, bool IS_KEY>
 __device__ __forceinline__ void append_side(const FragmentsArgs &a, const Tables<S> &tables, uint32_t turn,
                                             uint8_t *memory, uint32_t block, int lane)
 {
     const Shares &shares = a.shares[!IS_KEY];
-    // Sent from a lane to all, as `warp` is.
+    // Shuffled, as `warp` is, so that the compiler knows that lanes agree.
     uint32_t at = __shfl_sync(ALL_LANES, shares.first(turn), 0);
     const uint32_t end = __shfl_sync(ALL_LANES, shares.first(turn + 1), 0);
 #pragma unroll 1
@@ -753,7 +752,7 @@ template <class S> tq_status launch_shape(const AppendArgs &args, cudaStream_t s
         a.table_of_width[bits] = has ? a.tables : -1;
         a.tables += has ? S::TABLE_BYTES : 0;
         for (int i = 0; i < (1 << bits) - 1; i++) {
-            // the least whole number of units whose middle is not below the threshold; exact
+            // the first unit whose middle is at or above the threshold; exact
             const double units = ceil((double)TQ_SETTLED_UNITS * args.books[bits].thresholds[i] - 0.5);
             a.first_place[bits][i] = (int16_t)(S::MOST + units);
         }
@@ -766,7 +765,7 @@ template <class S> tq_status launch_shape(const AppendArgs &args, cudaStream_t s
     const int64_t tiles = append_tiles(args), line = (int64_t)args.batch * args.kv_heads * tiles;
     if (bytes + (int)sizeof(Tables<S>) > device.shared_bytes_per_block || line > INT32_MAX)
         return launch_append_general(args, true, false, stream, error);
-    const bool few = args.sides * line <= (int64_t)S::WARPS * device.processors; // a tile for a warp
+    const bool few = args.sides * line <= (int64_t)S::WARPS * device.processors; // at most one tile per warp
     const int64_t blocks = args.sides * line < device.processors ? args.sides * line : device.processors;
     const uint32_t turns = (uint32_t)(S::WARPS * blocks);
     const auto shares = [&](uint32_t warps) { return Shares{(uint32_t)line / warps, (uint32_t)line % warps}; };
@@ -777,7 +776,7 @@ template <class S> tq_status launch_shape(const AppendArgs &args, cudaStream_t s
     return launch(append_prefill<S>, blocks, 32 * S::WARPS, bytes, stream, error, a);
 }
 
-/** MOMENTS: the centre of keys is subtracted with their wave, that of values, if any, as without one. */
+/** MOMENTS: the centre of keys is subtracted with their wave, that of values as in plans without one. */
 template <bool MOMENTS, bool SEARCHES>
 tq_status launch_dims(const AppendArgs &args, cudaStream_t stream, tq_error *error)
 {

@@ -1,17 +1,16 @@
-// Keys of plans with a wave or a metric on their way through append_prefill: 16 rows to A (k - c_p), and those through the first five
-// stages of the rotation. In the order in which tensor cores leave them, lane 4 g + t has tokens g and g + 8, of every 16 channels
-// 4 t .. 4 t + 3: the same numbers are both factors of products and their results.
+// append_prefill of keys with a wave or a metric: turns 16 rows into A (k - c_p) and runs the first five stages of
+// their rotation. Lane 4 g + t has tokens g and g + 8, of every 16 channels 4 t .. 4 t + 3. Tensor cores leave results
+// in this order, and take it in operands.
 //
-//   wave      float32. Amplitudes are turned to the pass's first position and to the ninth, from there by angles that all heads and
-//             passes share: a table of 8 positions. A pass takes those of the pass before, turned by 8 positions and by 16; every eighth
-//             one, amplitudes and phases themselves, so that roundings do not add up
-//   metric    W^T S x and what it adds, of rank 4, by tensor cores: products of numbers of 11 bits (TF32), sums of float32
-//   rotation  the same: y is rounded to 11 bits. docs/rounding.md says what that may change
+//   wave      in float32. Amplitudes are turned to the pass's first position and to its ninth, and from there by a
+//             table of angles for 8 positions, which all heads and passes share. A pass turns the second amplitudes of
+//             the pass before by 8 and by 16 positions; every eighth pass starts anew, so that errors do not add up
+//   metric    W^T S x and what it adds, of rank 4, by tensor cores: products of 11-bit numbers (TF32), sums in float32
+//   rotation  the same, with y rounded to 11 bits. turboquant.h says what that may change
 //
-// Angles and amplitudes are four numbers of shared memory for each of a row's own; of pairs i and i + DIM / 2, which most models have, half
-// of them are loaded once for two.
-//
-// Numbers that no moments may have are brought into their range, so that whatever device memory holds, z is finite.
+// For each number of a row, cosine, sine and two amplitudes are read from shared memory. For pairs i and i + DIM / 2,
+// which most models have, half of these reads serve two numbers. Moments out of range are clamped, so that z is finite
+// whatever device memory holds.
 #ifndef TQ_CUDA_APPEND_RESIDUAL_ROWS_CUH
 #define TQ_CUDA_APPEND_RESIDUAL_ROWS_CUH
 #include "cuda/append/params.cuh"
@@ -21,8 +20,8 @@ namespace tq
 namespace fragments
 {
 
-/** c += a b, a 16 x 8 and b 8 x 8 of TF32: lane 4 g + t has of a (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4), of b (t, g), (t + 4, g), of
- *  c (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1). */
+/** Computes c += a b in TF32, a 16 x 8, b 8 x 8. Lane 4 g + t holds a: (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4);
+ *  b: (t, g), (t + 4, g); c: (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1). */
 __device__ __forceinline__ void multiply_tf32(float *c, const uint32_t (&a)[4], float b0, float b1)
 {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -30,11 +29,11 @@ __device__ __forceinline__ void multiply_tf32(float *c, const uint32_t (&a)[4], 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
 }
 
-/** The bits of a finite number, to be rounded to 11 bits by leaving out the last 13, which products do. */
+/** Returns bits of a finite number that are rounded to 11 bits once a product drops the last 13. */
 __device__ __forceinline__ uint32_t bits_of_tf32(float x) { return __float_as_uint(x) + 0x1000u; }
 __device__ __forceinline__ float rounded_tf32(float x) { return __uint_as_float(bits_of_tf32(x) & ~0x1fffu); }
 
-/** x[8] of a chunk, [4 m + 2 h + j]: token g + 8 h, channel 4 t + 2 m + j -> what is multiplied for m: rounded, or cut to 11 bits. */
+/** Fills a from x[4 m + 2 h + j] of a chunk (token g + 8 h, channel 4 t + 2 m + j), rounded or cut to 11 bits. */
 template <bool ROUNDED> __device__ __forceinline__ void factor_of(const float (&x)[8], int m, uint32_t (&a)[4])
 {
 #pragma unroll
@@ -46,17 +45,17 @@ template <bool ROUNDED> __device__ __forceinline__ void factor_of(const float (&
 
 __device__ __forceinline__ float clamped(float x, float low, float high) { return fminf(fmaxf(x, low), high); }
 
-// ---- of a layer ----
+// ---- for a layer ----
 
 constexpr uint32_t NO_PAIR = 0xffffffffu;
 
 /** What the warps of a block share. */
 template <class S> struct Turns {
     static constexpr int RUN = 8, STRIDE = S::DIM + 16,
-                         PAIRS = S::DIM / 2;              // so that neighbouring positions meet no bank twice
-    float cosine[RUN + 1][STRIDE], sine[RUN + 1][STRIDE]; // of channels, by positions
-    /** The first and (<< 16) the second channel of a pair, with 0x8000 where the rotation flips its sign, and the increment. NO_PAIR: none,
-     *  or one that shares a channel with another; of those `shared` has the bits, and they are turned one by one. */
+                         PAIRS = S::DIM / 2;              // STRIDE: against bank conflicts of neighbouring positions
+    float cosine[RUN + 1][STRIDE], sine[RUN + 1][STRIDE]; // by position and channel
+    /** x: a pair's first channel and, << 16, its second, each with 0x8000 if the rotation flips its sign; y: increment.
+     *  x is NO_PAIR if there is no pair or it shares a channel with an earlier one: `shared` has the bits of those. */
     uint2 pair[PAIRS];
     uint32_t increment[S::DIM];
     int32_t owner[S::DIM]; // the first pair with a channel
@@ -64,7 +63,7 @@ template <class S> struct Turns {
     bool halves; // whether the pairs of `pair` are channels i and i + DIM / 2
 };
 
-/** By a whole block. */
+/** Fills the tables, by a whole block. */
 template <class S> __device__ __forceinline__ void prepare_turns(const AppendArgs &a, Turns<S> &turns)
 {
     for (int i = threadIdx.x; i < S::DIM; i += blockDim.x) turns.owner[i] = S::DIM, turns.increment[i] = 0;
@@ -87,7 +86,7 @@ template <class S> __device__ __forceinline__ void prepare_turns(const AppendArg
     } else if (is_there) {
         atomicOr(&turns.shared[i / 32], 1u << i % 32);
     }
-    const bool alone = i < Turns<S>::PAIRS && turns.pair[i].x != NO_PAIR; // of this thread's own
+    const bool alone = i < Turns<S>::PAIRS && turns.pair[i].x != NO_PAIR; // this thread's pair is in turns.pair
     const bool halves = __syncthreads_and(!alone || pair.second == pair.first + S::DIM / 2);
     if (i == 0) turns.halves = halves;
     for (int j = threadIdx.x; j < (Turns<S>::RUN + 1) * S::DIM; j += blockDim.x) {
@@ -98,20 +97,20 @@ template <class S> __device__ __forceinline__ void prepare_turns(const AppendArg
     }
 }
 
-// ---- of a head ----
+// ---- for a head ----
 
-/** For one warp. Channels whose sign the rotation flips have it flipped here: in along, across, centre and directions. */
+/** For one warp. In along, across, centre and directions, signs that the rotation flips are flipped already. */
 template <int DIM> struct alignas(16) HeadResidual {
-    // What cosines and sines are multiplied by, at the pass's first position and the ninth; of `halves` the first.
+    // Factors of cosines and sines at the pass's first position and its ninth; if `halves`, for channels below DIM / 2.
     float along[2][DIM], across[2][DIM];
     float centre[DIM], squares[DIM];                // squares: S S
-    float directions[TQ_MAX_METRIC_RANK][DIM + 16]; // S W, rounded; neighbouring ones in other banks
+    float directions[TQ_MAX_METRIC_RANK][DIM + 16]; // S W, rounded; neighbours are in different banks
     float2 amplitude[DIM / 2];
     float stretch[TQ_MAX_METRIC_RANK];
     bool shares, centred; // whether a pair that shares a channel has an amplitude; whether there is a constant centre
 };
 
-/** By the warp; centre: [head_dim], or NULL. */
+/** Fills `to`, by the warp. centre: [head_dim], or NULL. */
 template <class S>
 __device__ __forceinline__ void prepare_residual(const AppendArgs &a, const Turns<S> &turns, int h, const float *centre,
                                                  HeadResidual<S::DIM> &to, int lane)
@@ -147,9 +146,9 @@ __device__ __forceinline__ void prepare_residual(const AppendArgs &a, const Turn
     __syncwarp();
 }
 
-constexpr int EXACT_TILES = 4; // of a run of tiles, the first of so many begins with turn_amplitudes
+constexpr int EXACT_TILES = 4; // every fourth tile of a run, from its first on, begins with turn_amplitudes
 
-/** Turns amplitudes to a pass that begins at a position. */
+/** Turns amplitudes to a pass that begins at `position`. */
 template <class S>
 __device__ __forceinline__ void turn_amplitudes(const Turns<S> &turns, HeadResidual<S::DIM> &head, int position,
                                                 int lane)
@@ -177,7 +176,7 @@ __device__ __forceinline__ void turn_amplitudes(const Turns<S> &turns, HeadResid
     __syncwarp();
 }
 
-/** From a pass to the one behind it. (along, across) is (X, -Y) or (Y, X) with a sign: both turn alike. */
+/** Turns amplitudes from a pass to the next. (along, across) is (X, -Y) or (Y, X), times a sign: both turn alike. */
 template <class S>
 __device__ __forceinline__ void advance_amplitudes(const Turns<S> &turns, HeadResidual<S::DIM> &head, int lane)
 {
@@ -214,7 +213,7 @@ template <bool BF16> __device__ __forceinline__ float2 numbers_of(uint32_t two)
     else return __half22float2(*reinterpret_cast<const __half2 *>(&two));
 }
 
-/** Channels 4 t .. of a chunk of rows g (half 0) and g + 8, less what is along cosine and across it. */
+/** Computes channels 4 t .. 4 t + 3 of a chunk of row g + 8 * half: raw numbers less along * cosine + across * sine. */
 template <bool BF16>
 __device__ __forceinline__ void subtract_four(uint2 raw, uint2 flips, int half, const float (&along)[4],
                                               const float (&across)[4], const float (&cosine)[4],
@@ -227,8 +226,8 @@ __device__ __forceinline__ void subtract_four(uint2 raw, uint2 flips, int half, 
         x[n / 2 * 4 + 2 * half + n % 2] = fmaf(-across[n], sine[n], fmaf(-along[n], cosine[n], k[n]));
 }
 
-/** Where the first channels of pairs have (X, -Y) along and across, their second ones have (Y, X): X and -Y are then along the sine and
- *  across -cosine, but for the signs that the rotation flips in one of them alone. */
+/** Adapts cosine and sine of pairs' first channels to their second ones, which keep along = X, across = -Y:
+ *  Y cosine + X sine = X sine + (-Y)(-cosine). flips: the signs that the rotation flips in only one of the two. */
 __device__ __forceinline__ void second_of_pairs(uint2 flips, float (&cosine)[4], float (&sine)[4])
 {
     const uint32_t sign[4] = {flips.x << 16, flips.x, flips.y << 16, flips.y};
@@ -241,7 +240,7 @@ __device__ __forceinline__ void second_of_pairs(uint2 flips, float (&cosine)[4],
     }
 }
 
-/** Raw rows, less the wave of pairs that share no channel. HALVES: Turns::halves. BF16: or binary16. */
+/** Computes raw rows less the wave of the pairs in Turns::pair. HALVES: Turns::halves. BF16: otherwise binary16. */
 template <class S, bool HALVES, bool BF16, class Raw, class Signs>
 __device__ __forceinline__ void subtract_waves(const Raw &raw, const Signs &signs, const Turns<S> &turns,
                                                const HeadResidual<S::DIM> &head, int lane, float (&x)[S::CHUNKS][8])
@@ -278,7 +277,7 @@ __device__ __forceinline__ void subtract_waves(const Raw &raw, const Signs &sign
     }
 }
 
-/** The same, and less the centre. */
+/** The same, less the centre too. */
 template <class S, class Raw, class Signs>
 __device__ __forceinline__ void subtract_centres(const Raw &raw, bool bf16, const Signs &signs, const Turns<S> &turns,
                                                  const HeadResidual<S::DIM> &head, int lane, float (&x)[S::CHUNKS][8])
@@ -298,7 +297,7 @@ __device__ __forceinline__ void subtract_centres(const Raw &raw, bool bf16, cons
     }
 }
 
-/** Less the wave of a pair that shares a channel. */
+/** Subtracts the wave of a pair that shares a channel. */
 template <class S>
 __device__ __forceinline__ void subtract_pair(const AppendArgs &a, const Pair &pair, float2 amplitude, int position,
                                               int lane, float (&x)[S::CHUNKS][8])
@@ -322,7 +321,7 @@ __device__ __forceinline__ void subtract_pair(const AppendArgs &a, const Pair &p
         }
 }
 
-/** All of those, one after the other. */
+/** Subtracts all of those, one after the other. */
 template <class S>
 __device__ __forceinline__ void subtract_shared(const AppendArgs &a, const Turns<S> &turns,
                                                 const HeadResidual<S::DIM> &head, int position, int lane,
@@ -343,16 +342,16 @@ __device__ __forceinline__ void apply_metric(const HeadResidual<S::DIM> &head, i
                                              float (&x)[S::CHUNKS][8])
 {
     const int g = lane / 4, t = lane % 4;
-    float along[4] = {}, others[4] = {}; // two sums, so that a product waits for the one before the last
+    float along[4] = {}, others[4] = {}; // two sums, so that a product does not wait for the last one
     uint32_t factor[4] = {};
-    if (rank) { // columns g and g + 4 of the product are of the same direction
+    if (rank) { // columns g and g + 4 of the product have the same direction
 #pragma unroll
         for (int c = 0; c < S::CHUNKS; c++) {
             float direction[4];
             load_four(direction, &head.directions[g % 4][16 * c + 4 * t]);
 #pragma unroll
             for (int m = 0; m < 2; m++) {
-                factor_of<false>(x[c], m, factor); // of what S S x gets, 2^-11 is little
+                factor_of<false>(x[c], m, factor); // cutting is enough: 2^-11 of what S S x gets is little
                 multiply_tf32(m ? others : along, factor, direction[2 * m], direction[2 * m + 1]);
             }
         }
@@ -363,7 +362,8 @@ __device__ __forceinline__ void apply_metric(const HeadResidual<S::DIM> &head, i
 #pragma unroll
         for (int i = 0; i < 4; i++) factor[i] = bits_of_tf32(i / 2 == t % 2 ? at[0][i % 2] : at[1][i % 2]);
     }
-    const float *first = head.directions[t == 1 ? 3 : 0], *second = head.directions[t == 1 ? 2 : 1]; // from other banks
+    // The two directions are swapped at t == 1, which so reads from other banks than t == 0.
+    const float *first = head.directions[t == 1 ? 3 : 0], *second = head.directions[t == 1 ? 2 : 1];
 #pragma unroll
     for (int c = 0; c < S::CHUNKS; c++) {
         float squares[4];
@@ -379,11 +379,11 @@ __device__ __forceinline__ void apply_metric(const HeadResidual<S::DIM> &head, i
     }
 }
 
-/** Stages of distance 1 to 16, in place: 32 channels at a time. */
+/** Runs the stages of distance 1 to 16 in place, 32 channels at a time. */
 template <class S> __device__ __forceinline__ void rotate_groups(int lane, float (&x)[S::CHUNKS][8])
 {
     const int g = lane / 4, t = lane % 4;
-    // Inputs 4 t + 2 m and 4 t + 2 m + 1, output 4 (g / 2) + 2 i + g % 2: what m and i say to it is a sign where both are 1.
+    // Inputs are 4 t + 2 m and 4 t + 2 m + 1, the output is 4 (g / 2) + 2 i + g % 2: m and i flip a sign if both are 1.
     const float even = __popc(t & g / 2) & 1 ? -1.0f : 1.0f, odd = g % 2 ? -even : even;
 #pragma unroll
     for (int c = 0; c < S::CHUNKS; c += 2) {
@@ -409,8 +409,8 @@ template <class S> __device__ __forceinline__ void rotate_groups(int lane, float
     }
 }
 
-/** Rows -> z but for the stages from distance 32 on. position: of the pass's first token. advances: whether the pass before was of the
- *  16 tokens before. */
+/** Turns rows into z, but for the stages of distance 32 and more. position: of the pass's first token. advances:
+ *  whether the pass before had the 16 tokens before. */
 template <class S, class Raw, class Signs>
 __device__ __forceinline__ void residual_rows(const AppendArgs &a, const Raw &raw, const Signs &signs,
                                               const Turns<S> &turns, HeadResidual<S::DIM> &head, int position,

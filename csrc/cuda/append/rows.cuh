@@ -1,4 +1,4 @@
-// Rows of append_prefill on their way to shared memory, and rows that need mending.
+// append_prefill: copies rows to shared memory, and mends rows that have bad numbers.
 #ifndef TQ_CUDA_APPEND_ROWS_CUH
 #define TQ_CUDA_APPEND_ROWS_CUH
 #include "cuda/append/params.cuh"
@@ -6,7 +6,7 @@
 namespace tq
 {
 
-/** 16 bytes of the row of packed index `index`, from byte `at` on: queues their copy, or clears them where the span has no such row. */
+/** Queues a copy of bytes at .. at + 15 of the row of packed index `index`; writes zeros if it is not in the span. */
 __device__ __forceinline__ void copy_or_clear(const AppendArgs &a, const Work &work, const Head &head, const Span &span,
                                               int index, uint8_t *to, int at)
 {
@@ -14,7 +14,7 @@ __device__ __forceinline__ void copy_or_clear(const AppendArgs &a, const Work &w
     else *reinterpret_cast<uint4 *>(to) = make_uint4(0, 0, 0, 0);
 }
 
-/** Mends a row in shared memory and reports what it finds. */
+/** Mends a row in shared memory, and reports it if it had a bad number. */
 inline __device__ __noinline__ void mend_row(uint8_t *row, int dim, int dtype, int64_t *flag, Work work, int position)
 {
     bool bad = false;
@@ -28,7 +28,7 @@ inline __device__ __noinline__ void mend_row(uint8_t *row, int dim, int dtype, i
     if (bad) report_bad(flag, work, position);
 }
 
-/** x, of which the compiler knows nothing. */
+/** Returns x, but hides its value from the compiler. */
 __device__ __forceinline__ int opaque(int x)
 {
     asm volatile("" : "+r"(x));

@@ -7,7 +7,7 @@ namespace tq
 namespace
 {
 
-/** Page codes of 8 bits and scales of both sides at head_dim 512: the longest record of a plain plan. */
+/** The longest record of a plain plan: 8-bit codes and scales of a page of keys and values at head_dim 512. */
 constexpr int ABSENT_BYTES = 2 * TQ_PAGE_TOKENS * (TQ_CUDA_MAX_HEAD_DIM + 2);
 
 struct AbsentRecord {

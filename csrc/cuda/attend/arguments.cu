@@ -16,24 +16,24 @@ void copy_side(const tq_plan &plan, const tq_side &from, SideArgs *to)
     for (int g = 0; g < PLAN_GROUPS; g++) {
         to->bits[g] = (uint8_t)from.bits[g];
         to->width[g] = (uint16_t)(1u << from.bits[g]);
-        to->offset[g] = (uint16_t)from.offset[g]; // below 32 tokens x 512 channels of 8 bits
+        to->offset[g] = (uint16_t)from.offset[g]; // less than 32 tokens x 512 channels x 1 byte
     }
     to->tile_bytes = from.tile_bytes * TQ_TILE / plan.tile_tokens;
     to->codes_offset = (int32_t)from.codes_offset;
     to->scales_offset = (int32_t)from.scales_offset;
 }
 
-/** The factors of a kernel's bytes. steps: [TQ_WIDE_BITS + 1], by width. */
+/** Sets the factors of the code bytes that kernel k unpacks. steps: [TQ_WIDE_BITS + 1], a codebook's step by width. */
 void set_factors(const tq_plan &plan, const float *steps, const KernelChoice &k, bool keys, SideArgs *to)
 {
     bool fine = tq_tile_is_16(&plan);
     to->row_factor = !k.team_rows && !fine;
     for (int b = 1; b <= TQ_WIDE_BITS; b++) {
-        float step = steps[b]; /* of a level; uniform levels are 2 code - (2^b - 1) */
-        int offset = b < 4 || (k.two_products && b <= 5) ? 0 : 128; /* of bytes above levels (tile/fragments.cuh) */
+        float step = steps[b]; /* a number is step * level; at 1 and 2 bits a level is 2 code - (2^b - 1) */
+        int offset = b < 4 || (k.two_products && b <= 5) ? 0 : 128; /* byte - level (tile/fragments.cuh) */
         bool scaled = b <= 2 && (fine || (keys && k.bits == BY_GROUP));
         int top = (1 << b) - 1;
-        if (k.team_rows && !keys) { /* multiplies exact levels */
+        if (k.team_rows && !keys) { /* unpack_half_exactly leaves no offset */
             to->factor[b] = has_sign(b) ? step / LEVEL_UNIT : b > 2 ? step : 2 * step;
             continue;
         }

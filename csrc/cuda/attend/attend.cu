@@ -36,7 +36,7 @@ namespace
 
 /* ---- the device ---- */
 
-/** A row of KERNELS with a fused kernel for four rows and half pages. */
+/** Returns the first row of KERNELS that has a FUSED kernel for four rows and half pages. */
 constexpr int cluster_row()
 {
     int row = 0;
@@ -44,11 +44,11 @@ constexpr int cluster_row()
         row++;
     return row;
 }
-constexpr int CLUSTER_ROW = cluster_row(); /* any would do to ask about clusters */
+constexpr int CLUSTER_ROW = cluster_row(); /* any FUSED kernel serves to count clusters */
 static_assert(CLUSTER_ROW < KERNEL_ROWS);
 
-/** How many clusters of LARGE_CLUSTER blocks, one block per multiprocessor, can run at once on the current device: 7 on
- *  an H200; 0 if unknown. Cached as in current_device. */
+/** Returns how many clusters of LARGE_CLUSTER blocks, one block per multiprocessor, can run at once on the current
+ *  device: 7 on an H200; 0 if that is unknown. Each thread caches the number, as in current_device. */
 int count_large_clusters(const DeviceFacts &device)
 {
     static thread_local int known = -1, count;
@@ -61,7 +61,7 @@ int count_large_clusters(const DeviceFacts &device)
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(LARGE_CLUSTER);
     config.blockDim = dim3(32 * FUSED_WARPS);
-    config.dynamicSmemBytes = device.shared_bytes_per_block / 4 * 3; /* so that no two share a multiprocessor */
+    config.dynamicSmemBytes = device.shared_bytes_per_block / 4 * 3; /* no two blocks fit on a multiprocessor */
     config.attrs = &attribute;
     config.numAttrs = 1;
     if (allow_shared(function, device, config.dynamicSmemBytes, true, nullptr) != TQ_OK ||
@@ -74,7 +74,7 @@ int count_large_clusters(const DeviceFacts &device)
     return count;
 }
 
-/** The current device, as TURBOQUANT_CUDA_PATH has it. */
+/** Describes the current device in *d, limited to the path that TURBOQUANT_CUDA_PATH asks for. */
 tq_status look_at_device(Device *d, tq_error *error)
 {
     TQ_CUDA_TRY(current_device(d, error));
@@ -100,7 +100,7 @@ tq_status look_at_device(Device *d, tq_error *error)
 
 /* ---- checks ---- */
 
-/** Checks for CUDA alone: rows are read four numbers at a time. */
+/** Checks what CUDA alone requires: kernels read rows four numbers at a time. */
 tq_status check_alignment(const tq_attend_params *p, tq_error *error)
 {
     int64_t bytes = p->layer.dtype == TQ_F32 ? 4 : 2;
@@ -124,7 +124,7 @@ tq_status check_alignment(const tq_attend_params *p, tq_error *error)
                         "aligned to four of its numbers (got: bytes behind)");
     const struct {
         const char *name;
-        int64_t stride, length; /* of a dimension; with one element the stride is ignored */
+        int64_t stride, length; /* of one dimension; the stride does not matter if length is 1 */
     } strides[] = {{"q", p->q_stride_batch, p->layer.batch},
                    {"q", p->q_stride_head, p->query_heads},
                    {"q", p->q_stride_token, p->query_start_loc ? p->total_tokens : p->query_tokens},
@@ -147,7 +147,7 @@ tq_status check_alignment(const tq_attend_params *p, tq_error *error)
 
 bool is_fused(const Launch &launch) { return is_fused(KERNELS[launch.kernel.row].strategy); }
 
-/** Lays the workspace out at `base` (NULL: only its size); returns its bytes. */
+/** Lays the workspace out at `base` and returns its bytes. base NULL: only counts them. */
 size_t lay_out(Launch *launch, char *base)
 {
     return is_fused(*launch) ? lay_out_fused_workspace(launch, base) : lay_out_split_workspace(launch, base);
@@ -171,9 +171,9 @@ namespace
 
 /** The contents of a tq_cuda_attend_call. */
 struct Call {
-    enum Route { PACKED, CHUNK, BASELINE } route; /* BASELINE: plans that are not plain */
-    Launch launch;                                /* of PACKED */
-    tq_plan plan;                                 /* of the others, with .. */
+    enum Route { PACKED, CHUNK, BASELINE } route; /* BASELINE: a plan that is not plain */
+    Launch launch;                                /* for PACKED */
+    tq_plan plan;                                 /* plan and params: for CHUNK and BASELINE */
     tq_attend_params params;
     size_t bytes;
 };
@@ -195,12 +195,12 @@ tq_status queue(Launch &l, size_t needed, cudaStream_t s, tq_error *error)
                                     l.shared_bytes, s, error, l.args));
         if (!needed) return TQ_OK;
         int64_t merged = l.segments / l.args.row_tiles; /* segments that may have several blocks */
-        if (f.ragged && merged > l.blocks - l.segments) merged = l.blocks - l.segments; /* as many as whole blocks */
+        if (f.ragged && merged > l.blocks - l.segments) merged = l.blocks - l.segments; /* each has a whole block */
         return launch(merge.kernel, merged * l.args.rows, merge.threads, 0, s, error, l.args);
     }
     EndKernels ends = attend_end_kernels(l.args.groups);
-    /* A multiprocessor changes its split between cache and shared memory only when it is idle: all three kernels ask
-     * for the same. */
+    /* All three kernels ask for the same split between cache and shared memory, because a multiprocessor changes it
+     * only when it is idle. */
     for (auto kernel : {ends.prepare, l.kernel.kernel, ends.combine})
         TQ_CUDA_TRY(allow_shared(reinterpret_cast<const void *>(kernel), device, 0, true, error));
     TQ_CUDA_TRY(launch(ends.prepare, l.prepare_blocks, l.prepare_threads, l.prepare_bytes, s, error, l.args));
@@ -218,7 +218,7 @@ tq_status tq_cuda_attend_prepare(const tq_plan *plan, const tq_attend_params *pa
     TQ_CUDA_TRY(check_alignment(params, error));
     if (!call_) return fail(error, TQ_E_VALUE, "call", -1, 0, "a pointer, not NULL");
     if (!workspace_bytes) return fail(error, TQ_E_VALUE, "workspace_bytes", -1, 0, "a pointer, not NULL");
-    Call &call = *new (call_) Call; /* filled where it is: it has some thousand bytes */
+    Call &call = *new (call_) Call; /* filled in place, because it has thousands of bytes */
     call.route = tq_is_plain(plan) ? Call::PACKED : Call::BASELINE;
     if (call.route == Call::PACKED) {
         Device device;

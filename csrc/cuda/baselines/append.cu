@@ -1,12 +1,12 @@
-// Appending for plans that are not plain. A block takes the token tiles of a (side, sequence, KV head), one or all of them:
+// Appending for plans that are not plain. A thread block takes one token tile of a (side, sequence, KV head), or all:
 //
-//   1  rows to shared memory, centred                        a warp a token
-//   2  y = R x for all tokens of the tile                    a warp 32 channels of 16 tokens; only for dense rotations
-//   3  row -> rotation -> codes, numbers, and what is left   a warp a token
-//   4  S times what is left, its signs are codes             a warp 32 rows of S, 16 tokens; only for Gaussian sketches
-//   5  codes -> words, merged with the tile's other tokens   a warp a tile
+//   1  rows to shared memory, centred                        one warp per token
+//   2  y = R x for all tokens of the tile                    one warp per 32 channels of 16 tokens; only if dense
+//   3  row -> rotation -> codes, numbers, and the residual   one warp per token
+//   4  S times the residual, whose signs are codes           one warp per 32 rows of S, 16 tokens; only if Gaussian
+//   5  codes -> words, merged with the tile's other tokens   one warp per tile
 //
-// Shared memory: | codes [32][code_stride] | rows [32][head_dim] | only with matrices: y [32][head_dim] | matrix blocks [warps] |
+// Shared memory: | codes [32][code_stride] | rows [32][head_dim] | with matrices: y [32][head_dim] | matrix blocks |
 #include "cuda/baselines/encode.cuh"
 
 namespace tq
@@ -19,14 +19,14 @@ constexpr int WARPS = 8;
 struct AppendBaselineArgs {
     AppendArgs append;
     BaselineSide side[2];
-    int32_t blocks; // of each (side, sequence, head); a single one also copies what stays exact
+    int32_t blocks; // per (side, sequence, head); a single one also copies the tokens that stay exact
 };
 static_assert(sizeof(AppendBaselineArgs) <= 4096, "kernel parameters");
 
 struct Shared {
     uint8_t *codes;
     float *rows, *y, *matrix;
-    int stride; // of codes
+    int stride; // bytes between the codes of two tokens
 };
 
 __device__ __forceinline__ Shared shared_of(const AppendArgs &a, const BaselineSide &side, uint8_t *memory)
@@ -52,13 +52,13 @@ size_t shared_bytes(const tq_plan &plan)
     return most;
 }
 
-/** What is being written: tokens begin .. end - 1 of a token tile. */
+/** The tokens to pack: begin .. end - 1 of a token tile. */
 struct Tile {
     uint8_t *record; // NULL: there is no page
     int base, begin, end, page_token;
 };
 
-/** Steps 1 and 2: where the rows of tokens tile.begin .. are. */
+/** Runs steps 1 and 2. Returns the rows of tokens tile.begin .. */
 __device__ __forceinline__ float *load_tile(const AppendArgs &a, bool is_dense, const Work &work, const Head &head,
                                             const Span &span, const Tile &tile, const Shared &shared, int warp,
                                             int lane)
@@ -73,7 +73,7 @@ __device__ __forceinline__ float *load_tile(const AppendArgs &a, bool is_dense, 
         if (has_moments(a, work))
             key_to_residual(a.moments, work.h, wave_position(a, work, tile.base + i + a.sinks), row);
     }
-    __syncwarp(); // whose warp goes on with them
+    __syncwarp(); // a row's warp goes on with it
     if (!is_dense) return shared.rows;
     __syncthreads();
     multiply_rows<false>(head.matrix, a.head_dim, shared.rows, shared.y, tile.end - tile.begin, shared.matrix, warp,
@@ -82,7 +82,7 @@ __device__ __forceinline__ float *load_tile(const AppendArgs &a, bool is_dense, 
     return shared.y;
 }
 
-/** Step 3 for token i of the tile, whose row is lost. */
+/** Runs step 3 for token i of the tile, whose row is lost. */
 __device__ __forceinline__ void encode_token(const AppendBaselineArgs &args, const Work &work, const Tile &tile, int i,
                                              float *row, const Shared &shared, int lane)
 {
@@ -103,7 +103,7 @@ __device__ __forceinline__ void encode_token(const AppendBaselineArgs &args, con
         if (lane + 32 * k < a.head_dim) left[lane + 32 * k] = z[k];
 }
 
-/** Step 4, after a barrier. */
+/** Runs step 4, after a barrier. */
 __device__ __forceinline__ void sketch_tile(const AppendArgs &a, const BaselineSide &side, int h, const Tile &tile,
                                             const Shared &shared, int warp, int lane)
 {
@@ -119,7 +119,7 @@ __device__ __forceinline__ void sketch_tile(const AppendArgs &a, const BaselineS
     __syncthreads();
 }
 
-/** Packed tokens base .. base + 31, as far as they are in the span. */
+/** Encodes and packs those packed tokens base .. base + 31 that are in the span. */
 __device__ __forceinline__ void append_tile(const AppendBaselineArgs &args, const Work &work, const Head &head,
                                             const Span &span, int base, const Shared &shared, int warp, int lane)
 {

@@ -1,16 +1,16 @@
-// tq_cuda_attend for plans that are not plain. In float32 throughout. Three kernels, one behind the other:
+// tq_cuda_attend for plans that are not plain, in float32 throughout. Three kernels, one after the other:
 //
-//   prepare   queries to rows [R q | S R q]                              a block a set, a warp a row but for matrices
-//   attend    those rows and a split of the tokens that they see         a block a set and split
-//   combine   merges the splits, takes the weighted sums back, writes    a block a set, a warp a row but for matrices
+//   prepare   turns queries into rows [R q | S R q]             one block per set, one warp per row except for matrices
+//   attend    attends with those rows to a split of the tokens  one block per set and split
+//   combine   merges the splits, un-rotates the sums, writes    one block per set, one warp per row except for matrices
 //
-// A set is eight rows (query token, query head) of one (sequence, KV head). The tokens that some of its rows see stand in one line,
-// packed ones by token tile, then exact ones, cut into as many equal splits for every set; how many follows from upper bounds alone.
+// A set is eight rows (query token, query head) of one (sequence, KV head). The tokens that some of its rows see,
+// packed ones by token tile, then exact ones, are cut into equal splits. Upper bounds give one number for all sets.
 //
-// A tile of tokens costs four steps with a barrier behind each:
+// A tile of tokens takes four steps, each followed by a barrier:
 //
-//   keys      decode the tile's keys, or load exact ones      scores    eight threads a token, then a thread a (token, row)
-//   softmax   a warp a row; and decode the tile's values      values    a thread a channel, for all rows
+//   keys      decode the tile's keys, or load exact ones      scores    eight threads per token, then one per score
+//   softmax   one warp per row; decode the tile's values      values    one thread per channel, for all rows
 #include <math.h>
 
 #include "cuda/attend/choose/cut.h"
@@ -25,21 +25,21 @@ namespace
 
 constexpr int SET_ROWS = 8, SET_WARPS = SET_ROWS, SET_THREADS = 32 * SET_WARPS;
 
-/** AttendArgs: p, the sizes and how rows are cut, for what attend_schedule and attend_exact know. */
+/** attend: only p, the sizes and how rows are cut, which are what attend/rows/ needs here. */
 struct AttendBaselineArgs {
     AttendArgs attend;
     BaselinePlan plan;
     KeyMoments moments;
     int32_t splits, key_width, value_width, part_floats;
     // workspace, by set
-    float2 *waves;  // [SET_ROWS][pairs]: what a row has of a pair's cosine and sine at position 0
+    float2 *waves;  // [SET_ROWS][pairs]: a row's coefficients of each pair's cosine and sine
     float *queries; // [SET_ROWS][key_width]
     float *biases;  // [SET_ROWS]: <q, key centre>
     float *parts;   // [splits][SET_ROWS][part_floats]: RowTotals | packed sums [value_width] | exact sums [head_dim]
 };
 static_assert(sizeof(AttendBaselineArgs) <= 4096, "kernel parameters");
 
-/** Of all rows of a set. */
+/** Returns the coefficients of all rows of a set. */
 __device__ __forceinline__ float2 *waves_of(const AttendBaselineArgs &args, int64_t set)
 {
     return args.waves + set * SET_ROWS * args.moments.pairs;
@@ -52,7 +52,7 @@ __device__ __forceinline__ float *part_at(const AttendBaselineArgs &args, int64_
 
 // ---- prepare ----
 
-/** Pairs' products of a row before its metric and rotation, to `to`; then the row's metric is undone. By one warp. */
+/** Writes a row's coefficients of the wave to `to`, then undoes the metric, all before its rotation. By one warp. */
 __device__ __forceinline__ void take_moments(const KeyMoments &m, int h, float *row, float2 *to, int lane)
 {
     __syncwarp();
@@ -65,7 +65,7 @@ __device__ __forceinline__ void take_moments(const KeyMoments &m, int h, float *
     if (m.metric) apply_metric<true>(m, m.of_head(h), row);
 }
 
-/** Shared memory: | rows [MATRIX_TOKENS][key_width] | BaselineRows' |. */
+/** Shared memory: | rows [MATRIX_TOKENS][key_width] | the rest of BaselineRows |. */
 __global__ void __launch_bounds__(SET_THREADS) prepare_kernel(const __grid_constant__ AttendBaselineArgs args)
 {
     const AttendArgs &a = args.attend;
@@ -97,21 +97,21 @@ __global__ void __launch_bounds__(SET_THREADS) prepare_kernel(const __grid_const
 
 constexpr int PIECES = SET_THREADS / TQ_TILE;
 static_assert(PIECES == SET_ROWS, "the threads of a token finish the score of a row each");
-constexpr int COLUMNS = BASELINE_TILES * TQ_TILE / SET_THREADS; // of a value row that a thread sums at most
-constexpr int MOST_SPLITS = 32, LEAST_TILES = 4;                // of a split
+constexpr int COLUMNS = BASELINE_TILES * TQ_TILE / SET_THREADS; // the most of a value row that a thread sums
+constexpr int MOST_SPLITS = 32, LEAST_TILES = 4;                // LEAST_TILES: of one split
 
-/** In shared memory. Rows are 16-byte aligned. */
+/** The shared memory of attend. Rows are 16-byte aligned. */
 struct AttendShared {
     float *tile;                // [32][tile_stride]: keys, then values
-    float *projected, *queries; // [SET_ROWS][key_width], [SET_ROWS][32 groups]: what packed and exact keys meet
+    float *projected, *queries; // [SET_ROWS][key_width], [SET_ROWS][32 groups]: for packed and exact keys
     float *scores;              // [SET_ROWS][32], then weights
-    float *factors;             // [SET_ROWS], of the sums so far
-    float2 *waves;              // [SET_ROWS][pairs]: waves_of
-    float *levels[2];           // load_levels
+    float *factors;             // [SET_ROWS], by which the sums so far are multiplied
+    float2 *waves;              // [SET_ROWS][pairs]: copy of waves_of
+    float *levels[2];           // from load_levels
     ExactToken *tokens;         // [32]
 };
 
-/** Floats from one row of a tile to the next: 16 or 8 modulo 32, so that decode_keys (16) and decode_values (8) find no bank twice. */
+/** Padding of a tile's rows: 16 or 8 floats modulo 32 avoid bank conflicts in decode_keys or decode_values. */
 constexpr int KEY_PAD = 16, VALUE_PAD = 8;
 
 __host__ __device__ __forceinline__ int tile_floats(int key_width, int value_width)
@@ -150,7 +150,7 @@ struct SetView {
     int32_t packed_tiles, exact_tokens, tiles;
 };
 
-/** Positions of the set's first and last row; if it has no row, two of a row that there is not. */
+/** Returns the positions of the set's first and last row. Without rows hi < lo, or the sequence is empty. */
 __device__ __forceinline__ Range positions_of(const AttendArgs &a, const RowSet &s, const Sequence &seq)
 {
     const int rows = a.heads_per_kv * queries_of(a, s.b).count, first = s.row_tile * SET_ROWS,
@@ -175,7 +175,7 @@ __device__ __forceinline__ SetView view_of(const AttendArgs &a, const RowSet &s,
     return v;
 }
 
-/** What the thread of (token threadIdx.x / 8, row threadIdx.x % 8) knows of its row: the positions that it sees. */
+/** The positions that a row sees, for the thread of (token threadIdx.x / 8, row threadIdx.x % 8). */
 struct RowView {
     Range packed, seen; // packed: indices
     int32_t recent_lo;  // the first exact position that is no sink
@@ -198,7 +198,7 @@ struct RowView {
     }
 };
 
-/** Of what the eight threads of a token have of each row's sum: the whole sum of row threadIdx.x % 8. */
+/** Adds up each row's sum over the eight threads of a token. Returns that of row threadIdx.x % 8. */
 __device__ __forceinline__ float sum_of_row(float (&sums)[SET_ROWS])
 {
     float mine = 0.0f;
@@ -211,7 +211,7 @@ __device__ __forceinline__ float sum_of_row(float (&sums)[SET_ROWS])
     return mine;
 }
 
-/** What the wave adds to the product of that row with a token at a position. */
+/** Returns what the wave adds to the product of that row with a token at a position. */
 __device__ __forceinline__ float wave_product(const KeyMoments &m, const float2 *waves, int32_t position)
 {
     float sums[SET_ROWS] = {};
@@ -226,7 +226,7 @@ __device__ __forceinline__ float wave_product(const KeyMoments &m, const float2 
     return sum_of_row(sums);
 }
 
-/** Row threadIdx.x % 8 of `queries` times row threadIdx.x / 8 of the tile: the eight threads of a token share its products. */
+/** Returns row threadIdx.x % 8 of `queries` times row threadIdx.x / 8 of the tile. Eight threads share a tile's row. */
 __device__ __forceinline__ float product(const float *tile, int stride, const float *queries, int width)
 {
     const int piece = threadIdx.x % PIECES;
@@ -241,14 +241,14 @@ __device__ __forceinline__ float product(const float *tile, int stride, const fl
     return sum_of_row(sums);
 }
 
-/** Puts the logit of a score where softmax finds it; -inf where a row does not see a token, which may be bytes of anything. */
+/** Stores the logit of a score for softmax; -inf if the row does not see the token, whose bytes may be anything. */
 __device__ __forceinline__ void put_score(const AttendArgs &a, const AttendShared &shared, float score, bool seen)
 {
     float x = base2_logit(a, score);
     shared.scores[threadIdx.x % PIECES * TQ_TILE + threadIdx.x / PIECES] = seen ? x : -INFINITY;
 }
 
-/** Scores to weights in place, by the warp that keeps the row's totals: in rounded_sum what packed tokens weigh. */
+/** Turns scores into weights, in place, by the warp with the row's totals. rounded_sum: the sum of packed tokens. */
 __device__ __forceinline__ void softmax(const AttendShared &shared, RowTotals &totals, bool is_packed)
 {
     const int row = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -260,7 +260,7 @@ __device__ __forceinline__ void softmax(const AttendShared &shared, RowTotals &t
     if (lane == 0) shared.factors[row] = factor;
 }
 
-/** Adds the weighted tokens of column c of the tile to a thread's sums. */
+/** Adds a column of the tile, weighted by row and token, to a thread's sums. */
 __device__ __forceinline__ void add_column(const AttendShared &shared, const float *column, int stride,
                                            float (&sums)[SET_ROWS])
 {
@@ -303,7 +303,7 @@ struct ColumnSums {
     }
 };
 
-/** Token tile `tile` of the packed tokens that the set sees. */
+/** Attends to token tile `tile` of the packed tokens that the set sees. */
 __device__ __forceinline__ void attend_packed(const AttendBaselineArgs &args, const RowSet &s, const SetView &view,
                                               const RowView &row, int tile, const AttendShared &shared,
                                               RowTotals &totals, ColumnSums &sums)
@@ -331,7 +331,7 @@ __device__ __forceinline__ void attend_packed(const AttendBaselineArgs &args, co
     __syncthreads();
 }
 
-/** Keys or values of n exact tokens to the tile; 0 behind n and behind head_dim. */
+/** Loads keys or values of n exact tokens into the tile; 0 from token n and from head_dim on. */
 __device__ __forceinline__ void load_exact(const AttendArgs &a, const AttendShared &shared, int n, bool is_value,
                                            int stride)
 {
@@ -346,7 +346,7 @@ __device__ __forceinline__ void load_exact(const AttendArgs &a, const AttendShar
     }
 }
 
-/** The same for 32 of the exact ones. */
+/** Attends to tile `tile`, of 32 tokens, of the exact ones. */
 __device__ __forceinline__ void attend_exact_tile(const AttendArgs &a, const RowSet &s, const Sequence &seq,
                                                   const SetView &view, const RowView &row, int tile,
                                                   const AttendShared &shared, RowTotals &totals, ColumnSums &sums)
@@ -424,7 +424,7 @@ __device__ __forceinline__ float4 totals_of(const AttendBaselineArgs &args, cons
     return *reinterpret_cast<const float4 *>(part_at(args, s.segment, split, threadIdx.x / 32));
 }
 
-/** A row's totals over all splits, by a warp. Whatever is NaN makes the sum NaN. */
+/** Returns a row's totals over all splits, by a warp. A NaN in any of them makes the sum NaN. */
 __device__ __forceinline__ RowTotals merge_totals(const AttendBaselineArgs &args, const RowSet &s)
 {
     float max = -INFINITY, sum = 0, packed_sum = 0;
@@ -439,7 +439,7 @@ __device__ __forceinline__ RowTotals merge_totals(const AttendBaselineArgs &args
     return {max, sum, packed_sum, 0};
 }
 
-/** Shared memory: | rows [MATRIX_TOKENS][value_width] | BaselineRows' |; a warp a row but for matrices. */
+/** Shared memory: | rows [MATRIX_TOKENS][value_width] | the rest of BaselineRows |. */
 __global__ void __launch_bounds__(SET_THREADS) combine_kernel(const __grid_constant__ AttendBaselineArgs args)
 {
     const AttendArgs &a = args.attend;
@@ -451,7 +451,7 @@ __global__ void __launch_bounds__(SET_THREADS) combine_kernel(const __grid_const
     const RowTotals totals = merge_totals(args, s);
     for (int split = 0; split < args.splits; split++) {
         const float4 t = totals_of(args, s, split);
-        if (t.y == 0.0f) continue; // it attended nothing
+        if (t.y == 0.0f) continue; // the split attended to nothing
         const float factor = exp2_fast(t.x - (totals.max == -INFINITY ? 0.0f : totals.max));
         const float *part = part_at(args, s.segment, split, row) + 4;
 #pragma unroll
@@ -484,7 +484,7 @@ __global__ void __launch_bounds__(SET_THREADS) combine_kernel(const __grid_const
 
 // ---- host ----
 
-/** Splits: four blocks for each multiprocessor, as far as there may be tiles for them. */
+/** Sets args->splits for four blocks per multiprocessor, but with LEAST_TILES tiles per split at the largest length. */
 tq_status count_splits(AttendBaselineArgs *args, int64_t sets, tq_error *error)
 {
     const tq_attend_params &p = args->attend.p;
@@ -498,7 +498,7 @@ tq_status count_splits(AttendBaselineArgs *args, int64_t sets, tq_error *error)
     return TQ_OK;
 }
 
-/** Sizes and, from `base` on, the workspace (NULL: only its bytes); *sets 0: there is nothing to do. */
+/** Fills sizes and lays out the workspace at `base` (NULL: only its bytes). *sets is 0 if there is nothing to do. */
 tq_status make_args(const tq_plan &plan, const tq_attend_params &p, char *base, AttendBaselineArgs *args, int64_t *sets,
                     size_t *bytes, tq_error *error)
 {
@@ -517,7 +517,7 @@ tq_status make_args(const tq_plan &plan, const tq_attend_params &p, char *base, 
         return fail(error, TQ_E_VALUE, "max_pages", -1, p.layer.max_pages, "fewer: positions are 32-bit");
     if (rows > INT32_MAX / 2) return fail(error, TQ_E_VALUE, "query_tokens", -1, p.query_tokens, "fewer");
     a.capacity = (int32_t)capacity;
-    if (p.sliding_window >= capacity) a.p.sliding_window = 0; // as in attend/attend.cu
+    if (p.sliding_window >= capacity) a.p.sliding_window = 0; // position - window may overflow
     a.rows = (int32_t)rows;
     a.tile_rows = SET_ROWS;
     a.row_tiles = (a.rows + SET_ROWS - 1) / SET_ROWS;
@@ -532,7 +532,7 @@ tq_status make_args(const tq_plan &plan, const tq_attend_params &p, char *base, 
     const int64_t set_rows = *sets * SET_ROWS, queries = set_rows * args->key_width, biases = (set_rows + 63) / 64 * 64;
     args->moments = key_moments_of(plan, p.layer.key);
     const int64_t waves =
-        2 * set_rows * args->moments.pairs; // a multiple of 64 floats as well: rows and pairs are of 8
+        2 * set_rows * args->moments.pairs; // a multiple of 64 floats, as biases are: rows and pairs are multiples of 8
     args->queries = reinterpret_cast<float *>(base);
     args->waves = reinterpret_cast<float2 *>(args->queries + queries);
     args->biases = args->queries + queries + waves;

@@ -1,10 +1,10 @@
-// Plans that are not plain on the device: what their kernels share. The formulas are in turboquant.h (tq_levels, tq_sketch); the host's
-// csrc/core/baselines.c does the same. Behind its rotation a token is one row of 32 * tiles numbers: its decoded channels, then the
-// decoded signs of its sketch. A query becomes such a row too, [R q | S R q], and an inner product is that of two rows; a weighted
-// sum of rows is un-rotated once.
+// What the kernels for plans that are not plain share. turboquant_schemes.h has the formulas (tq_levels, tq_sketch),
+// and csrc/core/baselines.c does the same on the host. A rotated token is one row of 32 * tiles numbers: its decoded
+// channels, then the decoded signs of its sketch. A query becomes such a row too, [R q | S R q], and a score is the
+// inner product of two rows. A weighted sum of rows is un-rotated once.
 //
-//   baselines/append.cu      vectors to codes       baselines/encode.cuh: one of them by one warp
-//   baselines/attend.cu      queries meet a token tile's rows in shared memory
+//   baselines/append.cu      vectors to codes       baselines/encode.cuh: one vector by one warp
+//   baselines/attend.cu      attention, with a token tile's rows in shared memory
 //   baselines/dequantize.cu  rows back to vectors
 #ifndef TQ_CUDA_BASELINES_BASELINES_CUH
 #define TQ_CUDA_BASELINES_BASELINES_CUH
@@ -19,7 +19,7 @@ namespace tq
 {
 
 constexpr int BASELINE_GROUPS = TQ_CUDA_MAX_BASELINE_DIM / TQ_TILE;
-constexpr int BASELINE_TILES = 2 * BASELINE_GROUPS; // groups, and as many of a sketch
+constexpr int BASELINE_TILES = 2 * BASELINE_GROUPS; // those of groups, and as many of a sketch
 constexpr int LEVELS_MAX = 1 << TQ_MAX_BITS;
 constexpr int LEVEL_TABLE = (TQ_MAX_BITS + 1) * LEVELS_MAX; // by bits and code
 
@@ -29,11 +29,11 @@ struct BaselineSide {
     int32_t tile_bytes, codes_offset, scales_offset;
     float sketch_factor; // sqrt(pi / 2) / m for a Gaussian sketch, 1 for the residual's own signs
     int32_t offset[BASELINE_TILES];
-    uint8_t bits[BASELINE_TILES], block[BASELINE_GROUPS]; // block: the index of that of a group
+    uint8_t bits[BASELINE_TILES], block[BASELINE_GROUPS]; // block: index of each group's block
     tq_transform transform;
 };
 
-/** Where packed tokens lie: [n_pages, kv_heads, record_bytes] and [batch, max_pages]. */
+/** Pages [n_pages, kv_heads, record_bytes] and block table [batch, max_pages]. */
 struct PackedPages {
     const uint8_t *pages;
     const int32_t *block_table;
@@ -91,10 +91,10 @@ inline void baseline_plan_of(const tq_plan &plan, const tq_layer &layer, Baselin
     to->codebooks = of_codebooks<LevelsByCode>(plan, fill_levels_by_code);
 }
 
-// ---- the launchers, behind the checks of all plans ----
+// ---- launchers, called after the checks of all plans ----
 
 tq_status attend_baseline_bytes(const tq_plan &plan, const tq_attend_params &params, size_t *bytes, tq_error *error);
-/** What calls with these arguments or smaller ones need at most. */
+/** The most workspace bytes that calls with these or smaller arguments need. */
 tq_status attend_baseline_bound(const tq_plan &plan, const tq_attend_params &params, size_t *bytes, tq_error *error);
 tq_status attend_baseline(const tq_plan &plan, const tq_attend_params &params, void *workspace, size_t workspace_bytes,
                           cudaStream_t stream, tq_error *error);
@@ -102,14 +102,14 @@ tq_status dequantize_baseline(const tq_plan &plan, const BaselinePlan &blocks, c
                               int32_t max_tokens, tq_dtype dtype, void *k, void *v, cudaStream_t stream,
                               tq_error *error);
 
-// ---- what comes with each call ----
+// ---- arrays that come with each call ----
 
 __device__ __forceinline__ const float *matrix_of(const BaselineSide &side, int h)
 {
     return side.transform.rotation + h * side.transform.rotation_stride_head;
 }
 
-/** S [sketch_rows][head_dim], below R if that is a matrix. */
+/** Returns S [sketch_rows][head_dim], which lies below R if R is a matrix. */
 __device__ __forceinline__ const float *sketch_of(const BaselineSide &side, int head_dim, int h)
 {
     return matrix_of(side, h) + (side.rotation == TQ_ROTATION_DENSE ? head_dim * head_dim : 0);
@@ -126,7 +126,7 @@ __device__ __forceinline__ const float *centre_of(const BaselineSide &side, int 
     return centre ? centre + h * side.transform.stride_head : nullptr;
 }
 
-/** The record of the page that holds packed index `index`; NULL where the block table names none of the cache. */
+/** Returns the record of the page with packed index `index`; NULL if the block table names no page of the cache. */
 __device__ __forceinline__ const uint8_t *record_of(const BaselinePlan &plan, int b, int h, int index)
 {
     const PackedPages &at = plan.packed;
@@ -137,7 +137,7 @@ __device__ __forceinline__ const uint8_t *record_of(const BaselinePlan &plan, in
 
 // ---- decoding ----
 
-/** Fills to[LEVEL_TABLE] with what codes of codebooks and tables stand for, by LEVELS_MAX * bits + code. */
+/** Fills to[LEVEL_TABLE] with the levels of codebooks or of the side's table, by LEVELS_MAX * bits + code. */
 __device__ __forceinline__ void load_levels(const BaselinePlan &plan, const BaselineSide &side, int h, float *to)
 {
     for (int i = threadIdx.x; i < LEVEL_TABLE; i += blockDim.x) {
@@ -152,10 +152,10 @@ struct Affine {
     float s, o;
 };
 
-/** A tile of a token tile, as a lane 4 g + t of the warp that decodes it has it: codes (r, n) as in turboquant.h, "tile". */
+/** What lane 4 g + t of a warp has of one tile: codes (r, n) as in turboquant.h, "tile", and what decodes them. */
 struct LaneTile {
     Rows codes;
-    const __half *numbers;                                  // of the token tile's column 0
+    const __half *numbers;                                  // stored numbers of the token tile's column 0
     int32_t levels, bits, block, scales, page_tokens, real; // real: channels or rows of a sketch that are no padding
     bool is_sketch, is_static;
     float static_scale, sketch_factor;
@@ -183,7 +183,7 @@ struct LaneTile {
         return __half2float(numbers[page_tokens * i + column]);
     }
 
-    /** Of the token in a column. */
+    /** Returns what decodes the token in a column. */
     __device__ __forceinline__ Affine scale(int column) const
     {
         if (is_sketch) return {is_static ? static_scale : number(scales - 1, column), 0.0f};
@@ -192,7 +192,7 @@ struct LaneTile {
         return {number(block, column), 0.0f};
     }
 
-    /** Code (r, n), which is channel `channel` of the tile; table: load_levels'. */
+    /** Decodes code (r, n), which is channel `channel` of the tile. table: from load_levels. */
     __device__ __forceinline__ float decoded(int r, int n, int channel, const Affine &a, const float *table) const
     {
         const int code = (int)code_of(codes, r, n);
@@ -206,7 +206,8 @@ struct LaneTile {
     }
 };
 
-/** Decodes a token tile to rows of 32 * tiles numbers, 0 where padded; rows 16-byte aligned, `stride` floats apart. A whole block. */
+/** Decodes a token tile to rows of 32 * tiles numbers, 0 where padded, by a whole block. Rows are 16-byte aligned and
+ *  `stride` floats apart. */
 __device__ __forceinline__ void decode_keys(const BaselinePlan &plan, int h, const uint8_t *record, int token_tile,
                                             const float *table, float *rows, int stride)
 {
@@ -229,7 +230,7 @@ __device__ __forceinline__ void decode_keys(const BaselinePlan &plan, int h, con
     }
 }
 
-/** The same of values; 0 for tokens outside of begin .. end - 1, which may be bytes of anything. */
+/** The same for values. Tokens outside of begin .. end - 1, whose bytes may be anything, become 0. */
 __device__ __forceinline__ void decode_values(const BaselinePlan &plan, int h, const uint8_t *record, int token_tile,
                                               int begin, int end, const float *table, float *rows, int stride)
 {
@@ -251,10 +252,10 @@ __device__ __forceinline__ void decode_values(const BaselinePlan &plan, int h, c
     }
 }
 
-// ---- rows in shared memory to and from vectors ---- At most MATRIX_TOKENS of them, by a whole block.
+// ---- rows in shared memory to and from vectors: at most MATRIX_TOKENS rows, by a whole block ----
 
-/** n rows, `stride` floats apart, in memory for MATRIX_TOKENS. Behind them, if the side has matrices, | spare [MATRIX_TOKENS][head_dim]
- *  | matrix blocks [warps] |. */
+/** n rows, `stride` floats apart, in memory for MATRIX_TOKENS rows. If the side has matrices, `behind` is memory for
+ *  | spare [MATRIX_TOKENS][head_dim] | matrix blocks [warps] |. */
 struct BaselineRows {
     float *rows, *spare, *blocks; // blocks: this warp's
     int stride, n;
@@ -266,13 +267,13 @@ struct BaselineRows {
     }
 };
 
-/** Bytes of that memory behind. */
+/** Returns the bytes of `behind`. */
 inline size_t matrix_bytes(const tq_side &side, int head_dim, int warps)
 {
     return side.matrix_rows ? sizeof(float) * (MATRIX_TOKENS * (size_t)head_dim + warps * MATRIX_BLOCK) : 0;
 }
 
-/** rows become [R x | S R x]. x: in spare, dense, if R is a matrix, else in the rows themselves; their other numbers are 0. */
+/** Turns rows into [R x | S R x]. x: in spare, dense, if R is a matrix, else in the rows; their other numbers are 0. */
 __device__ __forceinline__ void project_rows(const BaselinePlan &plan, const BaselineSide &side, int h,
                                              const BaselineRows &x)
 {
@@ -293,7 +294,7 @@ __device__ __forceinline__ void project_rows(const BaselinePlan &plan, const Bas
     __syncthreads();
 }
 
-/** The transpose: R^T (channels + S^T signs) of rows, which are lost. Where it finds row i: result + i * stride. */
+/** The result of restore_rows: R^T (channels + S^T signs) of row i is at result + i * stride. The rows are lost. */
 struct RestoredRows {
     float *result;
     int stride;

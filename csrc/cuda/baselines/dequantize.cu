@@ -1,5 +1,5 @@
-// tq_cuda_dequantize for plans that are not plain. A block half a token tile of one (side, sequence, KV head): decoded to rows in shared
-// memory, restored, of keys the metric undone and the wave added, centred, written.
+// tq_cuda_dequantize for plans that are not plain. A block takes half a token tile of one (side, sequence, KV head). It
+// decodes it to rows in shared memory, un-rotates them, undoes the metric and adds the wave of keys, adds the centre.
 #include "cuda/baselines/baselines.cuh"
 
 namespace tq
@@ -13,12 +13,12 @@ struct DequantizeBaselineArgs {
     BaselinePlan plan;
     KeyMoments moments;
     const int32_t *lengths, *offsets;               // offsets: of positions, or NULL
-    int32_t batch, max_tokens, sinks, dtype, parts; // parts: of a sequence, TOKENS tokens each
+    int32_t batch, max_tokens, sinks, dtype, parts; // parts: of a sequence, of TOKENS tokens each
     void *out[2];                                   // [batch, kv_heads, max_tokens, head_dim]
 };
 static_assert(sizeof(DequantizeBaselineArgs) <= 4096, "kernel parameters");
 
-/** Shared memory: | levels [LEVEL_TABLE] | rows [32][width + 16] | BaselineRows' |. */
+/** Shared memory: | levels [LEVEL_TABLE] | rows [32][width + 16] | the rest of BaselineRows |. */
 __global__ void __launch_bounds__(32 * WARPS)
     dequantize_baseline_kernel(const __grid_constant__ DequantizeBaselineArgs a)
 {

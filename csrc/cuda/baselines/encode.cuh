@@ -1,5 +1,5 @@
-// One vector of a plan that is not plain encoded by one warp, bit for bit as in csrc/core/baselines.c: lane l has channels l, l + 32, l + 64, ..,
-// so that group k is z[k] of all lanes.
+// One warp encodes one vector of a plan that is not plain, bit for bit as csrc/core/baselines.c does. Lane l has
+// channels l, l + 32, l + 64, .., so that group k is z[k] of all lanes.
 #ifndef TQ_CUDA_BASELINES_ENCODE_CUH
 #define TQ_CUDA_BASELINES_ENCODE_CUH
 #include "cuda/append/encode_warp.cuh"
@@ -11,7 +11,7 @@ namespace tq
 /** A number for each of a lane's channels. */
 using LaneNumbers = float[BASELINE_GROUPS];
 
-/** Which numbers of a lane belong to a block, groups first .. last - 1, and are no padding. */
+/** Tells which numbers of a lane belong to a block (groups first .. last - 1) and are no padding. */
 struct BlockSpan {
     int first, last, dim, lane;
 
@@ -20,7 +20,7 @@ struct BlockSpan {
     __device__ __forceinline__ float channels() const { return (float)(min(32 * last, dim) - 32 * first); }
 };
 
-/** A block as it is stored: the codes go to codes[32 * k + lane], 0 for padding, what they stand for to level. */
+/** An encoded block. The code of number k is codes[32 * k + lane], 0 for padding, and its level is level[k]. */
 struct CodedBlock {
     uint8_t *codes;
     LaneNumbers level;
@@ -38,8 +38,8 @@ __device__ __forceinline__ __half stored(float x)
     return __float2half_rn(x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x);
 }
 
-/** turboquant.h, tq_scale, over the block alone. The order of its sums is that of the block's own tree: groups whose numbers are
- *  multiples of a power of two apart meet in the same step of the larger tree, whatever group the block begins with. */
+/** Encodes by codebook. The scale (turboquant.h, tq_scale) is of the block alone. Sums run over all groups, with 0
+ *  outside the block, but round like sums over the block: the larger tree adds the same groups in the same steps. */
 __device__ __forceinline__ void encode_codebook(const AppendArgs &a, const BaselineSide &side, const BlockSpan &span,
                                                 const LaneNumbers &z, CodedBlock &to)
 {
@@ -68,7 +68,7 @@ __device__ __forceinline__ void encode_codebook(const AppendArgs &a, const Basel
     to.s = scale_warp(a, norm.rms, u, c);
 }
 
-/** The least or, negated, the largest number of a block; of equal ones (zeros have signs) the first. */
+/** Returns the least (sign 1) or largest (sign -1) number of a block; of equal ones the first, as zeros have signs. */
 __device__ __forceinline__ float first_least(const BlockSpan &span, const LaneNumbers &z, float sign)
 {
     int at = 0;
@@ -89,7 +89,7 @@ __device__ __forceinline__ float first_least(const BlockSpan &span, const LaneNu
     return sign * least;
 }
 
-/** Codes are chosen with the scale and zero point as they are stored. */
+/** Chooses codes with the scale and zero point as they are stored. */
 __device__ __forceinline__ void encode_affine(int bits, const BlockSpan &span, const LaneNumbers &z, CodedBlock &to)
 {
     const float top = (float)((1 << bits) - 1), low = first_least(span, z, 1.0f), high = first_least(span, z, -1.0f);
@@ -124,7 +124,7 @@ __device__ __forceinline__ void encode_absmax(int bits, const BlockSpan &span, c
     }
 }
 
-/** The nearest entry, the lower of two that are equally near. */
+/** Chooses the nearest entry, the lower of two that are equally near. */
 __device__ __forceinline__ void encode_table(int bits, const float *table, const BlockSpan &span, const LaneNumbers &z,
                                              CodedBlock &to)
 {
@@ -141,7 +141,7 @@ __device__ __forceinline__ void encode_table(int bits, const float *table, const
     }
 }
 
-/** Where a token's numbers go in its record, `stride` apart; NULL: nowhere. */
+/** Where a token's numbers are stored in its record, `stride` apart; NULL: they are not stored. */
 struct TokenNumbers {
     __half *at;
     int stride;
@@ -152,7 +152,7 @@ struct TokenNumbers {
     }
 };
 
-/** What one block adds; z becomes what its codes leave over. */
+/** Encodes one block: its codes and its numbers. z becomes the residual. */
 __device__ __forceinline__ void encode_block(const AppendArgs &a, const BaselineSide &side, const float *table,
                                              int block, const BlockSpan &span, LaneNumbers &z, uint8_t *codes,
                                              const TokenNumbers &numbers)
@@ -178,7 +178,7 @@ __device__ __forceinline__ void encode_block(const AppendArgs &a, const Baseline
         if (span.has_group(k)) z[k] = __fsub_rn(z[k], __fadd_rn(__fmul_rn(s, coded.level[k]), o));
 }
 
-/** The number that multiplies the signs of r, the residual, and the signs of r itself if they are the sketch. */
+/** Stores the factor of the sketch of the residual r and, if its own signs are the sketch, those signs as codes. */
 __device__ __forceinline__ void encode_sketch(const AppendArgs &a, const BaselineSide &side, const LaneNumbers &r,
                                               uint8_t *codes, const TokenNumbers &numbers, int lane)
 {
@@ -190,13 +190,13 @@ __device__ __forceinline__ void encode_sketch(const AppendArgs &a, const Baselin
         sizes[0][k] = !real ? 0.0f : is_norm ? __fmul_rn(r[k], r[k]) : fabsf(r[k]);
         if (!is_norm && k < a.groups) codes[32 * (a.groups + k) + lane] = real && r[k] >= 0.0f;
     }
-    if (side.levels == TQ_LEVELS_TABLE && !is_norm) return; // the table has it
+    if (side.levels == TQ_LEVELS_TABLE && !is_norm) return; // the factor is in the table
     warp_trees(sizes);
     const float sum = sizes[0][0];
     numbers.put(side.scales - 1, stored(is_norm ? __fsqrt_rn(sum) : __fdiv_rn(sum, (float)a.head_dim)), lane);
 }
 
-/** z, rotated: its codes [32 * tiles], but for those of a Gaussian sketch, and its numbers. z becomes what the codes leave over. */
+/** Encodes a rotated z: its numbers and its codes [32 * tiles], but for a Gaussian sketch's. z becomes the residual. */
 __device__ __forceinline__ void encode_blocks(const AppendArgs &a, const BaselineSide &side, const float *table,
                                               LaneNumbers &z, uint8_t *codes, const TokenNumbers &numbers, int lane)
 {

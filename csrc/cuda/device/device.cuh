@@ -19,7 +19,7 @@ constexpr uint32_t ALL_LANES = 0xffffffffu;
 #define TQ_VERSION_TEXT(major, minor) TQ_TEXT(major) "." TQ_TEXT(minor)
 #define TQ_TOOLKIT TQ_VERSION_TEXT(__CUDACC_VER_MAJOR__, __CUDACC_VER_MINOR__)
 
-/** The "must be" text of an error of the CUDA runtime; `got` is the cudaError_t. */
+/** Returns the "must be" text for an error of the CUDA runtime, whose `got` is the cudaError_t. */
 inline const char *what_helps(cudaError_t e)
 {
     switch (e) {
@@ -51,7 +51,7 @@ __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t s)
     return r;
 }
 
-/** The sum of four signed bytes. */
+/** Returns the sum of four signed bytes. */
 __device__ __forceinline__ int sum_of_bytes(uint32_t x) { return __dp4a((int)x, 0x01010101, 0); }
 
 /** c (16 x 8, int32) += a (16 x 32) b (32 x 8), bytes signed or not. Lane 4 g + t holds a0: row g, columns 4 t ..; a1:
@@ -82,21 +82,21 @@ __device__ __forceinline__ void mma_halves(float (&c)[4], uint4 a, uint2 b)
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 }
 
-__device__ __forceinline__ float reciprocal(float x) /* 1 ulp; x is normal, and 1 / x too */
+__device__ __forceinline__ float reciprocal(float x) /* within 1 ulp; x and 1 / x must be normal */
 {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-__device__ __forceinline__ float exp2_fast(float x) /* 2 ulp; exp2(-inf) = 0 */
+__device__ __forceinline__ float exp2_fast(float x) /* within 2 ulp; exp2(-inf) = 0 */
 {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-/** tanh to 2e-7 absolute, enough for a logit. */
+/** Returns tanh(x) within 2e-7 (absolute), which is enough for a logit. */
 __device__ __forceinline__ float tanh_fast(float x)
 {
     return 1.0f - __fdividef(2.0f, 1.0f + exp2_fast(fminf(2 * LOG2_E * x, 126.0f)));
@@ -112,8 +112,7 @@ __device__ __forceinline__ void wait_for_previous()
 #endif
 }
 
-/** The next kernel may start once every block has called this; it still has to wait before it reads this kernel's
- *  results. */
+/** Lets the next kernel start once every block has called this. It must still wait for this one's results. */
 __device__ __forceinline__ void let_next_start()
 {
 #if __CUDA_ARCH__ >= 900
@@ -123,8 +122,8 @@ __device__ __forceinline__ void let_next_start()
 
 /* ---- clusters of blocks (compute capability 9.0) ---- */
 
-/** By all threads of all blocks of a cluster: after cluster_wait, all have arrived. Writes before it are not visible to
- *  other blocks, which would need a fence for the whole GPU, except barriers after barrier_init_fence. */
+/** To be called by all threads of all blocks of a cluster; cluster_wait returns when all have. Other blocks do not see
+ *  writes made before, which would need a fence for the whole GPU, except barriers after barrier_init_fence. */
 __device__ __forceinline__ void cluster_arrive()
 {
 #if __CUDA_ARCH__ >= 900
@@ -139,7 +138,7 @@ __device__ __forceinline__ void cluster_wait()
 #endif
 }
 
-/** A shared address of this block as that of block `rank` of its cluster. */
+/** Returns the address in block `rank` of the cluster that corresponds to this block's shared address. */
 __device__ __forceinline__ uint32_t cluster_address(uint32_t shared, uint32_t rank)
 {
     uint32_t address = 0;
@@ -149,8 +148,8 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t shared, uint32_t ra
     return address;
 }
 
-/** Stores into a block of the cluster and completes 16 bytes on a barrier there; threads that wait for that barrier
- *  with barrier_wait_cluster see them. Cheaper than cluster_arrive and cluster_wait with a fence for the whole GPU. */
+/** Stores x in a block of the cluster and completes 16 bytes on a barrier there. Threads that wait for that barrier
+ *  with barrier_wait_cluster see x. Cheaper than cluster_arrive and cluster_wait with a fence for the whole GPU. */
 __device__ __forceinline__ void send_cluster(uint32_t to, float4 x, uint32_t bar)
 {
 #if __CUDA_ARCH__ >= 900
@@ -162,8 +161,8 @@ __device__ __forceinline__ void send_cluster(uint32_t to, float4 x, uint32_t bar
 
 /* ---- warps ---- */
 
-/** The largest of the lanes' numbers, none NaN. Computed as integers of the same order, because redux.sync is for
- *  integers. */
+/** Returns the largest of the lanes' numbers, none of which may be NaN. It compares integers in the same order, because
+ *  redux.sync is for integers. */
 __device__ __forceinline__ float warp_max(float x)
 {
     int bits = __float_as_int(x);
@@ -171,8 +170,8 @@ __device__ __forceinline__ float warp_max(float x)
     return __int_as_float(bits ^ (bits >> 31 & 0x7fffffff));
 }
 
-/** True in one lane; all 32 must call it. The compiler knows that it is one lane, so for instructions with uniform
- *  registers, such as copy_bulk, it makes no loop over lanes. */
+/** Returns true in one lane; all 32 must call it. The compiler knows that it is one lane, so instructions with uniform
+ *  registers, such as copy_bulk, get no loop over lanes. */
 __device__ __forceinline__ bool elect_lane()
 {
 #if __CUDA_ARCH__ >= 900
@@ -184,7 +183,7 @@ __device__ __forceinline__ bool elect_lane()
 #endif
 }
 
-/** Has the compiler compute x here, not where it is used. ptxas may still move single instructions, but not whole
+/** Makes the compiler compute x here, not where it is used. ptxas may still move single instructions, but not whole
  *  chains. */
 __device__ __forceinline__ void compute_here(int32_t &x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void compute_here(uint32_t &x) { asm volatile("" : "+r"(x)); }
@@ -204,7 +203,7 @@ __device__ __forceinline__ float warp_sum(float x)
 
 __device__ __forceinline__ int dtype_bytes(int dtype) { return dtype == TQ_F32 ? 4 : 2; }
 
-// Conversions from and to bfloat16: as in cuda_bf16.h, which takes longer to compile than all of this.
+// Conversions from and to bfloat16, as in cuda_bf16.h, which takes longer to compile than all of this.
 
 __device__ __forceinline__ float float_of_bf16(uint16_t bits) { return __uint_as_float((uint32_t)bits << 16); }
 
@@ -215,7 +214,7 @@ __device__ __forceinline__ uint16_t bf16_of_float(float x)
     return bits;
 }
 
-/** Two numbers, lo in the low half. */
+/** Converts two numbers; lo goes to the low half. */
 __device__ __forceinline__ uint32_t bf16_of_floats(float lo, float hi)
 {
     uint32_t bits;
@@ -237,14 +236,14 @@ __device__ __forceinline__ void store_number(void *p, int64_t i, int dtype, floa
     else static_cast<uint16_t *>(p)[i] = bf16_of_float(x);
 }
 
-/** Four numbers as they are in memory. Loads and conversions are separate, so that many loads can be in flight before
+/** Four numbers as they lie in memory. Loads and conversions are separate, so that many loads can be in flight before
  *  the first is converted: the dtype is only known at run time, and a branch between two loads would make the second
  *  wait for the first. */
 struct Quad {
     uint4 raw;
 };
 
-/** Numbers i .. i + 3; their address must be a multiple of their size. */
+/** Loads numbers i .. i + 3. Their address must be a multiple of the size of all four. */
 __device__ __forceinline__ Quad load_quad(const void *p, int64_t i, int dtype)
 {
     const char *at = static_cast<const char *>(p) + i * dtype_bytes(dtype);
@@ -275,7 +274,7 @@ __device__ __forceinline__ float4 to_float4(const Quad &q, int dtype)
                        __uint_as_float(q.raw.y << 16), __uint_as_float(q.raw.y & 0xffff0000u));
 }
 
-/** The same without a branch, for code that runs once: the compiler would make a jump table, which has to be loaded. In
+/** The same without a branch, for code that runs once: branches would become a jump table, which has to be loaded. In
  *  loops over tokens branches are faster (measured.md). */
 __device__ __forceinline__ float4 to_float4_once(const Quad &q, int dtype)
 {
@@ -298,7 +297,7 @@ __device__ __forceinline__ uint32_t pack_halves(float lo, float hi, int dtype)
     return bf16_of_floats(lo, hi);
 }
 
-/** Numbers i .. i + 3; their address must be a multiple of their size. */
+/** Stores numbers i .. i + 3. Their address must be a multiple of the size of all four. */
 __device__ __forceinline__ void store_quad(void *p, int64_t i, int dtype, float4 x)
 {
     if (dtype == TQ_F32) *reinterpret_cast<float4 *>(static_cast<float *>(p) + i) = x;
@@ -309,9 +308,9 @@ __device__ __forceinline__ void store_quad(void *p, int64_t i, int dtype, float4
 
 /* ---- the Hadamard rotation of turboquant.h, one row by one warp ---- */
 
-/** One pass over part[0 .. n), n a power of two: lane l holds numbers l + 32 i. Sums only but for the last step, in the
- *  order of turboquant.h; a product with +-1 inside an fma is exact. Small code on purpose: most kernels run it
- *  once. */
+/** Runs one pass over part[0 .. n), n a power of two. Lane l holds numbers l + 32 i. All steps but the last only add,
+ *  in the order of turboquant.h; a product with +-1 inside an fma is exact. The code is small on purpose: most kernels
+ *  run it once. */
 template <int PER_LANE>
 __device__ __forceinline__ void hadamard_pass(float *part, int n, const uint32_t *signs, bool inverse, int lane)
 {
@@ -350,8 +349,8 @@ __device__ __forceinline__ void hadamard_pass(float *part, int n, const uint32_t
     __syncwarp();
 }
 
-/** Rotates row[0 .. dim) in place, dim a multiple of 8 up to 32 PER_LANE; row in shared memory, all lanes of one warp
- *  call. */
+/** Rotates row[0 .. dim) in place, dim a multiple of 8 up to 32 PER_LANE. row is in shared memory; all lanes of one
+ *  warp call this. */
 template <int PER_LANE = 8>
 __device__ __forceinline__ void hadamard_row(float *row, int dim, const HadamardSigns &signs, bool inverse, int lane)
 {
@@ -375,7 +374,7 @@ __device__ __forceinline__ void barrier_init(uint32_t bar, int arrivals)
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
 }
 
-/** After barrier_init, before other threads or copies use the barriers (and a __syncthreads). */
+/** To be called after barrier_init. A __syncthreads must follow before other threads or copies use the barriers. */
 __device__ __forceinline__ void barrier_init_fence()
 {
 #if __CUDA_ARCH__ >= 900
@@ -388,7 +387,7 @@ __device__ __forceinline__ void barrier_arrive(uint32_t bar)
     asm volatile("{ .reg .b64 s; mbarrier.arrive.shared.b64 s, [%0]; }" ::"r"(bar) : "memory");
 }
 
-/** Waits for the end of the phase of this parity: 0 for a new barrier's first phase, then 1, 0, .. */
+/** Waits for the end of the phase of this parity. A new barrier's first phase has parity 0, the next ones 1, 0, .. */
 __device__ __forceinline__ void barrier_wait(uint32_t bar, int parity)
 {
 #if __CUDA_ARCH__ >= 900
@@ -406,7 +405,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t bar, int parity)
 #undef TQ_TEST_WAIT
 }
 
-/** The first phase of a barrier that send_cluster completes. */
+/** Waits for the first phase of a barrier that send_cluster completes. */
 __device__ __forceinline__ void barrier_wait_cluster(uint32_t bar)
 {
 #if __CUDA_ARCH__ >= 900
@@ -419,8 +418,7 @@ __device__ __forceinline__ void barrier_wait_cluster(uint32_t bar)
 #endif
 }
 
-/** Orders a thread's ordinary accesses to shared memory before later bulk copies; to call before the barrier between
- *  the two. */
+/** Orders a thread's accesses to shared memory before later bulk copies. Belongs before the barrier between the two. */
 __device__ __forceinline__ void shared_writes_before_copies()
 {
 #if __CUDA_ARCH__ >= 900
@@ -428,8 +426,8 @@ __device__ __forceinline__ void shared_writes_before_copies()
 #endif
 }
 
-/** Bulk copies (compute capability 9.0): one thread announces the bytes, then copies them; multiples of 16, 16-byte
- *  aligned. */
+/** Announces the bytes of bulk copies (compute capability 9.0). The same thread then copies them with copy_bulk. Sizes
+ *  and addresses are multiples of 16. */
 __device__ __forceinline__ void barrier_expect(uint32_t bar, uint32_t bytes)
 {
 #if __CUDA_ARCH__ >= 900
@@ -437,8 +435,8 @@ __device__ __forceinline__ void barrier_expect(uint32_t bar, uint32_t bytes)
 #endif
 }
 
-/** The L2 policy of copy_bulk. read_once: evict these bytes first, so that a KV cache that is streamed does not evict
- *  code and results. The constants are those of createpolicy (evict_first and evict_normal, all bytes); with the
+/** Returns the L2 policy of copy_bulk. read_once: evict these bytes first, so that a KV cache that is streamed does not
+ *  evict code and results. The constants are those of createpolicy (evict_first and evict_normal, all bytes); with the
  *  instruction itself the compiler would compute them at each copy, in ten operations. */
 __device__ __forceinline__ uint64_t copy_policy(bool read_once)
 {
@@ -456,8 +454,8 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, const void *from, uint32_
 #endif
 }
 
-/** Portable copies: every thread copies 16-byte pieces and arrives on the barrier for them; the barrier counts each
- *  thread once. */
+/** Starts a portable copy. The thread then calls wait_for_copies, or barrier_arrive_after_copies for a barrier that
+ *  counts each thread once. */
 __device__ __forceinline__ void copy_16(uint32_t to, const void *from)
 {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -465,7 +463,7 @@ __device__ __forceinline__ void copy_16(uint32_t to, const void *from)
 
 __device__ __forceinline__ void copy_16(void *to, const void *from) { copy_16(shared_address(to), from); }
 
-/** To a shared address, a multiple of 16. */
+/** Stores x at a shared address, a multiple of 16. */
 __device__ __forceinline__ void store_16(uint32_t to, uint4 x)
 {
     asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");

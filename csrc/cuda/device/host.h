@@ -51,14 +51,14 @@ struct DeviceFacts {
 
 constexpr int PORTABLE_CLUSTER = 8; /* the most blocks of a cluster on every GPU with clusters */
 
-/** Groups of a plan: of 32 channels, or of 16 up to head_dim 256 (TQ_MAX_SPHERE_DIM). */
+/** The most groups of a plan: of 32 channels, or of 16 channels up to head_dim 256 (TQ_MAX_SPHERE_DIM). */
 constexpr int PLAN_GROUPS = TQ_CUDA_MAX_HEAD_DIM / TQ_TILE;
 static_assert(PLAN_GROUPS == TQ_MAX_SPHERE_DIM / TQ_FINE_GROUP);
 
-/** tq_plan.signs. A head_dim that is a power of two has one pass over all channels. Any other has two, of at most 256 channels each. */
+/** tq_plan.signs. There is one pass over all channels if head_dim is a power of two, else two of at most 256 each. */
 struct HadamardSigns {
-    static constexpr int SECOND = TQ_CUDA_MAX_HEAD_DIM / 64; /* words up to where those of a second pass begin */
-    uint32_t word[2][SECOND];                                /* by pass; all of a single one */
+    static constexpr int SECOND = TQ_CUDA_MAX_HEAD_DIM / 64; /* index of the first word of a second pass */
+    uint32_t word[2][SECOND];                                /* by pass; a single pass may take both rows */
 
     __host__ __device__ const uint32_t *pass(int i) const { return &word[0][0] + SECOND * i; }
 };
@@ -73,7 +73,7 @@ inline HadamardSigns signs_of(const tq_plan &plan)
     return signs;
 }
 
-/** Quotients of 0 <= n < 2^31 by a product and a shift (Granlund and Montgomery 1994). */
+/** Divides 0 <= n < 2^31 by a product and a shift (Granlund and Montgomery 1994). */
 struct Divisor {
     uint32_t divisor, magic, shift;
 
@@ -81,7 +81,7 @@ struct Divisor {
     __device__ __forceinline__ uint32_t remainder(uint32_t n) const { return n - quotient(n) * divisor; }
 };
 
-/** 0 < divisor < 2^31; 0, by which nothing is divided, counts as 1. */
+/** Returns the Divisor for 0 < divisor < 2^31. 0 counts as 1: nothing is divided by it. */
 inline Divisor divisor_of(int64_t divisor)
 {
     const uint32_t d = divisor > 0 ? (uint32_t)divisor : 1;
@@ -92,11 +92,10 @@ inline Divisor divisor_of(int64_t divisor)
 
 /* ---- warpgroup.cuh ---- */
 
-/* Operand B (k x N) of a product in shared memory, with k of 32 bytes: core matrices of 8 columns x 16 bytes, column
- * after column.
- * Core matrices that are neighbours along the columns are 128 bytes apart, along k 128 * N / 8 bytes. */
+/* Operand B (k x N) of a product in shared memory, where k takes 32 bytes. It consists of core matrices of 8 columns x
+ * 16 bytes, column after column. Neighbours are 128 bytes apart along the columns, and 128 * N / 8 bytes along k. */
 constexpr int PIECE_BYTES = 128;
-template <int N> constexpr int STEP_BYTES = 2 * (N / 8) * PIECE_BYTES; /* of one B */
+template <int N> constexpr int STEP_BYTES = 2 * (N / 8) * PIECE_BYTES; /* bytes of one B */
 
 } // namespace tq
 #endif

@@ -10,7 +10,7 @@ namespace tq
 
 // ---- checks ----
 
-/** Checks of a plan for CUDA alone, after tq_check_.. of turboquant_checks.h. */
+/** Checks what CUDA alone demands of a plan. To be called after tq_check_.. of turboquant_checks.h. */
 inline tq_status check_plan(const tq_plan &plan, tq_error *error)
 {
     if (plan.head_dim > TQ_CUDA_MAX_HEAD_DIM)
@@ -34,7 +34,7 @@ __device__ __forceinline__ void wait_for_stream()
 // Properties of a device, and attributes set for a kernel, are cached in each thread: a call of the runtime takes up to
 // a microsecond, and the CPU limits decoding steps without graphs.
 
-/** Properties of the current device, which must be of compute capability 8.0 or newer. */
+/** Looks up the current device, which must be of compute capability 8.0 or newer. */
 inline tq_status current_device(DeviceFacts *facts, tq_error *error)
 {
     static thread_local DeviceFacts known = {-1, 0, 0, 0, 0};
@@ -73,8 +73,8 @@ inline Told &told(const void *kernel, const DeviceFacts &device)
     return t;
 }
 
-/** Whether a kernel was compiled for compute capability 9.0 or newer. On such a device it may also be compiled from
- *  older PTX, which lacks everything that needs 9.0 (device/device.cuh): the wait for the previous kernel, and all
+/** Sets *is to whether a kernel was compiled for compute capability 9.0 or newer. On such a device it may also come
+ *  from older PTX, which lacks everything that needs 9.0 (device/device.cuh): the wait for the previous kernel, and all
  *  kernels for Hopper. */
 inline tq_status is_hopper_code(const void *kernel, const DeviceFacts &device, bool *is, tq_error *error)
 {
@@ -89,8 +89,7 @@ inline tq_status is_hopper_code(const void *kernel, const DeviceFacts &device, b
 }
 
 /** Allows a kernel all dynamic shared memory of the current device if it needs much, and with `most_shared` asks for
- *  the largest share of a multiprocessor's memory as shared memory. Both hold for all threads: none may ask for
- *  less. */
+ *  the largest carveout of shared memory on a multiprocessor. Both hold for all threads: none may ask for less. */
 inline tq_status allow_shared(const void *kernel, const DeviceFacts &device, size_t shared_bytes, bool most_shared,
                               tq_error *error)
 {
@@ -98,7 +97,7 @@ inline tq_status allow_shared(const void *kernel, const DeviceFacts &device, siz
     if (shared_bytes > (size_t)device.shared_bytes_per_block)
         return fail(error, TQ_E_UNSUPPORTED, "device", -1, (double)shared_bytes,
                     "a GPU with more shared memory of a thread block (got: the bytes that the call needs)");
-    if (shared_bytes > 40 * 1024 && !t.much) { // together with the kernel's static shared memory 48 KB
+    if (shared_bytes > 40 * 1024 && !t.much) { // with static shared memory this may exceed 48 KB
         cudaFuncAttributes fixed;
         TQ_CUDA_TRY(check_cuda(cudaFuncGetAttributes(&fixed, kernel), "kernel", error));
         TQ_CUDA_TRY(check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -115,7 +114,7 @@ inline tq_status allow_shared(const void *kernel, const DeviceFacts &device, siz
     return TQ_OK;
 }
 
-/** Lets a kernel be launched in larger clusters, for all threads. */
+/** Allows clusters of more than PORTABLE_CLUSTER blocks for a kernel, in all threads. */
 inline tq_status allow_large_clusters(const void *kernel, const DeviceFacts &device, tq_error *error)
 {
     Told &t = told(kernel, device);
@@ -126,7 +125,8 @@ inline tq_status allow_large_clusters(const void *kernel, const DeviceFacts &dev
     return TQ_OK;
 }
 
-/** Queues a kernel that calls wait_for_stream first, for a grid of blocks x layers. cluster: blocks of a cluster. */
+/** Queues a kernel on a grid of blocks x layers. It may start early, so it must call wait_for_stream, or at least
+ *  wait_for_previous, before it accesses memory of the previous kernel. cluster: blocks of a cluster, 1 for none. */
 template <class... Params, class... Args>
 tq_status launch_clusters(void (*kernel)(Params...), int64_t blocks, int layers, int cluster, int threads,
                           size_t shared_bytes, cudaStream_t stream, tq_error *error, const Args &...args)

@@ -11,14 +11,14 @@
 namespace tq
 {
 
-/** The descriptor of an operand at a shared address, a multiple of 16 bytes: core matrices of 8 rows (of A; of B: columns)
- *  x 16 bytes, so many bytes from one to the next along k and along the rows, multiples of 16 below 2^18. */
+/** Returns the descriptor of an operand in shared memory. It consists of core matrices of 8 rows (of B: columns) x 16
+ *  bytes. along_k, along_rows: bytes from one to the next, below 2^18. They and address are multiples of 16. */
 __device__ __forceinline__ uint64_t describe_operand(uint32_t address, uint32_t along_k, uint32_t along_rows)
 {
     return (uint64_t)(address >> 4 & 0x3fff) | (uint64_t)(along_k >> 4) << 16 | (uint64_t)(along_rows >> 4) << 32;
 }
 
-/** The descriptor of an operand B as host.h has it. */
+/** Returns the descriptor of an operand B in the layout of host.h. */
 template <int N> __device__ __forceinline__ uint64_t describe_b(uint32_t address)
 {
     return describe_operand(address, N / 8 * PIECE_BYTES, PIECE_BYTES);
@@ -43,9 +43,9 @@ template <int N> __device__ __forceinline__ uint64_t describe_b(uint32_t address
                  : __VA_ARGS__                                                                                         \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add))
 
-/** c (64 x N, float32) = a (64 x 16, fp16) B, plus c if `add`. Warp w holds rows 16 w ..: lane 4 g + t has a0: row g, k
- *  2 t and 2 t + 1; a1: row g + 8; a2, a3: the same at k + 8; c[4 j], c[4 j + 1]: row g, columns 8 j + 2 t and + 1; c[4
- *  j + 2], c[4 j + 3]: row g + 8. Asynchronous: a and c must not be touched until wait_for_batches. */
+/** Queues c (64 x N, float32) = a (64 x 16, fp16) b, plus c if `add`. Warp w holds rows 16 w .. 16 w + 15. Of these
+ *  lane 4 g + t has a0: row g, k 2 t and 2 t + 1; a1: row g + 8; a2, a3: the same at k + 8; c[4 j], c[4 j + 1]: row g,
+ *  columns 8 j + 2 t and + 1; c[4 j + 2], c[4 j + 3]: row g + 8. Do not touch a and c before wait_for_batches. */
 template <int N>
 __device__ __forceinline__ void queue_product(float (&c)[N / 2], const uint32_t (&a)[4], uint64_t b, bool add)
 {
@@ -70,7 +70,7 @@ __device__ __forceinline__ void queue_product(float (&c)[N / 2], const uint32_t 
 #endif
 }
 
-/** The same for N = 128 with a (64 x 16) in shared memory too, by its descriptor. */
+/** The same for N = 128, with a (64 x 16) in shared memory as well; a: its descriptor. */
 __device__ __forceinline__ void queue_shared_product(float (&c)[64], uint64_t a, uint64_t b, bool add)
 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -84,7 +84,7 @@ __device__ __forceinline__ void queue_shared_product(float (&c)[64], uint64_t a,
 #endif
 }
 
-/** The same with bytes: a (64 x 32), signed or not, k 4 t .. and 16 + 4 t .. in a lane's words; B signed; c int32. */
+/** The same for bytes: a (64 x 32), with k 4 t .. in a0, a1 and 16 + 4 t .. in a2, a3; b signed; c int32. */
 template <bool A_UNSIGNED, int N>
 __device__ __forceinline__ void queue_product(int (&c)[N / 2], const uint32_t (&a)[4], uint64_t b, bool add)
 {
@@ -117,7 +117,7 @@ __device__ __forceinline__ void queue_product(int (&c)[N / 2], const uint32_t (&
 #undef TQ_OUT_32
 #undef TQ_OUT_16
 
-/** To call before products that read registers written since the last products were issued. */
+/** To be called before products that read registers written since the last products were queued. */
 __device__ __forceinline__ void order_products()
 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -141,7 +141,7 @@ template <int LEFT> __device__ __forceinline__ void wait_for_batches()
 #endif
 }
 
-/** After the wait for products that wrote c, so that the compiler moves no use of c in front of it. */
+/** Keeps the compiler from moving uses of c ahead of this call. Belongs after the wait for products that write c. */
 template <int N> __device__ __forceinline__ void take_results(float (&c)[N])
 {
 #pragma unroll
@@ -154,7 +154,7 @@ template <int N> __device__ __forceinline__ void take_results(int (&c)[N])
     for (int i = 0; i < N; i++) asm volatile("" : "+r"(c[i])::"memory");
 }
 
-/** Registers of a thread from here on, for all warps of a group: fewer, or more as soon as other groups have given up as many. */
+/** Set the registers of a thread, for all warps of a group. More come only when other groups have given up as many. */
 template <int N> __device__ __forceinline__ void take_fewer_registers()
 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -168,7 +168,7 @@ template <int N> __device__ __forceinline__ void take_more_registers()
 #endif
 }
 
-/** Synchronises the four warps of a group, also their writes to shared memory; group: index in the block. */
+/** Synchronises the four warps of a group, and their writes to shared memory. group: index in the block. */
 __device__ __forceinline__ void meet(int group)
 {
     asm volatile("barrier.sync.aligned %0, 128;" ::"r"(group + 1) : "memory");
@@ -180,7 +180,7 @@ template <int THREADS> __device__ __forceinline__ void meet_at(int barrier)
     asm volatile("barrier.sync.aligned %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
 }
 
-/** The same as meet; returns to all whether `said` is true in any thread. */
+/** Does what meet does, and returns to all whether `said` is true in any thread. */
 __device__ __forceinline__ bool meet_any(int group, bool said)
 {
     int any;

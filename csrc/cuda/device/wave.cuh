@@ -2,7 +2,7 @@
 // has the CPU's code.
 //
 // Pairs that share channels are added one after the other; otherwise the order of sums is free. Device memory may hold
-// any channels, so they are clamped to head_dim.
+// any channel numbers, so they are clamped to head_dim - 1.
 #ifndef TQ_CUDA_DEVICE_WAVE_CUH
 #define TQ_CUDA_DEVICE_WAVE_CUH
 #include "core/plan_kind.h"
@@ -11,19 +11,19 @@
 namespace tq
 {
 
-/** The position of packed index 0 of a sequence, as waves count: with the offset of the sequence, modulo 2^32. */
+/** Returns the position of packed index 0 of a sequence for the wave: sinks plus its offset, modulo 2^32. */
 __device__ __forceinline__ int32_t first_position(int32_t sinks, const int32_t *offsets, int32_t b)
 {
     return offsets ? (int32_t)((uint32_t)sinks + (uint32_t)offsets[b]) : sinks;
 }
 
-/** A phase in units of 2^-32 turns. */
+/** Returns the phase at a position, in units of 2^-32 turns. */
 __host__ __device__ __forceinline__ uint32_t phase_of(uint32_t increment, int64_t position)
 {
-    return increment * (uint32_t)position; // modulo 2^32: higher bits of the position do not matter
+    return increment * (uint32_t)position; // modulo 2^32, so higher bits of the position do not matter
 }
 
-/** Cosine (x) and sine (y) of a phase, within 1e-7: bit for bit those of tq_turn in core/wave.h. */
+/** Returns cosine (x) and sine (y) of a phase, within 1e-7, bit for bit as tq_turn of core/wave.h does. */
 __device__ __forceinline__ float2 turn(uint32_t phase)
 {
     const uint32_t quarter = (phase + 0x20000000u) >> 30;                                 // the nearest quarter turn
@@ -39,16 +39,16 @@ __device__ __forceinline__ float2 turn(uint32_t phase)
     return make_float2((quarter + 1) & 2 ? -along : along, quarter & 2 ? -across : across);
 }
 
-/** Amplitudes (a, b) of a pair turned by a phase: the numbers of its first and its second channel. */
+/** Turns the amplitudes (a, b) of a pair: returns the wave of its first channel (x) and its second one (y). */
 __device__ __forceinline__ float2 turned(float2 amplitude, float2 turn)
 {
     return make_float2(amplitude.x * turn.x - amplitude.y * turn.y, amplitude.x * turn.y + amplitude.y * turn.x);
 }
 
-/** Moments of one head, in device memory. */
+/** The moments of one head, in device memory. */
 struct HeadMoments {
     const float *wave;                         // [pairs][2]: a and b
-    const float *scale, *directions, *stretch; // [head_dim], [rank][head_dim], [4]; of no use without a metric
+    const float *scale, *directions, *stretch; // [head_dim], [rank][head_dim], [4]; not read without a metric
 };
 
 /** A pair of channels and how far it turns in one position. */
@@ -88,7 +88,7 @@ inline KeyMoments key_moments_of(const tq_plan &plan, const tq_transform &key)
 
 // ---- a row in the registers of a warp: lane l has channels l, l + 32, .. ----
 
-/** The pairs of a head, i, i + 32, .. in lane i, for 32 PER_LANE channels. Loaded once for many positions. */
+/** The pairs of a head of up to 32 PER_LANE channels; lane i has pairs i, i + 32, .. Loaded once for many positions. */
 template <int PER_LANE> struct WarpWave {
     static constexpr int PAIRS = (PER_LANE + 1) / 2;
     Pair pair[PAIRS];
@@ -108,8 +108,8 @@ template <int PER_LANE> struct WarpWave {
 
     __device__ __forceinline__ bool turns(int k) const { return amplitude[k].x != 0.0f || amplitude[k].y != 0.0f; }
 
-    /** Whether the pairs that turn are the lane's own channels, numbers k and k + PAIRS, as pairs i and i + head_dim / 2 in their order are;
-     *  for every lane. */
+    /** Whether in every lane the pairs k that turn have the lane's own channels k and k + PAIRS. This holds if pair i
+     *  of the plan has channels i and i + head_dim / 2. */
     __device__ __forceinline__ bool are_own() const
     {
         bool own = PER_LANE % 2 == 0;
@@ -121,7 +121,7 @@ template <int PER_LANE> struct WarpWave {
         return __all_sync(ALL_LANES, own);
     }
 
-    /** x less the wave at a position, where pairs are_own. */
+    /** Subtracts the wave at a position from x, if are_own. */
     __device__ __forceinline__ void subtract(int position, float (&x)[PER_LANE]) const
     {
 #pragma unroll
@@ -132,7 +132,7 @@ template <int PER_LANE> struct WarpWave {
         }
     }
 
-    /** Whether no two of the pairs that turn share a channel; for every lane. row: [head_dim] in shared memory, for this warp alone. */
+    /** Whether no two pairs that turn share a channel, in any lane. row: [head_dim] in shared memory, for this warp. */
     __device__ __forceinline__ bool are_apart(float *row) const
     {
         int *owner = reinterpret_cast<int *>(row);
@@ -151,7 +151,7 @@ template <int PER_LANE> struct WarpWave {
         return __all_sync(ALL_LANES, apart);
     }
 
-    /** The wave at a position, [head_dim], to row. apart: are_apart. */
+    /** Writes the wave at a position to row, [head_dim]. apart: what are_apart returned. */
     __device__ __forceinline__ void put(float *row, int head_dim, int position, bool apart) const
     {
         const int lane = threadIdx.x % 32;
@@ -178,18 +178,18 @@ template <int PER_LANE> struct WarpWave {
     }
 };
 
-/** The metric of a head: numbers of a lane's channels, 0 where there are none. */
+/** The metric of a head: the numbers for a lane's channels, 0 where it has none. */
 template <int PER_LANE> struct WarpMetric {
     float scale[PER_LANE], direction[TQ_MAX_METRIC_RANK][PER_LANE], stretch[TQ_MAX_METRIC_RANK];
 
     WarpMetric() = default;
     __device__ __forceinline__ WarpMetric(const KeyMoments &m, int h, int head_dim, int lane)
     {
-        if (!m.metric) return; // then nothing is asked of it
+        if (!m.metric) return; // then apply is not called
         const HeadMoments head = m.of_head(h);
         load(scale, head.scale, head_dim, lane);
 #pragma unroll
-        for (int r = 0; r < TQ_MAX_METRIC_RANK; r++) { // behind the rank any row will do
+        for (int r = 0; r < TQ_MAX_METRIC_RANK; r++) { // from the rank on any row will do: stretch is 0
             load(direction[r], r < m.rank() ? head.directions + r * head_dim : head.scale, head_dim, lane);
             stretch[r] = r < m.rank() ? head.stretch[r] : 0.0f;
         }
@@ -207,7 +207,7 @@ template <int PER_LANE> struct WarpMetric {
 #pragma unroll
             for (int r = 0; r < TQ_MAX_METRIC_RANK; r++) along[r] = fmaf(direction[r][k], x[k], along[r]);
         }
-        // Half of the lanes go on with one sum and half with another, and so again: a quarter has each.
+        // Half of the lanes go on with one sum, half with another, and so again: in the end a quarter has each sum.
         float sum =
             of_halves(of_halves(along[0], along[1], 16, lane), of_halves(along[2], along[3], 16, lane), 8, lane);
 #pragma unroll
@@ -229,7 +229,7 @@ private:
         for (int k = 0; k < PER_LANE; k++) to[k] = lane + 32 * k < head_dim ? from[lane + 32 * k] : 0.0f;
     }
 
-    /** low of this lane and the one at distance h, where lane & h is 0, and high where it is not. */
+    /** Returns the sum, over this lane and lane ^ h, of low if lane & h is 0, otherwise of high. */
     static __device__ __forceinline__ float of_halves(float low, float high, int h, int lane)
     {
         const bool upper = lane & h;
@@ -237,21 +237,20 @@ private:
     }
 };
 
-/** Turns keys of a head into residuals; loaded long before it is needed. head_dim: of the plan, if the compiler knows
- *  it. */
+/** Turns keys of a head into residuals. Loaded long before it is needed. */
 template <int PER_LANE> struct WarpResidual {
     WarpWave<PER_LANE> wave;
     WarpMetric<PER_LANE> metric;
 
     WarpResidual() = default;
-    /** For a plan with a wave or a metric. */
+    /** For plans with a wave or a metric. head_dim: the plan's, which the compiler may know. */
     __device__ __forceinline__ WarpResidual(const KeyMoments &m, int h, int head_dim, int lane)
         : wave(m, h, lane), metric(m, h, head_dim, lane)
     {
     }
 
-    /** x, a key less the constant part of its centre, to A (k - c_p). row: [head_dim] in shared memory, for this warp
-     *  alone. */
+    /** Turns x, a key minus the constant part of its centre, into A (k - c_p). row: [head_dim] in shared memory, for
+     *  this warp alone. */
     __device__ __forceinline__ void take(int head_dim, bool has_metric, int position, float *row, float (&x)[PER_LANE],
                                          int lane) const
     {
@@ -270,12 +269,12 @@ template <int PER_LANE> struct WarpResidual {
 
 // ---- a row in shared memory, by one warp, in place: slower, but with few registers ----
 
-/** row[channel] += x in lanes with `wanted`; lanes with the same channel add one after the other. */
+/** Adds x to row[channel] in lanes with `wanted`. Lanes with the same channel add one after the other. */
 __device__ __forceinline__ void add_to_row(float *row, int channel, float x, bool wanted)
 {
     const int lane = threadIdx.x % 32;
     const uint32_t others = __match_any_sync(ALL_LANES, wanted ? channel : -1 - lane);
-    int before = __popc(others & ((1u << lane) - 1)); // lanes with the same channel that come first
+    int before = __popc(others & ((1u << lane) - 1)); // earlier lanes with the same channel
 #pragma unroll 1
     for (bool more = true; more; before--) {
         if (wanted && before == 0) row[channel] += x;
@@ -284,7 +283,7 @@ __device__ __forceinline__ void add_to_row(float *row, int channel, float x, boo
     }
 }
 
-/** row += sign * the wave of a head at a position. */
+/** Adds sign * (the wave of a head at a position) to row. */
 __device__ __forceinline__ void add_wave(const KeyMoments &m, const HeadMoments &head, int position, float sign,
                                          float *row)
 {
@@ -302,7 +301,7 @@ __device__ __forceinline__ void add_wave(const KeyMoments &m, const HeadMoments 
     }
 }
 
-/** row = A row, or A^-1 row. */
+/** Multiplies row by A, or if INVERSE by A^-1. */
 template <bool INVERSE>
 __device__ __forceinline__ void apply_metric(const KeyMoments &m, const HeadMoments &head, float *row)
 {
@@ -335,7 +334,7 @@ __device__ __forceinline__ void apply_metric(const KeyMoments &m, const HeadMome
     __syncwarp();
 }
 
-/** A key less the constant part of its centre, to A (k - c_p). */
+/** Turns row, a key minus the constant part of its centre, into A (k - c_p). */
 __device__ __forceinline__ void key_to_residual(const KeyMoments &m, int h, int position, float *row)
 {
     const HeadMoments head = m.of_head(h);
@@ -343,7 +342,7 @@ __device__ __forceinline__ void key_to_residual(const KeyMoments &m, int h, int 
     if (m.metric) apply_metric<false>(m, head, row);
 }
 
-/** A decoded row to its key, without the constant part of the centre. */
+/** Turns a decoded row into its key minus the constant part of the centre. */
 __device__ __forceinline__ void residual_to_key(const KeyMoments &m, int h, int position, float *row)
 {
     const HeadMoments head = m.of_head(h);

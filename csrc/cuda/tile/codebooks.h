@@ -1,4 +1,4 @@
-/* Tables of a plan's codebooks. Apart from host.h, because compiling <mutex> takes as long as compiling a small kernel. */
+/* Tables of a plan's codebooks. Not in host.h, because compiling <mutex> takes as long as compiling a small kernel. */
 #ifndef TQ_CUDA_TILE_CODEBOOKS_H
 #define TQ_CUDA_TILE_CODEBOOKS_H
 #include <string.h>
@@ -10,9 +10,9 @@
 namespace tq
 {
 
-/** Tables T of a plan's codebooks, filled by the first call of the process that needs them, for all threads and
- *  devices: kernels get them as arguments, so none are on a device. There is one for each law, and for each head_dim of
- *  the sphere. */
+/** Returns the tables T of a plan's codebooks. The first call of the process that needs them fills them, for all
+ *  threads and devices: kernels get them as arguments, so none are on a device. There is one for each law, and for each
+ *  head_dim of the sphere. */
 template <class T> const T &of_codebooks(const tq_plan &plan, void (*fill)(const tq_codebook *books, T *to))
 {
     constexpr int SPHERES = TQ_MAX_SPHERE_DIM / 8;
@@ -29,7 +29,7 @@ template <class T> const T &of_codebooks(const tq_plan &plan, void (*fill)(const
     return made[i];
 }
 
-/** Steps by width, and levels by width and code, in steps. */
+/** Steps by width, and levels by width and code. Levels are in units of the step. */
 struct LevelsByCode {
     float step[TQ_WIDE_BITS + 1];
     int8_t levels[TQ_MAX_BITS + 1][1 << TQ_MAX_BITS];

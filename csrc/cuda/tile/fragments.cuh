@@ -1,5 +1,5 @@
-/* From packed words to tensor-core fragments: the only place where CUDA attention unpacks codes (plans that are not
- * plain: tile/pack.cuh).
+/* Unpacks the words of tiles to tensor-core fragments. All CUDA attention unpacks codes here, except that to plans that
+ * are not plain (tile/pack.cuh).
  *
  * A tile (turboquant.h) is 32 rows x 32 columns; a lane's words hold rows g + 8 r, r = 0..3. It is fed to mma.m16n8k32
  * as two halves of 16 rows, half 0 with r = 0, 1 and half 1 with r = 2, 3: a0 and a2 come from row g + 8 (2 half), a1
@@ -19,13 +19,13 @@
  *   6      any             128 + level                                 u8               some 80, 2
  *   8      any             128 + level                                 u8               some 40, 2
  * Look-ups and masks limit the whole kernel: they share a pipe of half the issue rate. Right shifts would use it too.
- * So plans of one width with four rows compute them as high words of products, on the multipliers. Elsewhere latency
- * limits, and shifts are faster (measured.md). From 4 to 6 bits a second load replaces a shift, and
- * complements of selectors (8 of the 24 operations at 4 bits) are on the multipliers.
- * The caller of a product subtracts the offset times the sum of the other factor: (2^bits - 1) / 2 for codes (times the
- * factor in ROW_FACTOR), 128 for 128 + level. With tiles of 16, the lanes or rows of
- * a tile are of two token tiles, and two products use one each (multiply_fine_keys, multiply_fine_values). SCALED bytes
- * are as large as those of other widths, so that in a mixed plan all groups use the same number of query bits.
+ * So kernels for one width and four rows compute them on the multipliers, as high words of products. In other kernels
+ * latency is the limit, and shifts are faster (measured.md). At 4 to 6 bits a second load replaces a shift, and the
+ * multipliers compute complements of selectors (8 of the 24 operations at 4 bits).
+ * The caller of a product subtracts the offset of the bytes times the sum of the other factor. The offset is
+ * (2^bits - 1) / 2 for codes (in ROW_FACTOR times their factor) and 128 for 128 + level. A tile of 16 channels has two
+ * token tiles in different lanes or rows; two products use one each (multiply_fine_keys, multiply_fine_values). SCALED
+ * bytes are as large as those of other widths, so that in a mixed plan all groups use the same number of query bits.
  * TWO_PRODUCTS needs levels of at most 126 at 4 bits, which holds for every codebook. */
 #ifndef TQ_CUDA_TILE_FRAGMENTS_CUH
 #define TQ_CUDA_TILE_FRAGMENTS_CUH
@@ -35,26 +35,26 @@
 namespace tq
 {
 
-/** ~x, on the multipliers: -1 - x. */
+/** Returns ~x = -1 - x, computed on the multipliers. */
 __device__ __forceinline__ uint32_t complement(const LevelTables &tables, uint32_t x)
 {
     return x * tables.ones + tables.ones;
 }
 
-/** x >> by, by in 0..7 or 16. MULTIPLY: on the multipliers, if the other pipe is the limit; it has more latency. */
+/** Returns x >> by, by in 0..7 or 16. MULTIPLY: on the multipliers, if the other pipe is the limit. More latency. */
 template <bool MULTIPLY> __device__ __forceinline__ uint32_t shift_right(const LevelTables &tables, uint32_t x, int by)
 {
     if (by == 0) return x;
     return MULTIPLY ? __umulhi(x, tables.right[by == 16 ? 0 : by]) : x >> by;
 }
 
-/** A lane's words of a tile. At 4 to 6 bits also the high halves of words with nibbles, which are selectors without a
- *  shift: a load costs less than a shift, which uses the pipe of the look-ups. */
+/** A lane's words of a tile. At 4 to 6 bits `high` has the high halves of words with nibbles, which are selectors: a
+ *  load costs less than a shift, which uses the pipe of the look-ups. */
 template <int BITS> struct TileWords {
     uint32_t w[BITS], high[has_sign(BITS) ? 4 : 1];
 };
 
-/** tile: the lane's first word, in shared memory. */
+/** Loads a lane's words of a tile. tile: the first of them, in shared memory. */
 template <int BITS> __device__ __forceinline__ TileWords<BITS> load_tile(const uint8_t *tile)
 {
     TileWords<BITS> t;
@@ -66,7 +66,7 @@ template <int BITS> __device__ __forceinline__ TileWords<BITS> load_tile(const u
     return t;
 }
 
-/** Four selector words, one per row r, whose nibbles are 3-bit codes; the spare bits of three rows hold the fourth. */
+/** Makes a selector word of each row r, whose nibbles are 3-bit codes. The spare bits of three rows hold the fourth. */
 template <bool MULTIPLY>
 __device__ __forceinline__ void selectors3(const LevelTables &tables, const TileWords<3> &t, uint32_t (&s)[4])
 {
@@ -77,16 +77,16 @@ __device__ __forceinline__ void selectors3(const LevelTables &tables, const Tile
            (shift_right<MULTIPLY>(tables, t.w[2], 1) & 0x44444444u);
 }
 
-/** The selector word of four codes of row r, columns 4 h .. of the lane's. Bit 3 of a nibble, with which prmt replicates
- *  the sign bit of the byte it selects, is set for negative codes of 4 bits and for magnitudes of 8 to 15 (mod 16) of
- *  the others. */
+/** Returns the selector word of four codes of row r: columns 4 h .. 4 h + 3 of the lane's eight. With bit 3 of a nibble
+ *  set, prmt replicates the sign bit of the byte it selects. At 4 bits this bit is set for negative codes, at 5 and 6
+ *  bits for magnitudes of 8 to 15 (mod 16). */
 template <int BITS> __device__ __forceinline__ uint32_t nibbles(const TileWords<BITS> &t, int r, int h)
 {
     return h ? t.high[r] : t.w[r];
 }
 
-/** Four magnitudes of 5 or 6 bits, by tables of 8 each: of the words with a clear bit 3 and of the others. A table has no
- *  byte above 127, so it gives 0 where the other one applies. */
+/** Looks up four magnitudes of 5 or 6 bits in two tables of 8: one for nibbles with bit 3 clear, one for the others. No
+ *  byte of a table is above 127, so it gives 0 where the other one applies. */
 __device__ __forceinline__ uint32_t look_up_both(const uint32_t (&table)[4], uint32_t word, uint32_t complemented)
 {
     return prmt(table[0], table[1], word) | prmt(table[2], table[3], complemented);
@@ -116,7 +116,7 @@ __device__ __forceinline__ Signed signed_of(const LevelTables &tables, const Til
             shift_right<MULTIPLY>(tables, t.w[4 + h], 2 * r + 1) & 0x01010101u};
 }
 
-/** Four codes of 5 or 6 bits to 128 + level: m ^ 128, or (m ^ 127) + 1 if negative. */
+/** Returns 128 + level of four codes of 5 or 6 bits: m ^ 128, or (m ^ 127) + 1 if negative. */
 template <bool MULTIPLY, int BITS>
 __device__ __forceinline__ uint32_t offset_levels(const LevelTables &tables, const TileWords<BITS> &t, int r, int h)
 {
@@ -128,8 +128,9 @@ template <int BITS> struct Width {
     static constexpr int value = BITS;
 };
 
-/** f(Width<bits>()), or nothing for 0 bits; width: 1 << bits, bits 0..6 or 8. Tests of bits, because comparisons would
- *  become a jump table, which has to be loaded. The order matters, too (measured.md). MOST: no width is larger; with up to 5 there is no code for 6 and 8 bits. */
+/** Calls f(Width<bits>()), or nothing for 0 bits. width: 1 << bits, bits 0..6 or 8. It tests bits, because comparisons
+ *  would become a jump table, which has to be loaded. The order matters, too (measured.md). MOST: no width is larger;
+ *  with up to 5 there is no code for 6 and 8 bits. */
 template <int MOST = TQ_WIDE_BITS, class F> __device__ __forceinline__ void with_width(uint32_t width, F f)
 {
     if (width & (1 << 3 | 1 << 4)) {
@@ -147,7 +148,7 @@ template <int MOST = TQ_WIDE_BITS, class F> __device__ __forceinline__ void with
     }
 }
 
-/** The same for tiles of 16, which mostly have few bits. */
+/** The same for tiles of 16 channels, which mostly have few bits. */
 template <class F> __device__ __forceinline__ void with_fine_width(uint32_t width, F f)
 {
     if (width & (1 << 1 | 1 << 2)) {
@@ -165,7 +166,7 @@ template <class F> __device__ __forceinline__ void with_fine_width(uint32_t widt
     }
 }
 
-/** Fragment a of a half, for widths and readings with one product. MULTIPLY: as in shift_right. */
+/** Unpacks fragment a of a half, for widths and readings with one product. MULTIPLY: as in shift_right. */
 template <int BITS, Reading READING, bool MULTIPLY = false>
 __device__ __forceinline__ void unpack_half(const TileWords<BITS> &t, int half, const LevelTables &tables,
                                             uint32_t (&a)[4])
@@ -207,8 +208,8 @@ __device__ __forceinline__ void unpack_half(const TileWords<BITS> &t, int half, 
         for (int i = 0; i < 4; i++) {
             int r = 2 * half + (i & 1), h = i >> 1;
             if constexpr (BITS == 4) {
-                /* bit 3 of a nibble replicates the (clear) sign bit of a magnitude: 0 for negative codes, and with the
-                 * bit flipped for the others */
+                /* bit 3 of a nibble replicates the (clear) sign bit of a magnitude: negative codes give 0, and with the
+                 * bit flipped the others do */
                 uint32_t plus = nibbles(t, r, h), minus = plus ^ 0x88888888u;
                 a[i] = 0x80808080u + prmt(tables.magnitude4[0], tables.magnitude4[1], plus) -
                        prmt(tables.magnitude4[0], tables.magnitude4[1], minus);
@@ -251,17 +252,17 @@ __device__ __forceinline__ void unpack_half_twice(const TileWords<5> &t, int hal
 __device__ __forceinline__ __half2 as_halves(uint32_t x) { return *reinterpret_cast<__half2 *>(&x); }
 __device__ __forceinline__ uint32_t as_word(__half2 x) { return *reinterpret_cast<uint32_t *>(&x); }
 
-/** x holds 1024 + 2^p code twice: exactly code - (2^BITS - 1) / 2. All constants are fp16 numbers for p >= 1. */
+/** Turns both halves of x, 1024 + 2^p code, into code - (2^BITS - 1) / 2, exactly. p >= 1, so constants fit fp16. */
 template <int BITS> __device__ __forceinline__ uint32_t centre_codes(uint32_t x, int p)
 {
     float half_range = 0.5f * ((1 << BITS) - 1), down = 1.0f / (1 << p);
     return as_word(__hfma2(as_halves(x), __float2half2_rn(down), __float2half2_rn(-1024 * down - half_range)));
 }
 
-/** Fragments a of a half for two steps of k16, exact: codes - (2^bits - 1) / 2 for 1 and 2 bits; levels for 3 and 8
- *  bits; levels * LEVEL_UNIT for 4 to 6 bits, which in fp16 are a sign and a byte of magnitude, without arithmetic.
- *  Step j is columns 16 j .. of the tile: of a lane's four columns there, k 2 t and 2 t + 1 are columns 0 and 2, and k
- *  + 8 columns 1 and 3. */
+/** Unpacks fragments a of a half for two steps of k16, exactly: codes - (2^bits - 1) / 2 for 1 and 2 bits; levels for 3
+ *  and 8 bits; levels * LEVEL_UNIT for 4 to 6 bits, whose fp16 bits are a sign and a byte of magnitude, without
+ *  arithmetic. Step j is columns 16 j .. 16 j + 15. Of a lane's four columns there, 0 and 2 are at k 2 t and 2 t + 1, 1
+ *  and 3 at k 2 t + 8 and 2 t + 9. */
 template <int BITS>
 __device__ __forceinline__ void unpack_half_exactly(const TileWords<BITS> &t, int half, const LevelTables &tables,
                                                     uint32_t (&a)[2][4])
@@ -273,7 +274,7 @@ __device__ __forceinline__ void unpack_half_exactly(const TileWords<BITS> &t, in
             uint32_t word = BITS == 2 ? t.w[j * (BITS - 1)] : t.w[0], odd = word >> 8;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                int r = 2 * half + i, p = BITS == 2 ? 2 * r : r + 4 * j, up = p ? 0 : 1; /* 2^0 code has no half */
+                int r = 2 * half + i, p = BITS == 2 ? 2 * r : r + 4 * j, up = p ? 0 : 1; /* so that p + up >= 1 */
                 uint32_t mask = (BITS == 2 ? 0x00030003u : 0x00010001u) << (p + up);
                 a[j][i] = centre_codes<BITS>(word << up & mask | magic, p + up);
                 a[j][2 + i] = centre_codes<BITS>(odd << up & mask | magic, p + up);
@@ -285,7 +286,7 @@ __device__ __forceinline__ void unpack_half_exactly(const TileWords<BITS> &t, in
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 int r = 2 * half + i;
-                uint32_t magnitudes, signs; /* 0 of negative codes, 0x80 of others, on the multipliers */
+                uint32_t magnitudes, signs; /* 0 for negative codes, 0x80 for others; computed on the multipliers */
                 if constexpr (BITS == 4) {
                     uint32_t word = nibbles(t, r, j);
                     magnitudes = prmt(tables.magnitude4[0], tables.magnitude4[1], word & 0x77777777u);
@@ -320,7 +321,7 @@ __device__ __forceinline__ void multiply_tile(const uint8_t *tile, const LevelTa
                                               int (&c)[2][BLOCKS][4])
 {
     TileWords<BITS> t = load_tile<BITS>(tile);
-    constexpr bool BUSY = MULTIPLY || (TWO_PRODUCTS && BITS >= 5); /* the pipe of look-ups, also in mixed plans */
+    constexpr bool BUSY = MULTIPLY || (TWO_PRODUCTS && BITS >= 5); /* look-ups are the limit, in mixed plans too */
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         uint32_t a[4];
@@ -338,8 +339,8 @@ __device__ __forceinline__ void multiply_tile(const uint8_t *tile, const LevelTa
     }
 }
 
-/** Tiles of 16, keys: lanes t = 0, 1 of a tile have tokens of its first token tile, others of its second. b[token tile]
- *  is the query in those lanes and 0 in the others. c[token tile][half][block] += keys x b. */
+/** Multiplies keys in a tile of 16 channels: lanes t = 0, 1 have tokens of its first token tile, the others of its
+ *  second. b[token tile] is the query in those lanes and 0 in the others. c[token tile][half][block] += keys x b. */
 template <int BITS, int BLOCKS>
 __device__ __forceinline__ void multiply_fine_keys(const uint8_t *tile, const LevelTables &tables,
                                                    const uint2 (&b)[2][BLOCKS], int (*c)[2][BLOCKS][4])
@@ -356,8 +357,8 @@ __device__ __forceinline__ void multiply_fine_keys(const uint8_t *tile, const Le
     }
 }
 
-/** Tiles of 16, values: the halves of a tile are two token tiles of the same channels. c[block] += values x weights of
- *  both. */
+/** Multiplies values in a tile of 16 channels, whose halves are two token tiles of the same channels.
+ *  c[block] += values x weights of both. */
 template <int BITS, int BLOCKS>
 __device__ __forceinline__ void multiply_fine_values(const uint8_t *tile, const LevelTables &tables,
                                                      const uint2 (*weights)[BLOCKS], int (&c)[BLOCKS][4])

@@ -6,14 +6,15 @@
 namespace tq
 {
 
-constexpr int MATRIX_TOKENS = 16;                 // rows whose sums a warp has in registers
-constexpr int MATRIX_COLUMNS = 16;                // of a block of the matrix in shared memory, which has 32 rows
+constexpr int MATRIX_TOKENS = 16;                 // rows of x whose sums a warp has in registers
+constexpr int MATRIX_COLUMNS = 16;                // columns of a block of the matrix in shared memory; it has 32 rows
 constexpr int MATRIX_STRIDE = MATRIX_COLUMNS + 1; // odd: a warp reads a column without bank conflicts
 constexpr int MATRIX_BLOCK = 32 * MATRIX_STRIDE;
 
-/** y [rows][outs] = M x [rows][ins], M [outs][ins]; or M^T x, M [ins][outs]. x and y apart in shared memory, their rows
- *  x_stride and y_stride floats apart. A warp takes blocks of 32 channels and MATRIX_TOKENS rows; x is read up to the
- *  next multiple of MATRIX_TOKENS rows. block: MATRIX_BLOCK floats in shared memory for this warp alone. */
+/** Computes y [rows][outs] = M x [rows][ins], M [outs][ins]; if TRANSPOSED M^T x, M [ins][outs]. x and y do not overlap
+ *  in shared memory; their rows are x_stride and y_stride floats apart. A warp takes blocks of 32 channels and
+ *  MATRIX_TOKENS rows; x is read up to the next multiple of MATRIX_TOKENS rows. block: MATRIX_BLOCK floats in shared
+ *  memory for this warp alone. */
 template <bool TRANSPOSED>
 __device__ __forceinline__ void multiply_rows(const float *matrix, int outs, int ins, const float *x, int x_stride,
                                               float *y, int y_stride, int rows, float *block, int warp, int warps,

@@ -1,6 +1,6 @@
-// Codes to the words of a tile: turboquant.h, "tile". Lane l = 4 g + t of a warp has rows g + 8 r (r = 0..3) with eight
-// columns each; here a row is a word of eight nibbles, nibble n = the low four bits of c(r, n), and the bits above
-// those are rows of their own.
+// Packs codes to the words of a tile (turboquant.h, "tile") and unpacks them. Lane l = 4 g + t of a warp has rows
+// g + 8 r (r = 0..3) with eight columns each. Here a row is a word of eight nibbles: nibble n is the low four bits of
+// c(r, n). The bits above those are rows of their own.
 #ifndef TQ_CUDA_TILE_PACK_CUH
 #define TQ_CUDA_TILE_PACK_CUH
 #include "cuda/device/device.cuh"
@@ -17,7 +17,7 @@ constexpr int MOST_PACKED_BITS = 5;
 
 __device__ __forceinline__ int planes_of(int bits) { return bits > MOST_PACKED_BITS ? 2 : 1; }
 
-/** Bits of a plane, which begin with bit 4 * plane of the codes. */
+/** Returns the number of bits of a plane, the first of which is bit 4 * plane of the codes. */
 __device__ __forceinline__ int plane_bits(int bits, int plane)
 {
     return bits <= MOST_PACKED_BITS ? bits : plane ? bits - 4 : 4;
@@ -27,25 +27,25 @@ struct Words {
     uint32_t at[MOST_PACKED_BITS];
 };
 
-/** Bits of a where mask has ones, of b elsewhere. */
+/** Returns the bits of a where mask has ones, those of b elsewhere. */
 __device__ __forceinline__ uint32_t choose(uint32_t a, uint32_t b, uint32_t mask) { return ((a ^ b) & mask) ^ b; }
 
 constexpr uint32_t LOW_NIBBLES = 0x0f0f0f0fu;
 
-/** Nibbles 0..3 of x to the low halves of four bytes, and 4..7 of x to their high halves: c(n), c(n + 4) in byte n. */
+/** Moves nibbles 0..3 of x to the low halves of four bytes, and 4..7 to their high halves: c(n), c(n + 4) in byte n. */
 __device__ __forceinline__ uint32_t nibbles_by_four(uint32_t x)
 {
     uint32_t even = x & LOW_NIBBLES, odd = x >> 4 & LOW_NIBBLES; // columns 0 2 4 6 and 1 3 5 7
     return prmt(even, odd, 0x5140) | prmt(even, odd, 0x7362) << 4;
 }
 
-/** Rows of single bits: byte i, bit r + 4 h = c(r, 4 h + i). */
+/** Packs rows of single bits: byte i, bit r + 4 h = c(r, 4 h + i). */
 __device__ __forceinline__ uint32_t pack_bit(const uint32_t (&rows)[4])
 {
     return nibbles_by_four(rows[0] | rows[1] << 1 | rows[2] << 2 | rows[3] << 3);
 }
 
-/** The first `bits` of the result are the lane's words. */
+/** Packs a lane's codes, of up to 5 bits. The first `bits` words of the result are the lane's. */
 __device__ __forceinline__ Words pack_lane(int bits, const Rows &rows)
 {
     const uint32_t (&c)[4] = rows.low;
@@ -68,7 +68,7 @@ __device__ __forceinline__ Words pack_lane(int bits, const Rows &rows)
     return w;
 }
 
-/** Bits of a lane's words that belong to the codes marked by all-ones nibbles in `marked`. */
+/** Returns the bits of a lane's words that belong to the codes marked by all-ones nibbles in `marked`. */
 __device__ __forceinline__ Words pack_mask(int bits, const uint32_t (&marked)[4])
 {
     Rows rows;
@@ -106,7 +106,7 @@ __device__ __forceinline__ void store_marked(uint32_t *words, int bits, const Ro
         if (w < bits && mask.at[w]) words[TQ_TILE * w] = (words[TQ_TILE * w] & ~mask.at[w]) | packed.at[w];
 }
 
-/** Eight codes below 16 in the bytes of a and b (columns 0..3, 4..7) to the nibbles of a row. */
+/** Packs eight codes below 16, the bytes of a (columns 0..3) and of b (columns 4..7), to the nibbles of a row. */
 __device__ __forceinline__ uint32_t row_of_bytes(uint32_t a, uint32_t b)
 {
     return prmt((a | a >> 4) & 0x00ff00ffu, (b | b >> 4) & 0x00ff00ffu, 0x6420);
@@ -116,7 +116,7 @@ __device__ __forceinline__ int column_of_token(int i) { return 4 * (i % 8) + i /
 
 __device__ __forceinline__ int token_of_column(int c) { return 8 * (c % 4) + c / 4; }
 
-/** Column n (0..7) of lane 4 g + t in a tile. */
+/** Returns the column of a tile that is column n (0..7) of lane 4 g + t. */
 __device__ __forceinline__ int column_of_lane(int t, int n) { return 16 * (n / 4) + 4 * t + n % 4; }
 
 /** A token and a channel of a tile. */
@@ -124,7 +124,7 @@ struct Place {
     int token, channel;
 };
 
-/** Token and channel of code (r, n) of a lane. fine: in a tile of 64 tokens x 16 channels. */
+/** Returns token and channel of code (r, n) of a lane. fine: in a tile of 64 tokens x 16 channels. */
 __device__ __forceinline__ Place place_of(bool fine, bool is_key, int lane, int r, int n)
 {
     const int row = lane / 4 + 8 * r, column = column_of_lane(lane % 4, n);
@@ -133,7 +133,7 @@ __device__ __forceinline__ Place place_of(bool fine, bool is_key, int lane, int 
     return {token_of_column(column) | (row & 16) << 1, row & 15};
 }
 
-/** Nibbles of ones for the codes of tokens begin .. end - 1 of a tile, in the rows of a lane. */
+/** Sets the nibbles of the codes of tokens begin .. end - 1 of a 32 x 32 tile to ones, in the rows of a lane. */
 __device__ __forceinline__ void mark_tokens(bool is_key, int begin, int end, int lane, uint32_t (&marked)[4])
 {
 #pragma unroll
@@ -143,9 +143,9 @@ __device__ __forceinline__ void mark_tokens(bool is_key, int begin, int end, int
     }
 }
 
-/** Tokens begin .. end - 1 of a tile to the words of a lane; codes: of token 0 and the tile's first channel, a byte
- *  each, tokens `stride` bytes apart, from bit `shift` on. WHOLE: all tokens of the tile; otherwise the words are
- *  merged with those of the others. FINE: as in place_of. bits, shift: of a plane. */
+/** Packs tokens begin .. end - 1 of a tile to the words of a lane. codes: a byte per code, from token 0 and the tile's
+ *  first channel on, tokens `stride` bytes apart. bits, shift: those of a plane; it begins at bit `shift` of a code.
+ *  WHOLE: all tokens of the tile; otherwise bits of the other tokens keep their value. FINE: as in place_of. */
 template <bool WHOLE, bool FINE = false>
 __device__ __forceinline__ void pack_tile(uint32_t *words, int bits, bool is_key, const uint8_t *codes, int stride,
                                           int begin, int end, int lane, int shift = 0)
@@ -182,11 +182,11 @@ __device__ __forceinline__ void pack_tile(uint32_t *words, int bits, bool is_key
     else store_marked(words + lane, bits, rows, marked);
 }
 
-/** The rows of a lane whose words are words[32 w]: the inverse of pack_lane, also for 6 and 8 bits. */
+/** Returns the rows of a lane whose words are words[32 w]: the inverse of pack_lane, but also for 6 and 8 bits. */
 __device__ __forceinline__ Rows unpack_lane(int bits, const uint32_t *words)
 {
     Rows rows = {};
-    uint32_t plane = 0; // single bits as pack_bit packs them
+    uint32_t plane = 0; // single bits, as pack_bit packs them
     if (bits == 1) {
         plane = words[0];
     } else if (bits == 2) {
@@ -221,7 +221,7 @@ __device__ __forceinline__ Rows unpack_lane(int bits, const uint32_t *words)
     return rows;
 }
 
-/** Code (r, n) of a lane. */
+/** Returns code (r, n) of a lane. */
 __device__ __forceinline__ uint32_t code_of(const Rows &rows, int r, int n)
 {
     return (rows.low[r] >> 4 * n & 15) | (rows.high[r] >> 4 * n & 15) << 4;

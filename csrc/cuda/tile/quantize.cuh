@@ -1,11 +1,10 @@
 // Quantisation on the device: ranks, sums and scales, bit for bit those of the C core (csrc/kernels/scalar.c).
 //
 // Nothing here may be contracted or flushed: every operation that decides a byte is one of the __f*_rn intrinsics, in
-// the order of the core. A rank is how many thresholds are <= u. Counting them costs an instruction or two each; here
-// it costs five in all.
-// The line is cut into `cells` of equal width, so that cell k has at most the k-th threshold (5 bits: the k-th and the
-// k + 1st).
-// Edges of cells need not be exact, because the threshold itself is looked up and compared: rank = k + (T[k] <= u).
+// the order of the core. A rank is the number of thresholds <= u. Counting them would cost an instruction or two for
+// each; here it costs five in all. The numbers are divided into `cells` of equal width, so that cell k has at most
+// threshold k (5 bits: k and k + 1). Edges of cells need not be exact, because the threshold is looked up and compared:
+// rank = k + (T[k] <= u).
 // Tables are distributed over the lanes of a warp, so a look-up is a shuffle and costs the same for any width.
 #ifndef TQ_CUDA_TILE_QUANTIZE_CUH
 #define TQ_CUDA_TILE_QUANTIZE_CUH
@@ -21,10 +20,10 @@
 namespace tq
 {
 
-/** A codebook as the kernels use it. With 6 bits, which use binary search, only the positive half. */
+/** A codebook as the kernels use it. At 6 bits, which use binary search, it has the positive half alone. */
 struct Book {
-    float per_cell; // 1 / (n width) of n + 1 cells 0..n; the outer two reach to infinity
-    int32_t cells;  // n. As float bits this is n 2^-149; a product with it is rounded to an integer, which its bits are
+    float per_cell;       // 1 / (n * width of a cell). Cells are 0..n; the outer two reach to infinity
+    int32_t cells;        // n. As float bits it is n * 2^-149: a product with it has a rounded integer as its bits
     int32_t compares;     // thresholds in a cell; 0 at 6 bits
     float thresholds[32]; // ascending, padded with infinity
     float levels[32];     // by rank, level * step
@@ -41,7 +40,7 @@ struct LaneBook {
     float threshold, level;
 };
 
-/** Finds cells for a codebook; false if there are none. All codebooks of tq_get_codebook have some
+/** Finds cells for a codebook; returns false if there are none. All codebooks of tq_get_codebook have some
  *  (tests/cuda/append_harness.cu). */
 inline bool make_book(const tq_codebook &from, Book *to)
 {
@@ -54,14 +53,14 @@ inline bool make_book(const tq_codebook &from, Book *to)
         }
         return true;
     }
-    const float *middle = from.thresholds + half - 1; // middle[m], m >= 0: the m-th threshold from 0 upwards; symmetric
+    const float *middle = from.thresholds + half - 1; // symmetric; middle[m] is the m-th threshold from 0 upwards
     for (int rank = 0; rank < 32; rank++) {
         to->thresholds[rank] = rank < levels - 1 ? from.thresholds[rank] : HUGE_VALF;
         to->levels[rank] = rank < levels ? (float)from.levels[from.code_of_rank[rank]] * from.step : 0.0f;
     }
     for (int compares = 1; compares <= 2; compares++) {
-        // Of an odd number of cells the edges are (m - 1/2) widths, with threshold m - 1 below and m above; of an even
-        // number they are m widths, with m - 1 below and m + 1 above.
+        // If the number of cells is odd, edges are at (m - 1/2) widths, with threshold m - 1 below and m above. If it
+        // is even, they are at m widths, with m - 1 below and m + 1 above.
         float least = 0, most = HUGE_VALF;
         for (int m = 1; m + compares <= half; m++) {
             float edge = compares == 1 ? m - 0.5f : (float)m;
@@ -69,7 +68,7 @@ inline bool make_book(const tq_codebook &from, Book *to)
             most = fminf(most, middle[compares == 1 ? m : m + 1] / edge);
         }
         int n = levels - 1 - compares;
-        if (n > 0 && !(most > least * 1.001f)) continue; // room for the rounding of the cell's number
+        if (n > 0 && !(most > least * 1.001f)) continue; // leaves room for rounding of the cell's number
         to->per_cell = n > 0 ? 2.0f / ((least + most) * (float)n) : 0.0f;
         to->cells = n > 0 ? n : 0;
         to->compares = compares;
@@ -83,13 +82,13 @@ __device__ __forceinline__ LaneBook lane_book(const Book &book, int lane)
     return {book.per_cell, __int_as_float(book.cells), book.compares, book.thresholds[lane], book.levels[lane]};
 }
 
-/** count += threshold <= u, by a predicate: otherwise the compiler adds first and then selects. */
+/** count += threshold <= u. A predicate, because otherwise the compiler adds first and then selects. */
 __device__ __forceinline__ void count_if_at_most(int &count, float threshold, float u)
 {
     asm("{ .reg .pred p; setp.le.f32 p, %1, %2; @p add.s32 %0, %0, 1; }" : "+r"(count) : "f"(threshold), "f"(u));
 }
 
-/** All lanes of a warp, each with its own u, under one book. TWICE: whether book.compares may be 2. */
+/** Returns the rank of u. All lanes of a warp call it, with one book. TWICE: whether book.compares may be 2. */
 template <bool TWICE> __device__ __forceinline__ int rank_of(float u, const LaneBook &book)
 {
     float share =
@@ -107,8 +106,8 @@ struct Ranked {
     float level;
 };
 
-/** The same for a book of 6 bits: by symmetry only the magnitude is searched, with the positive thresholds <= u, or <
- *  -u. */
+/** Returns rank and level at 6 bits. By symmetry only the magnitude is searched: the number of positive thresholds that
+ *  are <= u, or < -u for negative u. */
 __device__ __forceinline__ Ranked ranked_of_6(float u, const LaneBook &book)
 {
     const bool negative = !(u >= 0.0f); // NaN too: rank 0 as in C
@@ -129,7 +128,7 @@ __device__ __forceinline__ Ranked ranked(float u, const LaneBook &book)
     return {rank, __shfl_sync(ALL_LANES, book.level, rank)};
 }
 
-/** turboquant.h, "Codes". */
+/** Returns the code of a rank: turboquant.h, "Codes of a codebook". */
 __device__ __forceinline__ uint32_t code_of_rank(int rank, int bits)
 {
     if (bits <= 3) return rank;
@@ -137,7 +136,7 @@ __device__ __forceinline__ uint32_t code_of_rank(int rank, int bits)
     return rank ^ (rank < half ? 2 * half - 1 : half);
 }
 
-/** Sums for a scale; ss is over z, the others over u = z / rms. */
+/** Sums for a scale over the channels of a row, of u = z / rms and its levels c. */
 struct Sums {
     float uu, cu, cc;
 };
@@ -146,7 +145,7 @@ struct Norm {
     float rms, inverse; // 0 and 0 if all numbers are 0
 };
 
-/** ss: the sum of squares; mean: ss over the number of coded channels, rounded once. */
+/** Returns rms and 1 / rms. ss: the sum of squares of z; mean: ss over the number of coded channels, rounded once. */
 __device__ __forceinline__ Norm norm_of(float ss, float mean)
 {
     if (ss < FLT_MIN) return {0.0f, 0.0f};
@@ -154,7 +153,7 @@ __device__ __forceinline__ Norm norm_of(float ss, float mean)
     return {rms, __frcp_rn(rms)};
 }
 
-/** times: another factor of the scale, 1 or that of settled rows. */
+/** Returns the scale of a row. times: another factor, 1 or that of settled rows. */
 __device__ __forceinline__ __half scale_of(int scale, float rms, const Sums &sums, float times)
 {
     float factor = 1.0f;
@@ -165,7 +164,8 @@ __device__ __forceinline__ __half scale_of(int scale, float rms, const Sums &sum
     return __float2half_rn(s < 65504.0f ? s : 65504.0f);
 }
 
-/** 2^(E - 11) and 1.5 * 2^(E - 18 + 23) for a row's largest magnitude, as its bits: docs/rounding.md, "Settled rows". */
+/** Settles a row's numbers (docs/rounding.md, "Settled rows"). largest: bits of the largest magnitude, whose exponent
+ *  is E. least: 2^(E - 11). round: 1.5 * 2^(E - 18 + 23). */
 struct Settling {
     float least, round;
 
@@ -181,9 +181,9 @@ struct Settling {
     }
 };
 
-/** Sums in the order of encoding, for rows that are not settled: v[i] += v[i + h] for h = n/2 .. 1 over a power of two,
- *  padded with zeros. Lane l holds v[l + 32 k] in v[k]; more zeros than needed change no sum. N trees at once, to hide
- *  the latency of shuffles; every lane gets all sums, in v[..][0]. */
+/** Sums in the order of encoding, for rows that are not settled: v[i] += v[i + h] for h = n/2 .. 1, with zeros up to
+ *  the power of two n. Lane l holds v[l + 32 k] in v[k]; more zeros than needed change no sum. N trees run at once, to
+ *  hide the latency of shuffles. Every lane gets all sums, in v[..][0]. */
 template <int N, int PER_LANE> __device__ __forceinline__ void warp_trees(float (&v)[N][PER_LANE])
 {
 #pragma unroll
@@ -198,7 +198,7 @@ template <int N, int PER_LANE> __device__ __forceinline__ void warp_trees(float 
         for (int n = 0; n < N; n++) v[n][0] = __fadd_rn(v[n][0], __shfl_xor_sync(ALL_LANES, v[n][0], h));
 }
 
-/** x: a lane's sums over its channels l + 32 k of settled rows -> the rows' sums, in every lane. */
+/** Turns x, lane l's sums over channels l + 32 k of settled rows, into the sums of the rows, in every lane. */
 template <int N> __device__ __forceinline__ void settled_sums(float (&x)[N])
 {
     constexpr int ORDER[] = {16, 8, 2, 1, 4};
@@ -208,12 +208,12 @@ template <int N> __device__ __forceinline__ void settled_sums(float (&x)[N])
         for (int n = 0; n < N; n++) x[n] = __fadd_rn(x[n], __shfl_xor_sync(ALL_LANES, x[n], ORDER[i]));
 }
 
-/** 1.5 * 2^23: the bits of x + WHOLE, rounded down, are those of WHOLE plus the whole number below x. */
+/** 1.5 * 2^23: the bits of x + WHOLE, rounded down, are WHOLE_BITS + floor(x). */
 constexpr float WHOLE = 12582912.0f;
 constexpr uint32_t WHOLE_BITS = 0x4b400000u;
 
-/** The sum of warp_trees within one thread: leaf(i) for i < N of the N2 = 2^k >= N addends. Indices are constants once
- *  inlined. */
+/** Returns the sum of warp_trees within one thread. Addends are leaf(i), i < N, and zeros up to N2, a power of two.
+ *  Indices are constants once inlined. */
 template <int N, int N2, int H = 1, class Leaf>
 __device__ __forceinline__ float thread_tree(const Leaf &leaf, int i = 0)
 {

@@ -1,4 +1,4 @@
-/* Which attention kernel runs: conditions -> strategy -> a row of KERNELS (table.h). README.md says it in words. */
+/* Chooses the kernel: conditions -> strategy -> a row of KERNELS (table.h). csrc/cuda/README.md explains it. */
 #include <stdio.h>
 
 #include "cuda/attend/choose/cut.h"
@@ -37,18 +37,17 @@ constexpr Rules H200 = {
 struct Condition {
     Strategy strategy;
     bool hopper;                    /* only on 9.x */
-    int first_rows, first_rows_any; /* of plans whose width has its own kernels, and of others */
+    int first_rows, first_rows_any; /* the fewest rows: with a width that has its own kernels, and without */
     int last_rows;
     int first_groups, last_groups;
-    bool
-        whole_pages_of_16_bits; /* only pages of 128 tokens, and queries in fp16 or bf16, because weights are rounded to fp16 */
-    bool dense, tile_16; /* whether it takes dense rotations, and tiles of 16 channels */
-    bool (*cut)(const tq_plan &plan, const Device &device, Launch *launch); /* false: not after all */
+    bool whole_pages_of_16_bits; /* only pages of 128 tokens, and fp16 or bf16, because weights are rounded to fp16 */
+    bool dense, tile_16;         /* whether it takes dense rotations, and tiles of 16 channels */
+    bool (*cut)(const tq_plan &plan, const Device &device, Launch *launch); /* false: the strategy does not run */
 };
 
-/** The first strategy whose conditions hold, and which can be cut, runs. */
+/** Strategies in the order in which they are tried. The first whose conditions hold and whose cut succeeds runs. */
 constexpr Condition CONDITIONS[] = {
-    /* strategy                hopper rows (own, any widths)  groups  128 tokens, 16 bits  dense  tile_16 */
+    /* strategy                hopper rows (own, any, most)  groups  128 tokens, 16 bits  dense  tile_16 */
     {Strategy::FUSED_MANY_ROWS, true, 9, 9, FUSED_ROWS, 4, 4, true, false, false, cut_fused_many_rows},
     {Strategy::FUSED, true, 1, 1, 16, 1, 4, false, false, false, cut_fused},
     {Strategy::MANY_ROWS, true, 9, 17, INT32_MAX, 4, 4, true, true, false, choose_many_rows},
@@ -65,7 +64,7 @@ bool holds(const Condition &c, const tq_plan &plan, const Device &device, const 
     return (c.dense || plan.rotation != TQ_ROTATION_DENSE) && (c.tile_16 || !tq_tile_is_16(&plan));
 }
 
-/** Whether kernels of a `width` of KERNELS take the plan's widths. */
+/** Whether kernels that KERNELS lists with `width` take the plan's bit widths. */
 bool takes_widths(int width, const tq_plan &plan)
 {
     const int key = plan.key.bits[0], value = plan.value.bits[0];
@@ -80,7 +79,7 @@ const Rules &rules_of(const DeviceFacts &) { return H200; }
 
 KernelChoice find_kernel(Strategy strategy, bool hopper, const tq_plan &plan, int row_quads, int tiles)
 {
-    /* FUSED_MANY_ROWS has the variance term everywhere, behind a branch. */
+    /* In FUSED only kernels with a wave have the variance term. All of FUSED_MANY_ROWS have it, behind a branch. */
     const bool term = strategy == Strategy::FUSED && plan.variance > 0,
                wave = is_fused(strategy) && (tq_has_moments(&plan) || term), tile_16 = tq_tile_is_16(&plan);
     const int groups = (plan.head_dim + TQ_TILE - 1) / TQ_TILE;
@@ -112,16 +111,16 @@ size_t workspace_bound(const AttendArgs &a, const DeviceFacts &device)
                                           : 16,
                   processors = device.processors;
     if (!a.rows) return 0;
-    /* FUSED: at most MOST_WARPS / 2 blocks of a multiprocessor leave parts of their rows, or twice as many and one of each segment where
-     * lengths differ; its own schedule. */
+    /* FUSED: blocks leave parts of their rows: at most MOST_WARPS / 2 for each multiprocessor; if lengths differ,
+     * MOST_WHOLE_OF_SHARE times as many, and one for each segment. A call may also write its own schedule. */
     const int64_t fused = (MOST_WHOLE_OF_SHARE * MOST_WARPS / 2 * processors + heads) * of_warp * (4 + 2 * width) * F +
                           fused_schedule_rows(a.p.layer.batch) * sizeof(int4) + 2 * 256;
-    /* SPLIT: rows are padded to whole tiles. A slot is a part of a warp's rows, or of a segment's that two teams share. */
+    /* SPLIT: rows are padded to whole tiles. Parts have a slot for each piece and each segment (SegmentParts). */
     const int64_t padding = a.rows + 31 < MOST_TILE_ROWS ? a.rows + 31 : MOST_TILE_ROWS,
                   rows = heads * (a.rows + padding), slots = MOST_WARPS * processors * of_warp + rows,
                   prepared = sizeof(SegmentParts) + sizeof(RowArgs) + 64 * (int64_t)a.groups +
                              a.wave.steps * WAVE_STEP * (int64_t)sizeof(float2);
-    /* Exact tokens have many parts, of at least 8 tokens, where that makes few blocks; otherwise of 32 or more (cut_ends). */
+    /* cut_ends makes parts of at least 8 exact tokens where that gives few blocks, otherwise of at least 32. */
     const int64_t tokens = most_exact_tokens(a.p), parts = (tokens + 31) / 32 < 16 ? (tokens + 31) / 32 : 16,
                   few = tokens ? 2 * processors * MOST_PREPARED : 0, exact = few > rows * parts ? few : rows * parts;
     const int64_t split = rows * prepared + (slots + exact) * ((int64_t)sizeof(RowTotals) + width * F) + ARRAYS * 256;

@@ -11,8 +11,8 @@ namespace tq
 
 constexpr bool takes_wave(int row) { return KERNELS[row].wave || !is_fused(KERNELS[row].strategy); }
 
-/** FUSED: whether a warp takes a page as two units: with a wave at 4 bits, and BY_SIDE. The stage is half as large, and 16 warps fit instead of
- *  12, which gains nothing at 3 and 2 bits (measured.md). */
+/** FUSED with a wave: whether a warp takes a page as two units. Its stage is then half as large, so that 16 warps fit
+ *  instead of 12. So at 4 bits and BY_SIDE; at 3 and 2 bits it gains nothing (measured.md). */
 constexpr bool by_halves(int row, int row_quads, int tiles)
 {
     const KernelRow &r = KERNELS[row];
@@ -28,7 +28,7 @@ constexpr bool wave_by_page(int row, int row_quads, int tiles)
            tiles == 2;
 }
 
-/** FUSED: whether there is another kernel for sequences of any lengths: for the larger units that KERNELS lists. */
+/** FUSED: whether there is also a kernel for sequences of any lengths. Only the larger units in KERNELS have one. */
 constexpr bool has_ragged(int row, int row_quads, int tiles)
 {
     const KernelRow &r = KERNELS[row];
@@ -78,8 +78,8 @@ void take_kernels(int row_quads, KernelChoice *taken, std::integer_sequence<int,
     (take(std::integral_constant<int, LOG2_QUADS>()), ...);
 }
 
-/** Compiles the kernels of every STEP-th row of KERNELS from FIRST on, and returns one of them. MAKE::kernel<STRATEGY, V>() is the kernel's
- *  address. */
+/** Compiles the kernels of every STEP-th row of KERNELS, from FIRST on, and returns the one that the arguments name.
+ *  MAKE::kernel<STRATEGY, V>() returns a kernel's address. */
 template <class MAKE, int FIRST, int STEP> KernelChoice kernels_of_rows(int row, int row_quads, int tiles)
 {
     KernelChoice taken = {};

@@ -1,4 +1,4 @@
-/* The choice of a kernel, and how its work is cut into thread blocks, from what the host knows: plan, sizes and device. */
+/* The choice of a kernel and the cut of its work into thread blocks, from what the host knows: plan, sizes, device. */
 #ifndef TQ_CUDA_ATTEND_CHOOSE_CUT_H
 #define TQ_CUDA_ATTEND_CHOOSE_CUT_H
 #include "core/plan_kind.h"
@@ -16,21 +16,22 @@ struct Launch {
     int64_t segments;
 };
 
-/** The kernel of a strategy for 4 * row_quads rows and units of so many tiles: of the plan's own width where there are some for so many
- *  rows and its pages, otherwise one that looks widths up, by side or by group. Its `kernel` is NULL if KERNELS lists none. */
+/** Returns the strategy's kernel for 4 * row_quads rows and units of `tiles` token tiles. The first row of KERNELS that
+ *  takes the plan, its pages and this many rows decides: the plan's own bit width comes before BY_SIDE and BY_GROUP.
+ *  `kernel` is NULL if there is no such row, or if it has no kernel for units of this size. */
 KernelChoice find_kernel(Strategy strategy, bool hopper, const tq_plan &plan, int row_quads, int tiles);
-/** Chooses the kernel of a plain plan and cuts the work. launch: as fill_args leaves it, with rows. */
+/** Chooses the kernel for a plain plan and cuts the work. launch: from fill_args, with args.rows > 0. */
 tq_status choose_kernel(const tq_plan &plan, const Device &device, Launch *launch, tq_error *error);
-/** The name of the kernel that runs on a device; "" if there is nothing to do. name: TQ_CUDA_KERNEL_NAME_BYTES. */
+/** Writes to `name` (TQ_CUDA_KERNEL_NAME_BYTES) the kernel that runs on a device; "" if there is nothing to do. */
 tq_status name_of_choice(const tq_plan &plan, const tq_attend_params &params, const Device &device, char *name,
                          tq_error *error);
 
-/** Whether CHUNK takes a call, and is faster. otherwise: the strategy that would run. */
+/** Whether CHUNK takes a call and is faster than `otherwise`, the strategy that would run without it. */
 bool chooses_chunk(const tq_plan &plan, const tq_attend_params &params, const Device &device, Strategy otherwise);
-/** name: TQ_CUDA_KERNEL_NAME_BYTES. */
+/** Writes to `name` (TQ_CUDA_KERNEL_NAME_BYTES) the kernel of CHUNK. */
 void name_chunk(const tq_plan &plan, const tq_attend_params &params, char *name);
 
-/** Reserves the next `bytes` from *at on, 256-byte aligned. */
+/** Reserves `bytes`, rounded up to a multiple of 256, from *at on, and returns where they start. */
 inline int64_t take(int64_t *at, int64_t bytes)
 {
     int64_t start = *at;
@@ -38,7 +39,7 @@ inline int64_t take(int64_t *at, int64_t bytes)
     return start;
 }
 
-/** The width of all groups, keys and values; 0 if they differ. */
+/** Returns the bit width that all groups of keys and values have; 0 if they differ, and for tiles of 16 channels. */
 inline int one_width_of(const tq_plan *plan)
 {
     bool same =
@@ -46,21 +47,21 @@ inline int one_width_of(const tq_plan *plan)
     return same && !tq_tile_is_16(plan) ? plan->key.bits[0] : 0;
 }
 
-/** The width, if all groups of keys and values have the same 2, 3 or 4 bits; otherwise 0. */
+/** Returns one_width_of the plan if it is 2, 3 or 4 bits, otherwise 0. */
 inline int width_with_own_kernels(const tq_plan &plan)
 {
     int bits = one_width_of(&plan);
     return bits >= 2 && bits <= 4 ? bits : 0;
 }
 
-/** The most exact tokens of a sequence. */
+/** Returns the most exact tokens that the rows of a sequence see. */
 inline int64_t most_exact_tokens(const tq_attend_params &p)
 {
-    const int64_t older = p.layer.window && !p.layer.tail_rows ? p.query_tokens - 1 : 0; /* which early rows see */
+    const int64_t older = p.layer.window && !p.layer.tail_rows ? p.query_tokens - 1 : 0; /* only early rows see them */
     return (int64_t)p.layer.sinks + p.layer.window + older;
 }
 
-/** The layout of a unit in a stage, and the copies that fill it. */
+/** Sets the layout of a unit in a stage, and the copies that fill it. */
 inline void lay_out_stage(const tq_plan *plan, int tiles, AttendArgs *args)
 {
     AttendArgs &a = *args;
@@ -70,7 +71,7 @@ inline void lay_out_stage(const tq_plan *plan, int tiles, AttendArgs *args)
     a.key.at_codes = 0;
     a.value.at_codes = tiles * a.key.tile_bytes;
     a.key.at_scales = a.value.at_codes + tiles * a.value.tile_bytes;
-    a.value.at_scales = a.key.at_scales + 2 * plan->page_tokens; /* as far on as in the page: scales are one piece */
+    a.value.at_scales = a.key.at_scales + 2 * plan->page_tokens; /* as far apart as in the page: one copy takes both */
     a.stage_bytes = a.value.at_scales + tiles * 2 * TQ_TILE;
     a.last_is_short = page_tiles != a.page_units * tiles;
     a.sees_all = !a.last_is_short && !a.p.starts && !a.p.sliding_window && !a.varies;
@@ -88,7 +89,7 @@ inline void lay_out_stage(const tq_plan *plan, int tiles, AttendArgs *args)
     }
 }
 
-/** Shared memory for a wave, of the block and of each warp: rows/wave.cuh. */
+/** Bytes of shared memory for a wave, of a block and of each warp (WaveSpace in rows/wave.cuh). */
 inline int wave_block_bytes(const AttendArgs &a, const KernelChoice &kernel)
 {
     const int tiles = kernel.tiles * kernel.run;
@@ -99,12 +100,12 @@ inline int wave_warp_bytes(const AttendArgs &a, const KernelChoice &kernel)
 {
     const int row_quads = kernel.team_rows       ? kernel.team_rows / 4 / TEAM_OF_MANY_ROWS
                           : kernel.row_quads > 1 ? kernel.row_quads
-                                                 : kernel.run - 1; /* the first, or only, unit's are in registers */
+                                                 : kernel.run - 1; /* terms of the first unit stay in registers */
     return a.wave.steps ? a.wave.steps * WAVE_STEP * 8 + row_quads * kernel.tiles * 32 * 16 : 0;
 }
 
-/** Lays a wave out after the first `bytes` of a block's shared memory, with put_wave's results for `rows` rows; returns
- *  its end. */
+/** Lays a wave out after the first `bytes` of a block's shared memory, with put_wave's results for `rows` rows. Returns
+ *  the end; without a wave, `bytes`. */
 inline int lay_out_wave(const KernelChoice &kernel, int warps, int rows, int bytes, AttendArgs *args)
 {
     WaveArgs &w = args->wave;
@@ -124,30 +125,30 @@ inline int lay_out_wave(const KernelChoice &kernel, int warps, int rows, int byt
  *  if it has no room, or if another strategy is faster. */
 bool cut_fused(const tq_plan &plan, const Device &device, Launch *launch);
 bool cut_fused_many_rows(const tq_plan &plan, const Device &device, Launch *launch);
-/** Choose a kernel of the strategy, for any plan and sizes that the strategy takes. Always true. */
+/** Choose a kernel of the strategy, for any plan and sizes that the strategy takes. Always return true. */
 bool choose_split(const tq_plan &plan, const Device &device, Launch *launch);
 bool choose_many_rows(const tq_plan &plan, const Device &device, Launch *launch);
 /** Cuts the work for launch->kernel, which is SPLIT or MANY_ROWS. */
 tq_status cut_split(const tq_plan &plan, const Device &device, Launch *launch, tq_error *error);
 
-/** Sets what schedules depend on, for a cut of FUSED that is `ragged`. */
+/** Sets the schedule and its key, for a cut of FUSED that is `ragged`. Fails if the call's schedule is too short. */
 tq_status use_shares(const Device &device, Launch *launch, tq_error *error);
-/** Of all that a schedule depends on beside what arrays hold (FNV-1a); never 0. */
+/** Returns a hash (FNV-1a) of all that a schedule depends on except the contents of arrays; never 0. */
 int32_t key_of(const AttendArgs &a);
 tq_status check_schedule_rows(int32_t batch, int64_t rows, const DeviceFacts &device, tq_error *error);
 
-/** The arguments that depend on plan and sizes alone; sets launch->args.rows to 0 if there is nothing to do. */
+/** Fills the arguments that depend on plan and sizes alone, and clears the others. args.rows 0: nothing to do. */
 tq_status fill_args(const tq_plan &plan, const tq_attend_params &params, Launch *launch, tq_error *error);
-/** Of these what ragged batches, exact tokens by index and strides decide. args->p: a copy of p. */
+/** Fills the arguments that ragged batches, exact tokens by index and strides decide. args->p must be a copy of p. */
 void fill_ragged(const tq_plan &plan, const tq_attend_params &p, AttendArgs *args);
-/** The arguments that depend on the kernel: the factors of its bytes. */
+/** Fills the tables of levels, and the factors of code bytes, which depend on launch->kernel. */
 void fill_factors(const tq_plan &plan, Launch *launch);
 
-/** Lays workspace out at `base` (NULL: only its size) and returns its bytes. Fused: parts of blocks that are not
- *  clusters. */
+/** Lay the workspace out at `base` and return its bytes; base NULL: only count them. FUSED needs a workspace only for
+ *  parts of blocks that form no cluster. */
 size_t lay_out_fused_workspace(Launch *launch, char *base);
-/** Bytes that no call with these arguments exceeds, nor one with a smaller batch, fewer query tokens or fewer pages.
- *  args: as fill_args leaves them. */
+/** Returns bytes that are enough for a call with these arguments, and for one with a smaller batch, fewer query tokens
+ *  or fewer pages. args: from fill_args. */
 size_t workspace_bound(const AttendArgs &args, const DeviceFacts &device);
 size_t lay_out_split_workspace(Launch *launch, char *base);
 

@@ -6,9 +6,9 @@
 namespace tq
 {
 
-/** Multiprocessors are from NVIDIA's page or white paper of the product, or its CUDA cores there / 128 (B200 and GeForce). Shared memory is that of
- *  the compute capability (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"). Large clusters were counted on
- *  an H200 (attend.cu, count_large_clusters). */
+/** Multiprocessors are from NVIDIA's page or white paper of the product, or the CUDA cores given there / 128. Shared
+ *  memory is that of the compute capability (CUDA C++ Programming Guide, "Technical Specifications per Compute
+ *  Capability"). Large clusters were counted on an H200 (attend.cu, count_large_clusters). */
 struct Gpu {
     const char *name;
     int major, processors, shared_kb, large_clusters;
@@ -27,7 +27,7 @@ constexpr Gpu GPUS[] = {
 };
 #define TQ_CUDA_GPU_NAMES "a100, l4, l40s, rtx4090, h100, h200, b200 or rtx5090"
 
-/** A GPU as the choice sees it, with kernels that are compiled for it. */
+/** Returns the GPU as the choice of a kernel sees it, with kernels compiled for it. */
 inline Device device_of(const Gpu &gpu)
 {
     Device d = {};

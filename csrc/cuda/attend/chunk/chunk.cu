@@ -32,7 +32,7 @@ Side side_of(const tq_plan &plan, const tq_side &from, const tq_transform &trans
 
 size_t rounded_up(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
-/** Sizes, and where arrays lie in a workspace that begins at 0; the bytes of it. */
+/** Sets sizes, and arrays as offsets in a workspace. Returns the bytes of the workspace. */
 size_t lay_out(const tq_plan &plan, const tq_attend_params &p, const DeviceFacts &device, Args *to)
 {
     Args &a = *to;

@@ -6,18 +6,19 @@
 namespace tq
 {
 
-/** Plain plans with groups of 32 channels of 1 to 5 bits, pages of 128 tokens, a head_dim of 33 to 128, without a dense rotation. */
+/** Whether CHUNK takes a plan: it is plain, has groups of 32 channels at 1 to 5 bits, pages of 128 tokens, a head_dim
+ *  of 33 to 128, and no dense rotation. */
 bool chunk_takes(const tq_plan &plan);
-/** Whether a call is for these kernels but for its sizes: such a plan, not causal, without a sliding window, starts, ends and exact tokens,
- *  fp16 or bf16. */
+/** Whether CHUNK takes a call, if its sizes allow: chunk_takes the plan, the dtype is fp16 or bf16, and the call is not
+ *  causal and has no sliding window, starts, ends or exact tokens. */
 bool chunk_is_for(const tq_plan &plan, const tq_attend_params &params);
-/** The same with sizes: counts fit 32 bits, and rows of a wave MOST_WAVE_BYTES. */
+/** Whether chunk_is_for holds and the sizes fit: counts 32 bits, and the rows of a wave MOST_WAVE_BYTES. */
 bool chunk_can_attend(const tq_plan &plan, const tq_attend_params &params);
 
-/** The attention of `params`, for which chunk_can_attend holds. A page is decoded once for up to 128 rows, in shared memory, as fp16. Launch
- *  shapes depend on sizes in params alone.
- *  Accuracy: an output row is within 4e-3 of float64 over the same bytes (1e-2 with a wave), relative to its norm, and the rounding of
- *  `out`. chunk_workspace_bytes are also at least those of any smaller params that chunk_is_for. */
+/** Queues the attention of `params`, for which chunk_can_attend must hold. A page is decoded once for up to 128 rows,
+ *  to fp16 in shared memory. Launch shapes depend on the sizes in params alone.
+ *  Accuracy: an output row is within 4e-3 (with a wave 1e-2) of float64 over the same bytes, relative to its norm, plus
+ *  the rounding of `out`. chunk_workspace_bytes also suffice for all smaller params for which chunk_is_for holds. */
 tq_status chunk_workspace_bytes(const tq_plan &plan, const tq_attend_params &params, size_t *bytes, tq_error *error);
 tq_status attend_chunk(const tq_plan &plan, const tq_attend_params &params, void *workspace, size_t workspace_bytes,
                        void *stream, tq_error *error);

@@ -1,4 +1,4 @@
-/* A block's way through its piece of the line. All lanes of a warp follow it together. */
+/* The walk of a block through its piece of the line. All lanes of a warp must make a Cursor together. */
 #ifndef TQ_CUDA_ATTEND_CHUNK_CURSOR_CUH
 #define TQ_CUDA_ATTEND_CHUNK_CURSOR_CUH
 #include "cuda/attend/chunk/params.h"
@@ -9,7 +9,7 @@ namespace chunk
 {
 
 struct Cursor {
-    int32_t left; /* pages of the piece from here on */
+    int32_t left; /* pages of the piece that are left, this one included */
     int32_t b, h, tile, page, pages, tiles, length;
 
     __device__ __forceinline__ explicit Cursor(const Args &a)
@@ -19,7 +19,7 @@ struct Cursor {
         left = piece_begin(a, blockIdx.x + 1, total) - unit;
         b = h = tile = page = pages = tiles = length = 0;
         if (left <= 0) return;
-        for (int32_t first = 0;; first += 32) { /* the sequence whose end is behind the unit */
+        for (int32_t first = 0;; first += 32) { /* finds the first sequence that ends behind the unit */
             const uint32_t behind = __ballot_sync(ALL_LANES, a.line[min(first + lane + 1, a.batch)] > unit);
             if (!behind) continue;
             b = first + __ffs(behind) - 1;
@@ -33,9 +33,9 @@ struct Cursor {
     }
 
     __device__ __forceinline__ int32_t segment(const Args &a) const { return (b * a.heads + h) * a.tiles + tile; }
-    /** Pages of the segment that the block has, from here on. */
+    /** Returns how many pages of the segment are left in the piece, this one included. */
     __device__ __forceinline__ int32_t here() const { return min(left, pages - page); }
-    /** To the next page of the piece; true if it is of another segment. */
+    /** Moves to the next page of the piece. Returns true if it belongs to another segment. */
     __device__ __forceinline__ bool next_page(const Args &a)
     {
         page++, left--;

@@ -1,4 +1,4 @@
-/* From a packed page to operands B in shared memory, by warps that do nothing else. */
+/* Decodes packed pages to operands B in shared memory. Warps of producers do nothing else. */
 #ifndef TQ_CUDA_ATTEND_CHUNK_DECODE_CUH
 #define TQ_CUDA_ATTEND_CHUNK_DECODE_CUH
 #include "cuda/attend/chunk/layout.h"
@@ -9,30 +9,30 @@ namespace tq
 namespace chunk
 {
 
-/** e of a page's scales. One warp. */
+/** Returns e of a page's scales (layout.h). Called by one warp. */
 __device__ __forceinline__ int exponent_of(const uint8_t *scales, int lane)
 {
     const uint2 four = *reinterpret_cast<const uint2 *>(scales + 8 * lane);
     const uint32_t two = __vmaxu2(four.x & 0x7fff7fffu, four.y & 0x7fff7fffu);
     const uint32_t largest = __reduce_max_sync(ALL_LANES, max(two & 0xffffu, two >> 16));
-    return (int)(largest >> 10) - 15; /* subnormal numbers are below 2^-14: a page of those alone has smaller units */
+    return (int)(largest >> 10) - 15; /* -15 if all are subnormal: then the largest may be below 2^e */
 }
 
-/** 2^x, for normal numbers. */
+/** Returns 2^x, for x in -126..127. */
 __device__ __forceinline__ float power_of_two(int x) { return __int_as_float((127 + x) << 23); }
 
-/** The scales of two numbers, over 2^e. */
+/** Returns two scales times `by`. select: their bytes in x and y, as prmt takes it. */
 __device__ __forceinline__ __half2 scaled(uint32_t x, uint32_t y, uint32_t select, float by)
 {
     const float2 two = __half22float2(as_halves(prmt(x, y, select)));
     return __floats2half2_rn(two.x * by, two.y * by);
 }
 
-/** Scales of one kind of widths for a lane's four registers: of keys by row, of values by column. */
+/** The scales for a lane's numbers, at widths with one unit: s[r] for row r of keys, s[w] for word w of values. */
 struct LaneScales {
     __half2 s[4];
 
-    /** scales: of the token tile, in column order. by: 2^-e times what unpack_half_exactly's unit needs. */
+    /** scales: of the token tile, in column order. by: 2^-e, times -2^15 for levels that are subnormal (unit_of). */
     template <bool KEY> static __device__ __forceinline__ LaneScales of(const uint8_t *scales, float by, int lane)
     {
         const int g = lane / 4, t = lane % 4;
@@ -53,8 +53,8 @@ struct NoAddend {};
 template <class A> constexpr bool ADDS = true;
 template <> constexpr bool ADDS<NoAddend> = false;
 
-/** A tile, to `to` of the lane. tile: the lane's first word. add(half, words) gives what is added to its rows 2 half + i, as words[i] that
- *  are stored, times add.by. */
+/** Decodes a tile. tile: the lane's first word. to: where the lane stores its row 0 (layout.h). add(half, words) sets
+ *  words[i] to the addends of row 2 half + i, in the order of the stored words. They are multiplied by add.by. */
 template <bool KEY, int GROUPS, int BITS, class A>
 __device__ __forceinline__ void decode_tile(const uint8_t *tile, uint32_t to, const LevelTables &tables,
                                             const LaneScales &scales, const A &add)
@@ -82,7 +82,7 @@ __device__ __forceinline__ void decode_tile(const uint8_t *tile, uint32_t to, co
     }
 }
 
-/** A warp's part of one side of a page: groups `first` and so on, COUNT at most, of a token tile. e: of the page's scales. */
+/** Decodes a warp's part of one side of a page: at most COUNT groups from `first` on of a token tile. e: layout.h. */
 template <bool KEY, int GROUPS, int COUNT>
 __device__ __forceinline__ void decode_side(const Side &side, const LevelTables &tables, const uint8_t *record,
                                             uint32_t to, int e, int token_tile, int first, int lane)
@@ -117,7 +117,7 @@ __device__ __forceinline__ void decode_side(const Side &side, const LevelTables 
         });
 }
 
-/** Keys with something added: add_to(group) is as decode_tile takes it. */
+/** Decodes keys as decode_side does, with add_to(group) as the `add` of decode_tile. */
 template <int GROUPS, int COUNT, class F>
 __device__ __forceinline__ void decode_keys_and_add(const Side &side, const LevelTables &tables, const uint8_t *record,
                                                     uint32_t to, int e, int token_tile, int first, int lane, F add_to)

@@ -1,4 +1,4 @@
-/* What runs before and behind the kernel on pages: queries to operands, and parts to rows of out and lse. A warp has a row. */
+/* The kernels before and after the one on pages: they make operands of queries and merge parts. A warp has a row. */
 #ifndef TQ_CUDA_ATTEND_CHUNK_ENDS_CUH
 #define TQ_CUDA_ATTEND_CHUNK_ENDS_CUH
 #include "cuda/attend/chunk/params.h"
@@ -10,16 +10,16 @@ namespace tq
 namespace chunk
 {
 
-constexpr int END_WARPS = 8; /* of a block; they divide TEAM_ROWS */
+constexpr int END_WARPS = 8; /* warps of a block; a divisor of TEAM_ROWS */
 constexpr int MOST_CHANNELS = TQ_TILE * MOST_GROUPS;
 
 /** A row of a segment's tile. */
 struct RowPlace {
     int32_t b, h, tile, segment, in_tile;
-    int32_t token, at, head; /* of its query: in the sequence, in q, and the query head */
+    int32_t token, at, head; /* the query: token in the sequence, token in q, query head */
     bool is_real;
 
-    /** i: of all rows of all segments. */
+    /** i: index of the row among those of all segments. */
     __device__ __forceinline__ RowPlace(const Args &a, int64_t i)
         : segment((int32_t)(i / a.tile_rows)), in_tile((int32_t)(i - (int64_t)segment * a.tile_rows))
     {
@@ -35,7 +35,7 @@ struct RowPlace {
     }
 };
 
-/** The pages in front of each sequence. One warp. */
+/** Writes a.line. Called by one warp. */
 __device__ __forceinline__ void cut_line(const Args &a, int lane)
 {
     int32_t before = 0, longest = 0;
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(32 * END_WARPS) prepare_chunk(const __grid_con
     }
     largest = warp_max(largest);
     __syncwarp();
-    /* To 2^13 .. 2^14, exactly. */
+    /* A power of two brings the largest number to 2^13 .. 2^14, exactly. */
     const int up = largest > 1e-30f ? 13 + 127 - (int)(__float_as_uint(largest) >> 23) : 0;
     const float factor = __int_as_float((127 + up) << 23) * (a.softmax_scale < 0 ? -1.0f : 1.0f);
     uint4 *to = reinterpret_cast<uint4 *>(a.queries) +
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(32 * END_WARPS) prepare_chunk(const __grid_con
             bias * a.softmax_scale * LOG2_E, variance, 0};
 }
 
-/** has_bias: whether logits had their bias when they were weighed. */
+/** Merges parts. has_bias: whether logits had their bias added before they were weighed. */
 __global__ void __launch_bounds__(32 * END_WARPS) merge_chunk(const __grid_constant__ Args a, bool has_bias)
 {
     __shared__ __align__(16) float rows[END_WARPS][MOST_CHANNELS];

@@ -3,8 +3,9 @@
  *   producers   two teams: copy packed pages ahead, decode each once for all rows of the block
  *   consumers   one or two teams with 64 rows each: products on tensor cores (WGMMA), softmax between them
  *
- * The products of page j + 1 run while page j is weighed, as in FlashAttention-3 (arXiv 2407.08608). Decoded keys and decoded values have two
- * stages each. A team fetches its queries itself, so that those of the next segment arrive while the last page is weighed. */
+ * Page j + 1 is weighed while the products with the values of page j run, as in FlashAttention-3 (arXiv 2407.08608).
+ * Decoded keys and decoded values have two stages each. A team loads its queries itself, so that those of the next
+ * segment arrive while the products with the last values run. */
 #ifndef TQ_CUDA_ATTEND_CHUNK_KERNEL_CUH
 #define TQ_CUDA_ATTEND_CHUNK_KERNEL_CUH
 #include "cuda/attend/chunk/cursor.cuh"
@@ -16,29 +17,28 @@ namespace tq
 namespace chunk
 {
 
-constexpr int MOST_SLOTS = 4;  /* packed pages in shared memory */
-constexpr int INFOS = 4;       /* of the last pages: two stages, and those that consumers still weigh */
+constexpr int MOST_SLOTS = 4;  /* slots of packed pages in shared memory */
+constexpr int INFOS = 4;       /* PageInfos in use: of two stages, and of pages that consumers still weigh */
 constexpr int PRODUCERS = 256; /* threads */
 constexpr float HEADROOM = 8;  /* a row's reference moves when a weight would exceed 2^HEADROOM */
 
-/** What consumers need to know of a page. */
+/** The facts about a page that consumers need. */
 struct PageInfo {
-    float key_factor; /* 2^e of its key scales */
-    float
-        value_exponent; /* e of its value scales: weights are 2^e times as large, because decoded values are 2^-e times */
-    float sum_factor;   /* 2^-e: what undoes it in the sum of weights */
-    int32_t seen;       /* tokens from the first on; 0: the page is not there */
+    float key_factor;     /* 2^e of its decoded keys */
+    float value_exponent; /* e of its value scales. Decoded values are divided by 2^e, so weights have that factor */
+    float sum_factor;     /* 2^-e, which undoes that factor in the sum of weights */
+    int32_t seen;         /* tokens that exist, from the first on; 0: there is no such page */
 };
 
-/** SCORES: logits are made one by one, for the variance term and the soft-cap. WAVE: keys have one. */
+/** SCORES: logits are computed before they are weighed, for the variance term and the soft-cap. WAVE: keys have one. */
 template <int GROUPS, int TEAMS, bool SCORES, bool WAVE> struct Shape {
     using D = Decoded<GROUPS>;
     static constexpr int THREADS = 128 * TEAMS + PRODUCERS;
     static constexpr int ROWS = TEAM_ROWS * TEAMS;
-    /* Of a thread. What the block is launched with is 65,536 / THREADS. */
+    /* Registers of a thread. A block starts with 65,536 / THREADS for each. */
     static constexpr int CONSUMER_REGISTERS = TEAMS == 2 ? 192 : 232, PRODUCER_REGISTERS = TEAMS == 2 ? 64 : 136;
     static_assert(128 * TEAMS * CONSUMER_REGISTERS + PRODUCERS * PRODUCER_REGISTERS <= 65536);
-    /* Shared memory. */
+    /* Offsets in shared memory. */
     static constexpr int AT_KEYS = TEAMS * D::QUERY_BYTES, AT_VALUES = AT_KEYS + 2 * D::KEY_BYTES,
                          AT_INFOS = AT_VALUES + 2 * D::VALUE_BYTES,
                          AT_SQUARES = AT_INFOS + INFOS * (int)sizeof(PageInfo),
@@ -65,12 +65,12 @@ __device__ __forceinline__ void arrive_for_warp(uint32_t bar, int lane)
     if (lane == 0) barrier_arrive(bar);
 }
 
-/* Barriers of the block: 1 and 2 are those of the consumers, `meet`. */
+/* Barriers 1 and 2 of the block are those of consumers (`meet`). */
 __device__ __forceinline__ void producers_meet() { meet_at<PRODUCERS>(3); }
 
 // ---- producers ----
 
-/** Sets the scales of the tokens from `seen` on to 0: what is stored there may be anything. All producers. */
+/** Sets the scales of tokens from `seen` on to 0, since anything may be stored there. Called by all producers. */
 __device__ __forceinline__ void hide_tokens(const Args &a, uint8_t *record, int seen)
 {
     for (int i = threadIdx.x; i < 2 * PAGE; i += PRODUCERS) {
@@ -81,7 +81,7 @@ __device__ __forceinline__ void hide_tokens(const Args &a, uint8_t *record, int 
     }
 }
 
-/** What thread 0 tells other producers of a page, for each slot. */
+/** The facts about the page in a slot that thread 0 gives the other producers. */
 struct SlotInfo {
     int32_t seen, wave; /* PageInfo.seen; index of the page's rows in wave_pages */
 };
@@ -113,19 +113,19 @@ __device__ __forceinline__ void produce(const Args &a, uint8_t *shared, const Ba
     constexpr int COUNT = (GROUPS + 1) / 2; /* groups of a warp */
     const uint32_t base = shared_address(shared);
     const int token_tile = warp % 4, first = warp / 4 * COUNT;
-    Cursor ahead(a); /* of thread 0, which copies */
+    Cursor ahead(a); /* only thread 0, which copies, advances it */
     const int32_t n = ahead.left;
     if (threadIdx.x == 0)
         for (int j = 0; j < min(n, a.ring); j++) {
             load_page<S>(a, ahead, shared, bars, j);
             ahead.next_page(a);
         }
-    /* A page's rows of the wave lie behind the ring while its keys are decoded, if there is room. */
+    /* If there is room, a copy of a page's rows of the wave lies behind the ring while the page's keys are decoded. */
     const int wave_steps = WAVE ? a.wave->fast_steps + 1 : 0;
     const bool has_copy = WAVE && a.ring > 1 && wave_steps * wave_step_bytes(GROUPS) <= a.wave_room;
     uint8_t *wave_copy = shared + S::AT_RING + a.ring * a.slot_bytes;
     const auto load_wave =
-        [&](int from) { /* of the page in a slot; thread 0 */
+        [&](int from) { /* from: the slot of the page. Thread 0 */
                         const uint32_t bytes = wave_steps * wave_step_bytes(GROUPS);
                         barrier_expect(bars.wave(), bytes);
                         copy_bulk(shared_address(wave_copy),
@@ -149,7 +149,7 @@ __device__ __forceinline__ void produce(const Args &a, uint8_t *shared, const Ba
         }
         int key_exponent = exponent_of(record + a.key.scales_offset, lane), wave_exponent = NO_WAVE;
         const int value_exponent = exponent_of(record + a.value.scales_offset, lane);
-        if constexpr (WAVE) { /* keys with the wave fit fp16, too */
+        if constexpr (WAVE) { /* keys must fit fp16 with the wave, too */
             wave_exponent = a.wave->exponent[info.wave % a.heads];
             key_exponent = max(key_exponent, wave_exponent - 2);
         }
@@ -179,7 +179,7 @@ __device__ __forceinline__ void produce(const Args &a, uint8_t *shared, const Ba
         shared_writes_before_copies();
         arrive_for_warp(bars.keys_full(stage), lane);
         if (has_copy && threadIdx.x == 0 && j + 1 < n) {
-            barrier_wait(bars.keys_full(stage), j >> 1 & 1); /* all producers have read this page's */
+            barrier_wait(bars.keys_full(stage), j >> 1 & 1); /* all producers have read the rows of page j */
             load_wave(slot + 1 == a.ring ? 0 : slot + 1);
         }
         if (j > 1) barrier_wait(bars.values_empty(stage), empty_parity);
@@ -187,7 +187,7 @@ __device__ __forceinline__ void produce(const Args &a, uint8_t *shared, const Ba
                                           value_exponent, token_tile, first, lane);
         shared_writes_before_copies();
         arrive_for_warp(bars.values_full(stage), lane);
-        producers_meet(); /* all have read the packed page */
+        producers_meet(); /* all producers have read the packed page */
         if (threadIdx.x == 0 && j + a.ring < n) {
             load_page<S>(a, ahead, shared, bars, slot);
             ahead.next_page(a);
@@ -198,10 +198,10 @@ __device__ __forceinline__ void produce(const Args &a, uint8_t *shared, const Ba
 
 // ---- consumers ----
 
-/** The softmax of a thread's two rows: of s[4 i + 2 r + c], row r has columns 8 i + 2 t + c. */
+/** The online softmax of a thread's two rows: s[4 i + 2 r + c] is column 8 i + 2 t + c of row r. */
 struct Softmax {
-    float reference[2], sum[2], factor[2]; /* factor: of earlier sums, since the reference moved */
-    bool moved;                            /* for the whole warp */
+    float reference[2], sum[2], factor[2]; /* factor: of earlier sums, if the reference moved */
+    bool moved;                            /* whether the reference of any row of the warp did */
 
     __device__ __forceinline__ void start()
     {
@@ -210,7 +210,7 @@ struct Softmax {
         moved = false;
     }
 
-    /** Products to weights 2^(logit - reference + value_exponent), which are below 2^HEADROOM. */
+    /** Turns products into weights 2^(logit - reference + value_exponent), which are at most 2^HEADROOM. */
     template <bool SCORES>
     __device__ __forceinline__ void weigh(const Args &a, float (&s)[64], const Row (&rows)[2], const PageInfo &page,
                                           const float *squares, int t)
@@ -262,7 +262,7 @@ struct Softmax {
             }
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            /* A row that has seen nothing yet has logits of -inf alone. */
+            /* If the reference is still -inf, all logits of the row are -inf. */
             const float add = page.value_exponent - (reference[r] == -INFINITY ? 0.0f : reference[r]);
             float part[2] = {0, 0};
 #pragma unroll
@@ -277,7 +277,7 @@ struct Softmax {
         }
     }
 
-    /** After the last product with values has ended: earlier sums in the units of the new weights, and these as operand A. */
+    /** Rescales earlier sums if the reference moved, and makes operand A of weights. No product with values may run. */
     template <int N>
     __device__ __forceinline__ void apply(float (&o)[N], const float (&s)[64], uint32_t (&weights)[8][4])
     {
@@ -335,12 +335,12 @@ __device__ __forceinline__ void consume(const Args &a, uint8_t *shared, const Ba
         softmax.weigh<SCORES>(a, s, rows, reinterpret_cast<const PageInfo *>(shared + S::AT_INFOS)[j % INFOS],
                               reinterpret_cast<const float *>(shared + S::AT_SQUARES) + j % INFOS * PAGE, t);
     };
-    int32_t j = 0; /* pages of the piece so far */
+    int32_t j = 0; /* index of the page in the piece */
     int query_parity = 0;
 #pragma unroll 1
     while (at.left > 0) {
         const int32_t segment = at.segment(a), last = j + at.here() - 1;
-        const int64_t row = 64 * team + 16 * warp + lane / 4; /* of the segment; the other one is 8 further */
+        const int64_t row = 64 * team + 16 * warp + lane / 4; /* in the segment; the thread's other row is row + 8 */
 #pragma unroll
         for (int r = 0; r < 2; r++) rows[r] = a.row_args[(int64_t)segment * S::ROWS + row + 8 * r];
         softmax.start();
@@ -374,7 +374,7 @@ __device__ __forceinline__ void consume(const Args &a, uint8_t *shared, const Ba
             softmax.apply(o, s, weights);
         }
         at.next_segment(a);
-        meet(team); /* all have multiplied the queries */
+        meet(team); /* all warps of the team are done with the queries */
         load_queries();
         barrier_wait(bars.values_full(j & 1), j >> 1 & 1);
         multiply_values(j & 1);

@@ -1,15 +1,16 @@
 /* The wave of keys (turboquant.h, "Keys of a plan with a wave or a metric"), added to keys as they are decoded.
  *
- * Decoded keys are in the space of prepared queries, R A (k - centre) over steps. There a pair's wave is cos(position * angle) times one row
- * and sin(..) times another (`wave_rows`). On the tokens of a page that is a product of few rows:
+ * Decoded keys are in the space of prepared queries, R A (k - centre) over steps. There a pair's wave is one row times
+ * cos(position * angle) plus another times sin(..) (`wave_rows`). On the tokens of a page it is a product of few rows:
  *
  *   wave[token] = basis[token][rows] x pages[page][rows]
  *
- *   fast pairs   two rows each: the pair's rows turned to the first token of the page; basis: cosine and sine of token * angle
- *   slow pairs   16 rows for all of them: their sum at the Chebyshev nodes of the page; basis: Lagrange's polynomials of the nodes
+ *   fast pairs   two rows each, turned to the first token of the page; basis: cosine and sine of token * angle
+ *   slow pairs   16 rows in all: their sum at the Chebyshev nodes of the page; basis: Lagrange polynomials of the nodes
  *
- * The basis is the same for all pages. A pair is slow if it turns by at most 7 radians from the middle of a page to its end: polynomials of
- * degree 15 are then off by 7^16 / (2^15 16!) = 5e-5 of an amplitude. Numbers are rounded to fp16, as keys are. */
+ * The basis is the same for all pages. A pair is slow if it turns by at most 7 radians from the middle of a page to
+ * its end: polynomials of degree 15 are then off by 7^16 / (2^15 16!) = 5e-5 of an amplitude. Numbers are rounded to
+ * fp16, as keys are. */
 #ifndef TQ_CUDA_ATTEND_CHUNK_WAVE_CUH
 #define TQ_CUDA_ATTEND_CHUNK_WAVE_CUH
 #include "cuda/attend/chunk/decode.cuh"
@@ -20,27 +21,28 @@ namespace tq
 namespace chunk
 {
 
-constexpr int USUAL_STEPS = 3; /* of 64 pairs with a base of 500,000 or more, nodes included */
+constexpr int USUAL_STEPS = 3; /* of 64 pairs at a RoPE base of 500,000 or more, the step of nodes included */
 constexpr int NODES = 16;
 constexpr double PI = 3.14159265358979323846;
 constexpr int BASIS_BLOCKS = 16;
 constexpr uint32_t SLOW_INCREMENT = (uint32_t)(7 / ((PAGE - 1) / 2.0) / (2 * PI) * 4294967296.0);
-/** Rows of heads are divided by 2^e, with e such that the largest number is below 2^WAVE_SIZE: sums of them fit fp16, and so do small ones. */
+/** The rows of a head are divided by 2^e, with e such that the largest number is in 2^(WAVE_SIZE - 1) .. 2^WAVE_SIZE.
+ *  Then sums of them fit fp16, and so do small numbers. e is NO_WAVE if none is above 1e-30. */
 constexpr int WAVE_SIZE = 6, NO_WAVE = -100;
 
 struct WaveInfo {
-    int32_t fast_steps;        /* steps of fast pairs; one step of nodes is behind them */
+    int32_t fast_steps;        /* steps of fast pairs; one step of nodes follows */
     int32_t exponent[1 << 20]; /* [heads] */
 };
 
-/** Where the pages of a head lie in wave_pages: [set][page][head][step][group][lane][2]. */
+/** Returns the index of a page and head in wave_pages, which is [set][page][head][step][group][lane][2]. */
 __device__ __forceinline__ int64_t wave_page_at(const Args &a, int64_t set, int32_t page, int32_t h)
 {
     return (set * a.max_pages + page) * a.heads + h;
 }
 
-/** Chebyshev's nodes, cos(pi (2 n + 1) / 32), and their barycentric weights, (-1)^n sin(pi (2 n + 1) / 32) (Berrut and Trefethen,
- *  Barycentric Lagrange interpolation, 2004, section 5). */
+/** Chebyshev nodes, cos(pi (2 n + 1) / 32), and their barycentric weights, (-1)^n sin(pi (2 n + 1) / 32) (Berrut and
+ *  Trefethen, Barycentric Lagrange interpolation, 2004, section 5). */
 __constant__ float NODE_AT[NODES] = {0.99518473f,  0.95694034f,  0.88192126f,  0.77301045f,  0.63439328f,  0.47139674f,
                                      0.29028468f,  0.09801714f,  -0.09801714f, -0.29028468f, -0.47139674f, -0.63439328f,
                                      -0.77301045f, -0.88192126f, -0.95694034f, -0.99518473f};
@@ -48,7 +50,7 @@ __constant__ float NODE_WEIGHT[NODES] = {
     0.09801714f, -0.29028468f, 0.47139674f, -0.63439328f, 0.77301045f, -0.88192126f, 0.95694034f, -0.99518473f,
     0.99518473f, -0.95694034f, 0.88192126f, -0.77301045f, 0.63439328f, -0.47139674f, 0.29028468f, -0.09801714f};
 
-/** The plan's pairs, fast ones first; returns how many are fast. One warp. */
+/** Lists the plan's pairs, fast ones first, and returns how many are fast. Called by one warp. */
 __device__ __forceinline__ int order_pairs(const Args &a, uint8_t *order, int lane)
 {
     uint32_t fast[2], slow[2];
@@ -73,7 +75,7 @@ __device__ __forceinline__ int order_pairs(const Args &a, uint8_t *order, int la
     return n;
 }
 
-/** Row `second` of a pair: what its cosine, or its sine, is multiplied by. One warp. */
+/** Writes the row that the cosine of pair i is multiplied by, or if `second` its sine. Called by one warp. */
 __device__ __forceinline__ void put_wave_row(const Args &a, int h, int i, bool second, float *row, float *to, int lane)
 {
     const int width = TQ_TILE * a.groups;
@@ -97,7 +99,7 @@ __device__ __forceinline__ void put_wave_row(const Args &a, int h, int i, bool s
     }
 }
 
-/** The basis as operands A: [token tile][half][step][lane][4]. Threads of BASIS_BLOCKS blocks, of which this is one. */
+/** Writes the basis as operands A, [token tile][half][step][lane][4]. block: index among BASIS_BLOCKS that call it. */
 __device__ __forceinline__ void put_basis(const Args &a, const uint8_t *order, int fast, int block)
 {
     const int steps = (fast + STEP_PAIRS - 1) / STEP_PAIRS + 1;
@@ -109,8 +111,8 @@ __device__ __forceinline__ void put_basis(const Args &a, const uint8_t *order, i
         if (step < steps - 1) {
             const int slot = STEP_PAIRS * step + at;
             if (slot < fast) x = turn(phase_of(a.moments.pair(order[slot]).increment, token));
-        } else { /* polynomial n at u is weight n / (u - node n) over the sum of all such */
-            const float u = (float)(2 * token - (PAGE - 1)) / (PAGE - 1); /* no node */
+        } else { /* polynomial n at u is weight n / (u - node n), over the sum of these for all n */
+            const float u = (float)(2 * token - (PAGE - 1)) / (PAGE - 1); /* never a node */
             float sum = 0, of[2] = {};
 #pragma unroll
             for (int n = 0; n < NODES; n++) {
@@ -124,7 +126,7 @@ __device__ __forceinline__ void put_basis(const Args &a, const uint8_t *order, i
     }
 }
 
-/** The last blocks put the basis, warps of the others a row each. */
+/** Writes the basis and wave_rows: the last BASIS_BLOCKS blocks the basis, each warp of the others one row. */
 __global__ void __launch_bounds__(32 * END_WARPS) prepare_wave(const __grid_constant__ Args a)
 {
     __shared__ float rows[END_WARPS][MOST_CHANNELS];
@@ -150,13 +152,13 @@ __global__ void __launch_bounds__(32 * END_WARPS) prepare_wave(const __grid_cons
     put_basis(a, order, fast, of_basis);
 }
 
-/** Rows of pages, as operands B of WaveAddend. A block has every `runs`-th page of a head, a warp 16 channels: of a group, words 2 x and
- *  2 x + 1 that lanes store. */
+/** Writes the wave's rows of pages, as operands B of WaveAddend. A block has every `runs`-th page of a head. A warp has
+ *  16 channels of a group: those in words 2 x and 2 x + 1 that lanes store. */
 template <int GROUPS>
 __global__ void __launch_bounds__(64 * GROUPS) put_wave_pages(const __grid_constant__ Args a, int runs)
 {
     constexpr int PITCH = MOST_PAIRS + 4;
-    __shared__ uint32_t turns[16 * (MOST_STEPS + 1)][PITCH]; /* [row][place of the pair]: factors of its two rows */
+    __shared__ uint32_t turns[16 * (MOST_STEPS + 1)][PITCH]; /* [row][place of the pair]: factors of the pair's rows */
     __shared__ float maxima[2 * GROUPS];
     __shared__ uint8_t order[MOST_PAIRS];
     __shared__ int fast_pairs;
@@ -204,12 +206,12 @@ __global__ void __launch_bounds__(64 * GROUPS) put_wave_pages(const __grid_const
 #pragma unroll 1
     for (int64_t i = run; i < (int64_t)a.wave_sets * longest; i += runs) {
         const int32_t set = (int32_t)(i / longest), page = (int32_t)(i - (int64_t)set * longest);
-        if (a.wave_sets > 1 && page * PAGE >= length_of(a, set)) continue; /* the whole block agrees */
+        if (a.wave_sets > 1 && page * PAGE >= length_of(a, set)) continue; /* the same in all threads */
         const int32_t first =
             (int32_t)((uint32_t)first_position(a.sinks, a.position_offset, set) + (uint32_t)page * PAGE);
-        __syncthreads(); /* nobody reads the turns of the last page */
+        __syncthreads(); /* no warp reads the last page's turns any more */
         for (int k = threadIdx.x; k < 16 * fast_steps * STEP_PAIRS;
-             k += 64 * GROUPS) { /* of a row, the places of its step */
+             k += 64 * GROUPS) { /* for each row the places of its step */
             const int row = k / STEP_PAIRS, place = row / 16 * STEP_PAIRS + k % STEP_PAIRS;
             uint32_t word = 0;
             if (place == row / 2 && place < fast) {
@@ -253,7 +255,7 @@ __global__ void __launch_bounds__(64 * GROUPS) put_wave_pages(const __grid_const
     }
 }
 
-/** The wave of a group's channels on a token tile, as decode_tile adds it. */
+/** Computes the wave of a group's channels on a token tile, for decode_tile to add. */
 template <int GROUPS> struct WaveAddend {
     const uint4 *basis, *page; /* of the lane: [half][step][32], and [step][wave_step_words] */
     int steps;

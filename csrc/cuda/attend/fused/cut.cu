@@ -1,4 +1,4 @@
-/* The cut of the fused kernels: thread blocks that share a segment, warps, shared memory, and whether SPLIT is faster. */
+/* The cut of the fused kernels: blocks that share a segment, warps, shared memory, and whether SPLIT is faster. */
 #include "cuda/attend/choose/cut.h"
 
 namespace tq
@@ -8,8 +8,8 @@ namespace
 
 /* ---- the cut of attend_fused ---- */
 
-/** Blocks of a multiprocessor that takes `warps` warps of them: so many that all segments are at work at once, if that is possible,
- *  because otherwise some wait for a turn of their own. Blocks have two warps at least. */
+/** Returns how many blocks share a multiprocessor that has room for `warps` warps: as many as let all segments run at
+ *  once, if that is possible, because otherwise some wait for a turn of their own. A block has at least two warps. */
 int blocks_at_once(int64_t segments, int warps, const Device &device)
 {
     int blocks = 1;
@@ -18,40 +18,40 @@ int blocks_at_once(int64_t segments, int warps, const Device &device)
     return blocks;
 }
 
-/** Blocks that share a segment of so many units at most, and whether as a cluster; returns how many a team may have. blocks: all that
- *  are at work at once. */
+/** Chooses how many thread blocks share a segment, and whether they form a cluster. Returns the most units of a team.
+ *  units: the most of a segment; blocks: how many can run at once on the device. */
 int64_t share_segments(int64_t segments, int64_t units, int64_t blocks, const Device &device, FusedArgs *f)
 {
     int processors = device.processors,
-        in_clusters = processors * device.rules->clusters_of_11 / 11; /* some are in no cluster of four or eight */
+        in_clusters = processors * device.rules->clusters_of_11 / 11; /* the rest fit no cluster of four or eight */
     f->cluster = PORTABLE_CLUSTER;
     while (f->cluster > 1 && segments * f->cluster > (f->cluster > 2 ? in_clusters : processors)) f->cluster /= 2;
-    /* A large cluster where that takes all units at once, and one of eight would keep more than busy_warps of its teams busy. */
+    /* A large cluster, if it has a team for each unit and one of eight would keep more than busy_warps teams busy. */
     int busy = f->teams < device.rules->busy_warps ? f->teams : device.rules->busy_warps;
     if (segments <= device.large_clusters && segments * LARGE_CLUSTER <= processors &&
         units > PORTABLE_CLUSTER * busy && units <= LARGE_CLUSTER * f->teams)
         f->cluster = LARGE_CLUSTER;
     int64_t parts = blocks / segments;
     auto rounds = [&](int64_t sharing) { return (units + sharing * f->teams - 1) / (sharing * f->teams); };
-    bool split = parts > 1 && rounds(f->cluster) > rounds(parts); /* merge_parts costs no more than a round */
+    bool split = parts > 1 && rounds(f->cluster) > rounds(parts); /* merge_parts costs at most a round */
     f->sharing = split ? (int)parts : f->cluster;
     if (split) f->cluster = 1;
     return rounds(f->sharing);
 }
 
-/** Whether of the blocks' turns on the multiprocessors, `room` of them at work at once, few places stay empty: every block works as long
- *  as the longest. */
+/** Whether few places stay empty. Blocks run in turns, up to `room` of them at once, and each is taken to be as long as
+ *  the longest. */
 bool keeps_busy(int64_t blocks, int64_t room, const Rules &r)
 {
     int64_t turns = (blocks + room - 1) / room;
     return blocks * 20 >= turns * room * r.busy_of_20;
 }
 
-/** So few units of a warp are faster here than by SPLIT, whatever else holds. */
+/** A warp with at most this many units is faster here than in SPLIT, whatever else holds. */
 constexpr int FEW_UNITS = 2;
-constexpr int SCHEDULERS = 4; /* of a multiprocessor */
+constexpr int SCHEDULERS = 4; /* warp schedulers of a multiprocessor */
 
-/** Shared memory of the blocks, and the warps that have exact tokens, no more than there are tiles of these; returns the bytes. */
+/** Lays out a block's shared memory; returns its bytes. Sets f.stride and f.exact_warps: at most one per exact tile. */
 int lay_out_fused(const KernelChoice &kernel, AttendArgs *args)
 {
     AttendArgs &a = *args;
@@ -82,8 +82,8 @@ int lay_out_fused(const KernelChoice &kernel, AttendArgs *args)
 
 enum class Verdict { YES, FEWER_AT_ONCE, NO };
 
-/** Whether the cut is faster than that of SPLIT, or might be with fewer blocks at once. at_once: blocks of a multiprocessor; rounds: as of
- *  share_segments. */
+/** Whether the cut is faster than that of SPLIT, or might be with fewer blocks at once. at_once: blocks of a
+ *  multiprocessor; rounds: from share_segments. */
 Verdict fused_is_faster(const AttendArgs &a, const KernelChoice &kernel, int64_t segments, int at_once, int64_t rounds,
                         const Device &device)
 {
@@ -93,15 +93,16 @@ Verdict fused_is_faster(const AttendArgs &a, const KernelChoice &kernel, int64_t
     if ((kernel.row_quads == 1 ? rounds : half_pages) <= FEW_UNITS) return Verdict::YES;
     if (a.p.layer.batch > 1 && a.p.schedule_kind != TQ_SCHEDULE_EQUAL)
         return Verdict::NO; /* one long sequence would keep all waiting */
-    /* With exact tokens even fewer blocks are often faster than SPLIT, which has a kernel more for them: measured with four rows of 128 channels. */
+    /* SPLIT attends to exact tokens in another kernel (prepare). So with these, fewer blocks at once are often still
+     * faster than SPLIT: measured with four rows of 128 channels. */
     const bool may_be_fewer =
         a.exact_parts && kernel.bits && kernel.row_quads == 1 && a.groups == 4 && half_pages <= r.most_in_turns;
     if (!keeps_busy(segments * f.sharing, (int64_t)at_once * device.processors, r))
         return may_be_fewer ? Verdict::FEWER_AT_ONCE : Verdict::NO;
-    /* by whole pages, here or by the three kernels, long caches are faster */
+    /* long caches are faster by whole pages, here or in SPLIT */
     if (!kernel.bits && kernel.row_quads == 2 && kernel.tiles == 2 && half_pages > r.most_8_rows) return Verdict::NO;
-    /* Kernels for any widths, with several blocks a multiprocessor, against SPLIT: two are faster at any length, more than two,
-     * and more than four rows, where a warp has few pages (measured.md). */
+    /* Kernels for any widths, several blocks per multiprocessor: with four rows, two blocks are faster than SPLIT at
+     * any length. More blocks, or more rows, are faster only if a warp has few pages (measured.md). */
     if (kernel.bits || at_once == 1) return Verdict::YES;
     bool short_enough =
         kernel.row_quads == 1 ? at_once == 2 || half_pages <= r.most_any_4_rows : half_pages <= r.most_any_8_rows;
@@ -110,15 +111,15 @@ Verdict fused_is_faster(const AttendArgs &a, const KernelChoice &kernel, int64_t
 
 int page_cost(const AttendArgs &a, const Rules &r) { return r.page_cost[a.groups > 2]; }
 
-/** What a warp takes for so many units. A page of two units takes as long as two half pages, each further one a bit less. */
+/** Returns the cost of `rounds` units for a warp; with run 2 of pages: after the first, one less than two halves. */
 int64_t units_cost(const AttendArgs &a, const KernelChoice &kernel, int64_t rounds, const Rules &r)
 {
     if (kernel.run > 1) return rounds * (2 * r.half_cost - 1) + 1;
     return rounds * (kernel.tiles == 2 ? r.half_cost : page_cost(a, r));
 }
 
-/** Cuts the work for the kernel of so many tiles a unit; returns about what it costs. 0, and *l good for nothing, where there is no such
- *  kernel, or no room, or the three kernels are faster. */
+/** Cuts the work for the kernel whose units have `tiles` token tiles, and returns about what it costs. Returns 0, with
+ *  *l undefined, if there is no such kernel, if it has no room, or if SPLIT is faster. */
 int64_t cut_units(const tq_plan &plan, const Device &device, int tiles, Launch *l)
 {
     AttendArgs &a = l->args;
@@ -128,8 +129,8 @@ int64_t cut_units(const tq_plan &plan, const Device &device, int tiles, Launch *
     if (!kernel.kernel) return 0;
     lay_out_stage(&plan, kernel.tiles, &a);
     const int most = kernel.max_threads / 32, busy_warps = kernel.run > 1 ? most : r.busy_warps;
-    /* Each block has tables of the wave, so of many there are two on a multiprocessor, if that leaves room for enough warps
-     * (measured.md; with four rows). */
+    /* Each block has its own tables of the wave. So with many segments, only two blocks share a multiprocessor, if that
+     * leaves room for enough warps (measured.md; with four rows). */
     const bool two = a.wave.steps && tiles == 4 && a.tile_rows == 4 && l->segments > 2 * device.processors;
     for (int at_once = two ? 2 : blocks_at_once(l->segments, most, device); at_once; at_once--) {
         int room = device.shared_bytes_per_processor / at_once - 1024;
@@ -139,15 +140,16 @@ int64_t cut_units(const tq_plan &plan, const Device &device, int tiles, Launch *
             f.teams = f.warps;
             int64_t units = (int64_t)a.p.layer.max_pages * a.page_units / kernel.run,
                     rounds = share_segments(l->segments, units, at_once * (int64_t)device.processors, device, &f);
-            /* More warps make a block's start and end shorter: all there can be if no more than busy_warps of them have a unit, or
-             * if that saves a large cluster a round, or any cluster the kernel behind; otherwise no more than are good for reading. */
+            /* More than busy_warps warps shorten a block's start and end, but slow down reading. So a block has either
+             * `first` warps or at most busy_warps: `first` if at most busy_warps of them have a unit, or if each has at
+             * most one and that makes a large cluster possible or saves merge_parts. */
             FusedArgs fewer = f;
             fewer.teams = busy_warps;
             share_segments(l->segments, units, at_once * (int64_t)device.processors, device, &fewer);
             bool saves = f.cluster == LARGE_CLUSTER || (rounds == 1 && f.cluster > 1 && fewer.cluster == 1);
             int busy = saves ? f.warps : busy_warps;
             if (f.warps > busy_warps && (f.warps < first || units > busy * f.sharing)) continue;
-            /* With a wave each scheduler has equally many (measured.md). */
+            /* With a wave and many units, each scheduler has equally many warps (measured.md). */
             const bool long_wave = a.wave.steps && kernel.bits && a.tile_rows == 4 && a.groups == 4 &&
                                    rounds > (kernel.run > 1 ? r.long_wave_pages : FEW_UNITS);
             if (long_wave && at_once * f.warps % SCHEDULERS) continue;
@@ -168,15 +170,15 @@ int64_t cut_units(const tq_plan &plan, const Device &device, int tiles, Launch *
 
 /* ---- the cut of attend_fused_many_rows ---- */
 
-/** Turns that its blocks take: each fills a multiprocessor. */
+/** Returns how many turns the blocks take, each of which fills a multiprocessor. */
 int64_t wide_turns(const Launch &l, const Device &device)
 {
     int64_t blocks = l.segments * l.args.fused.sharing;
     return (blocks + device.processors - 1) / device.processors;
 }
 
-/** Cuts the work by tiles of 16 rows, or of 32 where there are `rows` of more; returns how many pages a team may have, over all turns. 0
- *  where there is no such kernel, or no room for three teams. */
+/** Cuts the work into tiles of 16 rows if `rows` is at most 16, otherwise of 32. Returns the most pages of a team, over
+ *  all turns; 0 if there is no such kernel, or no room for three teams. */
 int64_t cut_tiles(const tq_plan &plan, const Device &device, int rows, Launch *l)
 {
     AttendArgs &a = l->args;
@@ -199,7 +201,7 @@ int64_t cut_tiles(const tq_plan &plan, const Device &device, int rows, Launch *l
     return 0;
 }
 
-/** What both fused strategies start from. False where there are more segments than `divide` takes. */
+/** Sets what both fused strategies start from. Returns false if there are more segments than `divide` takes. */
 bool start_fused(Launch *launch)
 {
     AttendArgs &a = launch->args;
@@ -210,7 +212,7 @@ bool start_fused(Launch *launch)
     return launch->segments < 1 << 22;
 }
 
-/** Blocks that share a multiprocessor, and warps of each, for sequences of any lengths. False where there is no kernel, or no room. */
+/** Cuts the work for sequences of any lengths. Returns false if there is no kernel, no room, or if SPLIT is faster. */
 bool cut_ragged(const tq_plan &plan, const Device &device, int tiles, Launch *launch)
 {
     constexpr int LEAST_WARPS = 4, WARPS_WITH_WAVE = 8;
@@ -224,7 +226,7 @@ bool cut_ragged(const tq_plan &plan, const Device &device, int tiles, Launch *la
     if (!kernel.ragged) return false;
     kernel.kernel = kernel.ragged, kernel.is_ragged = true;
     const int first = most > busy && of_100 <= r.ragged_two ? 2 : most / LEAST_WARPS;
-    /* One block alone starts and ends while nothing else runs, which takes longer with a wave than few warps do. */
+    /* While a lone block starts or ends, its multiprocessor is idle. With a wave that costs more than few warps do. */
     const int enough = wave ? WARPS_WITH_WAVE : busy;
     for (int at_once = first; at_once; at_once--) {
         Launch l = *launch;
@@ -250,10 +252,10 @@ bool cut_ragged(const tq_plan &plan, const Device &device, int tiles, Launch *la
     }
     *launch = best;
     const AttendArgs &a = launch->args;
-    /* More than two for each multiprocessor were not measured. */
+    /* More than two segments for each multiprocessor were not measured. */
     const bool few = launch->segments <= a.fused.at_once && launch->segments <= 2 * device.processors;
-    /* SPLIT has a kernel more for exact tokens, so any number of segments that have some runs here. Eight rows of 2 bits with a wave and
-     * without exact tokens are faster there (measured.md). */
+    /* SPLIT attends to exact tokens in another kernel, so with these any number of segments runs here. SPLIT is faster
+     * for eight rows of 2 bits with a wave and without exact tokens (measured.md). */
     const bool slow = wave && of_100 > r.ragged_few && a.tile_rows == 8 && kernel.bits == 2 && !a.exact_parts;
     return most_warps && !slow && (few || a.exact_parts || (!wave && of_100 >= r.ragged_many));
 }
@@ -269,7 +271,7 @@ bool cut_fused_many_rows(const tq_plan &plan, const Device &device, Launch *laun
     const AttendArgs &a = l.args;
     int64_t pages = cut_tiles(plan, device, a.rows, &l);
     int bits = l.kernel.bits; /* 2, 3, 4, or BY_GROUP, which is 0 */
-    if (a.rows > 16) { /* What is before and behind the pages takes a block of 32 rows longer, by this many pages. */
+    if (a.rows > 16) { /* A block of 32 rows takes longer before and after its pages, by the time of `longer` pages. */
         Launch by_16 = start;
         int64_t pages_by_16 = cut_tiles(plan, device, 16, &by_16), longer = r.longer_32_rows[bits > 2 ? 2 : bits / 2];
         if (pages_by_16 && (!pages || pages_by_16 < pages + longer)) l = by_16, pages = pages_by_16;
@@ -295,10 +297,11 @@ bool cut_fused(const tq_plan &plan, const Device &device, Launch *launch)
     const int row_quads = a.tile_rows / 4;
     Launch wholes = halves;
     int64_t by_half = cut_units(plan, device, 2, &halves), by_page = 0;
-    /* Whole pages pay off where there are many. With up to four rows that is all, but for four groups there may not be many segments, which
-     * leave few warps for each, unless there is a wave, which is summed once a page; of mixed plans then if half pages do not do. With more
-     * rows, or many segments, whole pages may not cost more, and a warp is to have two of a mixed plan, or four where segments are many:
-     * `least` is what those cost. */
+    /* Whole pages are tried where there are no kernels for half pages, and with few segments if each multiprocessor has
+     * two pages. Many segments leave few warps for each: then whole pages are tried for more than four rows, fewer than
+     * four groups, a wave, which is summed once a page, and mixed widths that cannot run by half pages. With many
+     * segments or more than four rows they run only if they cost no more than half pages, and at least `least`: four
+     * pages of a warp, or with few segments two pages in kernels for any widths. */
     const bool only_wholes = !find_kernel(Strategy::FUSED, true, plan, row_quads, 2).kernel;
     const bool many = segments > 2 * device.processors;
     if (plan.page_tokens > 2 * TQ_TILE &&
@@ -331,7 +334,7 @@ bool cut_fused(const tq_plan &plan, const Device &device, Launch *launch)
 tq_status use_shares(const Device &device, Launch *launch, tq_error *error)
 {
     AttendArgs &a = launch->args;
-    a.schedule_teams = a.p.layer.batch; /* rows */
+    a.schedule_teams = a.p.layer.batch; /* one row for each sequence */
     a.schedule_key = key_of(a);
     if (a.p.schedule) TQ_CUDA_TRY(check_schedule_rows(a.p.layer.batch, a.p.schedule_rows, device, error));
     a.schedule = reinterpret_cast<const int4 *>(a.p.schedule);
@@ -344,7 +347,7 @@ size_t lay_out_fused_workspace(Launch *l, char *base)
     if (a.fused.sharing == a.fused.cluster && !a.fused.ragged) return 0;
     int64_t at = 0;
     a.sums = reinterpret_cast<float *>(base + take(&at, (int64_t)l->blocks * a.rows * part_floats(a) * sizeof(float)));
-    if (a.fused.ragged && !a.p.schedule) /* its own */
+    if (a.fused.ragged && !a.p.schedule) /* the call's own schedule */
         a.schedule =
             reinterpret_cast<const int4 *>(base + take(&at, fused_schedule_rows(a.p.layer.batch) * sizeof(int4)));
     return (size_t)at;

@@ -1,5 +1,5 @@
-/* Exact tokens of FUSED: a warp has eight at a time, which it multiplies with up to eight rows on tensor cores, in the 16 bits that they have. A
- * weight is the sum of two such numbers, so that it keeps 16 bits or more. float32 has a loop of its own. */
+/* Exact tokens of FUSED. A warp multiplies eight at a time with up to eight rows, on tensor cores, in the model's fp16
+ * or bf16. A weight is the sum of two such numbers, so that it keeps 16 bits or more. float32 has a loop of its own. */
 #ifndef TQ_CUDA_ATTEND_FUSED_EXACT_CUH
 #define TQ_CUDA_ATTEND_FUSED_EXACT_CUH
 #include "cuda/attend/rows/exact.cuh"
@@ -8,14 +8,14 @@
 namespace tq
 {
 
-/** The exact tokens of one warp; fused.exact_warps warps of each block share those of the segment. A lane 4 g + t has the address of token g of
- *  the next eight. */
+/** The exact tokens of one warp; fused.exact_warps warps of each block share those of the segment. Lane 4 g + t has the
+ *  address of token g of the next eight. */
 struct ExactTokens {
     ExactView view;
-    int32_t next, end, stride; /* among the tokens that the sequence's rows see */
+    int32_t next, end, stride; /* indices into the tokens of view */
     ExactToken token;          /* position INT32_MAX: none */
 
-    /** part: of a block's warps; rank, sharing: of the block among those of the segment. */
+    /** part: the warp's, of fused.exact_warps in the block; rank: the block's, of `sharing` blocks of the segment. */
     __device__ __forceinline__ ExactTokens(const AttendArgs &a, const RowSet &s, const Sequence &seq, int32_t rank,
                                            int32_t part, int32_t sharing, int lane)
         : view(view_exact(a, seq, s.b)), next(EXACT_TILE * (rank + part * sharing)),
@@ -31,7 +31,7 @@ struct ExactTokens {
     }
 
 private:
-    /** Has the L2 cache load the tokens: registers are short. */
+    /** Finds the lane's token, and prefetches it to L2 only, because registers are short. */
     __device__ __forceinline__ void find(const AttendArgs &a, const RowSet &s, const Sequence &seq, int lane)
     {
         constexpr int LINE_BYTES = 128;
@@ -46,7 +46,7 @@ private:
     }
 };
 
-/** A row's four numbers of 16 bits from a channel on; 0 from channel `end` on. */
+/** Loads four 16-bit numbers of a row, from `channel` on; zeros if channel >= end. */
 __device__ __forceinline__ uint2 load_halves(const void *row, int channel, int end)
 {
     uint2 x = make_uint2(0, 0);
@@ -57,7 +57,7 @@ __device__ __forceinline__ uint2 load_halves(const void *row, int channel, int e
     return x;
 }
 
-/** As mma_halves, of fp16 or bf16; rows 8 .. of the first factor are 0. */
+/** c += a b, laid out as in mma_halves, in fp16 or bf16; a has eight rows, and rows 8 .. 15 count as 0. */
 __device__ __forceinline__ void multiply_eight(float (&c)[4], uint2 a, uint2 b, bool bf16)
 {
 #define TQ_MMA(type)                                                                                                   \
@@ -69,8 +69,8 @@ __device__ __forceinline__ void multiply_eight(float (&c)[4], uint2 a, uint2 b, 
 #undef TQ_MMA
 }
 
-/** c (16 x 8) += a (16 x 8) b (8 x 8), fp16 or bf16. Lane 4 g + t holds a.x: row g, columns 2 t ..; a.y: row g + 8; b: rows 2 t .. of column
- *  g; c as mma_halves. */
+/** c (16 x 8) += a (16 x 8) b (8 x 8), fp16 or bf16. Lane 4 g + t holds a.x: row g, columns 2 t ..; a.y: row g + 8; b:
+ *  rows 2 t .. of column g; c: as in mma_halves. */
 __device__ __forceinline__ void multiply_by_eight(float (&c)[4], uint2 a, uint32_t b, bool bf16)
 {
 #define TQ_MMA(type)                                                                                                   \
@@ -81,7 +81,7 @@ __device__ __forceinline__ void multiply_by_eight(float (&c)[4], uint2 a, uint32
 #undef TQ_MMA
 }
 
-/** Two weights as two pairs of 16 bits whose sum has 16 bits or more of them. */
+/** Returns two weights as two pairs of 16-bit numbers, high and low parts, whose sums keep 16 bits or more. */
 __device__ __forceinline__ uint2 split_weights(float2 w, int dtype)
 {
     const uint32_t high = pack_halves(w.x, w.y, dtype);
@@ -93,7 +93,7 @@ __device__ __forceinline__ uint2 split_weights(float2 w, int dtype)
 struct RunningWeights {
     float top = -INFINITY, sum = 0;
 
-    /** Logits to weights; returns the factor of all that was summed before. All lanes of a row have `largest`. */
+    /** Turns logits into weights; returns the factor for earlier sums. largest: of the row's logits in all lanes. */
     __device__ __forceinline__ float weigh(float2 *x, float largest)
     {
         const float before = top;
@@ -105,8 +105,8 @@ struct RunningWeights {
     }
 };
 
-/** A warp's sums of weighted values of 16 bits for ROWS rows of the set, from first_row on. GROUPS of 32 channels. Of a key, lane 4 g + t has
- *  channels 16 c + 4 t .., of a value 32 c + 4 g ... */
+/** A warp's sums of weighted 16-bit values for ROWS rows of the set, from first_row on. GROUPS: of 32 channels. Lane
+ *  4 g + t loads channels 16 c + 4 t .. of a key, and channels 32 c + 4 g .. of a value. */
 template <int GROUPS, int ROWS> struct ExactSums {
     static_assert(ROWS <= EXACT_ROWS);
     /* Lane 4 g + t, [c][i]: channel 32 c + 4 g + 2 i of rows 2 t and 2 t + 1, then the next channel. */
@@ -131,7 +131,7 @@ template <int GROUPS, int ROWS> struct ExactSums {
         do {
             const ExactToken token = tokens.token;
             uint2 q[2 * GROUPS], k[2 * GROUPS], v[2][GROUPS];
-#pragma unroll /* again for each tile: registers are short */
+#pragma unroll /* loaded again for each tile, because registers are short */
             for (int c = 0; c < 2 * GROUPS; c++) q[c] = load_halves(row, 16 * c + 4 * t, end_of_row);
 #pragma unroll
             for (int c = 0; c < 2 * GROUPS; c++) k[c] = load_halves(token.k, 16 * c + 4 * t, a.head_dim);
@@ -178,8 +178,8 @@ template <int GROUPS, int ROWS> struct ExactSums {
     }
 };
 
-/** Sums the first N of x[i] over all lanes; lanes 32 / N * i .. get x[i]. Lanes exchange halves until each has one
- *  sum. */
+/** Sums each of the first N x[i] over all lanes; lanes 32 / N * i .. get the sum of x[i]. Lanes exchange halves until
+ *  each has one sum. */
 template <int N, int D = 16, int SIZE> __device__ __forceinline__ float sum_to_lanes(float (&x)[SIZE], int lane)
 {
     if constexpr (N > 1) {
@@ -197,7 +197,7 @@ template <int N, int D = 16, int SIZE> __device__ __forceinline__ float sum_to_l
     }
 }
 
-/** The same for float32: lane l has channels 4 l .. of rows and tokens, and lanes 32 / ROWS r .. the numbers of row r. */
+/** ExactSums for float32. Lane l has channels 4 l .. of rows and tokens; lanes 32 / ROWS * r .. weights of row r. */
 template <int ROWS> struct ExactSumsOfFloats {
     static constexpr int LANES = 32 / ROWS;
     float4 o[ROWS];

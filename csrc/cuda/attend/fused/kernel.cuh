@@ -1,21 +1,20 @@
-/* Attention of up to 16 rows in one kernel (up to 128: FUSED_MANY_ROWS): data that prepare, pages and combine pass
- * on in the workspace stays in shared memory.
+/* Attention of up to 16 rows in one kernel (up to 128: FUSED_MANY_ROWS). What prepare, pages and combine pass on in the
+ * workspace stays in shared memory here.
  *
  * Several blocks may share a segment. Each of them
  *   - prepares all queries of the tile of rows, one warp per row, while the first pages are loaded,
  *   - attends: each of the segment's n teams (one warp, or four as in attend_many_rows) processes every n-th unit.
  *     Then warps attend to exact tokens,
  *   - merges the parts of its teams.
- * If the blocks form a cluster, each finishes some of the rows, from parts that the others send, un-rotates and writes
- * them.
- * Otherwise, if there are several, all write their parts of all rows to the workspace, and a second kernel,
+ * If the blocks form a cluster, each finishes some of the rows from parts that the others send, un-rotates and writes
+ * them. Otherwise, if there are several, all write their parts of all rows to the workspace, and a second kernel,
  * merge_parts, finishes.
  *
- * More rows than a tile has are several tiles, each with its own blocks, in the grid's second dimension.
+ * If there are more rows than a tile has, each tile has its own blocks, in the grid's second dimension.
  *
- * The work is cut by segments. Where sequences are about equally long, or short, all have equally many blocks, and a team every n-th unit of
- * its segment. Otherwise (`ragged`) a schedule gives each segment as many blocks as its length needs (fused/share.cu), and each of them has a
- * piece of its units. */
+ * The work is cut by segments. If sequences are about equally long, or short, all segments have equally many blocks,
+ * and a team has every n-th unit of its segment. Otherwise (`ragged`) a schedule gives each segment as many blocks as
+ * its length needs (fused/share.cu), and each block has a piece of the segment's units. */
 #ifndef TQ_CUDA_ATTEND_FUSED_KERNEL_CUH
 #define TQ_CUDA_ATTEND_FUSED_KERNEL_CUH
 #include "cuda/attend/fused/exact.cuh"
@@ -25,14 +24,14 @@
 namespace tq
 {
 
-/** The head_dim for which a kernel's code is shortest. */
+/** The head_dim that a kernel rotates in registers (USUAL in rotate_lanes). */
 template <class V> constexpr int USUAL_DIM = TQ_TILE * (V::ONE_WIDTH ? V::GROUPS : 4);
 
-/** The units of one team: every fused.stride-th of a segment, or with RUN 2 the units of every fused.stride-th page. `unit` is
- *  the next to load; the one before it is computed. The struct is small, because kernels with 96 or 128 registers would
- *  spill more. */
+/** The units of one team: every fused.stride-th of a segment, or with RUN 2 the units of every fused.stride-th page.
+ *  `unit` is the next to load; the team's unit before it is being computed (at_work). The struct is small, because
+ *  kernels with 96 or 128 registers would spill more. */
 template <int RUN> struct Stride : UnitPlace {
-    Range seen_by_all; /* packed indices */
+    Range seen_by_all; /* packed indices that all rows see */
     int32_t end;       /* of the segment's units */
 
     __device__ __forceinline__ Stride(const AttendArgs &a, const PackedView &view, int32_t b, int32_t h, int32_t turn)
@@ -53,30 +52,29 @@ template <int RUN> struct Stride : UnitPlace {
     }
 };
 
-/** A block's segment. */
+/** What a block knows of its segment. */
 struct FusedBlock {
     RowSet set;
-    int32_t rank, active; /* among the blocks that share the segment; teams with units */
-    PackedView view;      /* ragged: the units are the block's own */
+    int32_t rank, active; /* rank among the blocks that share the segment; the block's teams that have units */
+    PackedView view;      /* ragged: its units are the block's own */
 
-    /** What kernels with 128 registers and a wave would spill otherwise. */
+    /** Reads back what kernels with 128 registers and a wave would otherwise spill. */
     __device__ __forceinline__ void read_back(const FusedBlock &from)
     {
         set.b = from.set.b, rank = from.rank, active = from.active;
     }
-    /** Where a team begins. */
+    /** Returns the place of a team's first run among the segment's (ragged: the block's) runs. */
     template <bool RAGGED> __device__ __forceinline__ int32_t turn(const AttendArgs &a, int team) const
     {
         return RAGGED ? team : rank + team * a.fused.sharing;
     }
 };
 constexpr int AT_SENT = FUSED_BLOCK_BYTES - 16,
-              AT_SHARING = AT_SENT + 8; /* the barrier of what a cluster's blocks send each other; sharing */
+              AT_SHARING = AT_SENT + 8; /* offsets in FUSED_BLOCK_BYTES: FusedSpace::sent, own_sharing */
 static_assert(sizeof(FusedBlock) <= AT_SENT);
 
 /** A block's shared memory after the stages of its teams. The stages hold packed sums, [rows][pitch], once the units
- *  are done.
- *  A warp attends to exact tokens for one set of rows, so SETS neighbouring warps have the same tokens. */
+ *  are done. A warp attends to exact tokens for one set of rows, so SETS neighbouring warps have the same tokens. */
 template <class V> struct FusedSpace {
     static constexpr int ROWS = V::ROWS, SETS = exact_sets(V::TEAM_WARPS > 1 ? ROWS : 0), ROWS_OF_SET = ROWS / SETS;
     static_assert(V::TEAM_WARPS % SETS == 0, "every set has as many warps of a block");
@@ -91,8 +89,9 @@ template <class V> struct FusedSpace {
     __device__ __forceinline__ float2 *wave() const { return at<float2>(a.wave.at_rows); }
     __device__ __forceinline__ float2 *value_scale() const { return at<float2>(a.fused.value_scale); }
     __device__ __forceinline__ FusedBlock *block() const { return at<FusedBlock>(a.fused.block); }
+    /** The barrier for the parts that the cluster's blocks send to this one. */
     __device__ __forceinline__ uint32_t sent() const { return shared_address(shared_bytes) + a.fused.block + AT_SENT; }
-    /** The blocks that share the segment. Where that differs they are no clusters, and it is in shared memory: registers are short. */
+    /** How many blocks share the segment, if ragged. It is in shared memory because registers are short. */
     __device__ __forceinline__ int32_t *own_sharing() const { return at<int32_t>(a.fused.block + AT_SHARING); }
     __device__ __forceinline__ int32_t sharing() const { return V::RAGGED ? *own_sharing() : a.fused.sharing; }
     __device__ __forceinline__ float *spare_row(int row) const { return at<float>(a.fused.spare) + row * a.pitch; }
@@ -100,27 +99,27 @@ template <class V> struct FusedSpace {
     {
         return at<float>(team * a.fused.team_bytes) + row * a.pitch;
     }
-    /** The row's exact sums of a part. Where a warp is a team, they lie in its stage behind those of packed tokens. */
+    /** A row's exact sums of a part. If teams are single warps, they lie in the warp's stage after its packed sums. */
     __device__ __forceinline__ float *exact_sums(int part, int row) const
     {
         if (V::TEAM_WARPS > 1) return at<float>(a.fused.exact) + (part * ROWS + row) * a.pitch;
         return at<float>((a.fused.teams - 1 - part) * a.fused.team_bytes + a.fused.exact) + row * a.pitch;
     }
-    /** Totals of a part of a row: {max, sum, sum of packed tokens, rounded_sum}. First come the parts of packed tokens,
-     *  one for each team, then exact ones. */
+    /** Totals of a part of a row: {max, sum, sum of packed tokens, rounded_sum}. Parts of packed tokens come first, one
+     *  for each team, then exact ones. */
     __device__ __forceinline__ float4 *totals(int part, int row) const
     {
         return at<float4>(a.fused.totals) + part * ROWS + row;
     }
-    /** The part, part_floats long, of block `rank` of the cluster for a row that this block finishes. */
+    /** The part (part_floats numbers) that block `rank` of the cluster sends for a row that this block finishes. */
     __device__ __forceinline__ float *slot(int row, int rank) const
     {
         return at<float>(a.fused.slots) + ((row & -a.fused.cluster) + rank) * part_floats(a);
     }
 };
 
-/** The same as attend_exact_of_warp of float32, for ROWS rows from first_row on. A call: few plans need it, and code that is skipped costs time
- *  too (measured.md). */
+/** attend_exact_of_warp for float32 and ROWS rows from first_row on. Not inlined: few calls need it, and skipped code
+ *  costs time, too (measured.md). */
 template <class V, int ROWS>
 __device__ __noinline__ void attend_exact_floats(const AttendArgs &a, RowSet s, Sequence seq, ExactTokens tokens,
                                                  int part, int first_row, int lane)
@@ -137,8 +136,8 @@ __device__ __noinline__ void attend_exact_floats(const AttendArgs &a, RowSet s, 
         *reinterpret_cast<float4 *>(space.exact_sums(part, first_row + r) + 4 * lane) = sums.o[r];
 }
 
-/** A warp's part of the exact tokens, after its units, to where the block merges. The last warps come first, because they have the fewest
- *  units. Inlined, because a call is slower (measured.md). */
+/** Attends to a warp's part of the exact tokens, after its units, and writes the sums to where the block merges. The
+ *  last warps get parts first, because they have the fewest units. Inlined, because a call is slower (measured.md). */
 template <class V>
 __device__ __forceinline__ void attend_exact_of_warp(const AttendArgs &a, const FusedBlock &block,
                                                      const FusedSpace<V> &space, int warp, int lane)
@@ -203,7 +202,7 @@ __device__ __forceinline__ void leave_part_in_block(const AttendArgs &a, const F
     }
 }
 
-/** Adds a part to a row's totals, redundantly in every lane, which is faster than with one part per lane. */
+/** Adds a part to a row's totals. Every lane adds all parts, which is faster than one part per lane. */
 __device__ __forceinline__ void add_totals(MergedRow &m, float factor, float4 totals)
 {
     m.sum = fmaf(factor, totals.y, m.sum);
@@ -211,8 +210,9 @@ __device__ __forceinline__ void add_totals(MergedRow &m, float factor, float4 to
     m.rounded_sum = fmaf(factor, totals.w, m.rounded_sum);
 }
 
-/** The sum of factor(w) * row(w) over n parts, from `first` on, of a row of the block; a lane has the channels from `c`
- *  on, and lane w has factor(w). Unless ALL_WRITTEN, only the totals of a part with factor 0 may have been written. */
+/** Returns the weighted sum of n parts of a row, and adds their totals to m. Part w has its sums at at(w, row), its
+ *  totals at index first + w, and its factor in lane first + w; a lane adds four channels, from c on. Unless
+ *  ALL_WRITTEN, the sums of a part with factor 0 may be unwritten. */
 template <bool ALL_WRITTEN, class V, class Row>
 __device__ __forceinline__ float4 add_parts(const FusedSpace<V> &space, int row, int n, float factor, int first, int c,
                                             Row at, MergedRow &m)
@@ -228,7 +228,7 @@ __device__ __forceinline__ float4 add_parts(const FusedSpace<V> &space, int row,
     return sum;
 }
 
-/** Whether merge_parts finishes all rows of a segment. Then it also rotates them back, which is faster than in all blocks here. */
+/** Whether merge_parts finishes all rows of a segment. It also un-rotates them, faster than all blocks could here. */
 __device__ __forceinline__ bool leaves_parts(const AttendArgs &a, int32_t sharing)
 {
     return sharing != a.fused.cluster;
@@ -277,9 +277,9 @@ __device__ __forceinline__ void send_rows(const AttendArgs &a, const FusedSpace<
     }
 }
 
-/** The sum of factor(k) * slot k of a row; a lane has four channels of each slot from `first` on, garbage after the
- *  last channel, and lane k has factor(k). Always four slots at a time: usually there are eight, and skipped code costs
- *  too. WITH_TOTALS: adds totals to m. */
+/** Returns the weighted sum of a row's slots. Lane k has the factor of slot k. A lane adds four channels of each slot,
+ *  from `first` on; lanes after the last channel return garbage. Always takes four slots at a time: usually there are
+ *  eight, and skipped code costs time, too. WITH_TOTALS: also adds the totals to m. */
 template <bool WITH_TOTALS, class V>
 __device__ __forceinline__ float4 add_slots(const FusedSpace<V> &space, int row, float factor, int first, int lane,
                                             MergedRow &m)
@@ -319,10 +319,10 @@ __device__ __forceinline__ void finish_row(const AttendArgs &a, int row, const V
     output.write<4>(a, sum, m, lane);
 }
 
-/** The first row that a warp prepares. Few rows go to the last warps, because the first ones have the units. */
+/** Returns the first row that a warp prepares. The last warps come first, because the first ones have the units. */
 __device__ __forceinline__ int first_row_of_warp(const AttendArgs &a, int warp) { return a.fused.warps - 1 - warp; }
 
-/** Prepares the rows of a segment in shared memory. load: row first_row_of_warp, being loaded; flip: lane_signs. */
+/** Prepares the rows of a segment in shared memory. load: row first_row_of_warp, in flight; flip: lane_signs. */
 template <class V>
 __device__ __forceinline__ void prepare_rows(const AttendArgs &a, const RowSet &s, const Sequence &seq,
                                              QueryLoad<4> load, const WaveLoad<4> &wave_load,
@@ -357,11 +357,10 @@ __device__ __forceinline__ void touch_arguments(const AttendArgs &a, int warp)
     uint32_t all = 0;
 #pragma unroll 1
     for (int i = LINE_WORDS * warp; i < (int)(sizeof a / 4); i += LINE_WORDS * a.fused.warps) all |= words[i];
-    if (all == 0xdeadbeefu) __nanosleep(0); /* never true, which the compiler does not know */
+    if (all == 0xdeadbeefu) __nanosleep(0); /* never true, but the compiler does not know that */
 }
 
-/** Processes a warp's units and writes its part to shared memory. attend_fused_many_rows has its own version, for
- *  teams. */
+/** Processes a warp's units and writes its part to shared memory. The version for teams is below. */
 template <class V>
 __device__ __forceinline__ void attend_share(const AttendArgs &a, Ring<V, true> &ring, Stride<V::RUN> &ahead,
                                              const FusedSpace<V> &space, int warp, int lane)
@@ -408,15 +407,15 @@ __device__ __forceinline__ void expect_rows(const AttendArgs &a, const FusedSpac
     barrier_expect(space.sent(), own * cluster * (4 + parts * TQ_TILE * a.groups) * (int)sizeof(float));
 }
 
-/** The state of a block before its units: its segment, and a team's units. */
+/** The state of a team before its units: its block's segment, and the units. works: whether it has any. */
 template <int RUN> struct BlockStart {
     FusedBlock block;
     Stride<RUN> ahead;
     bool works;
 };
 
-/** What a schedule says of block `index`: whole blocks come first, then the last one of each segment. sharing 0: there is nothing for it. By
- *  a whole warp. */
+/** What a schedule says of block `index`: whole blocks come first, then the last one of each segment. sharing 0: the
+ *  block has nothing to do. By a whole warp. */
 struct BlockShare {
     int32_t b, h, rank, sharing, each;
     Sequence seq;
@@ -426,7 +425,7 @@ struct BlockShare {
         const int32_t heads = a.p.layer.kv_heads, batch = a.p.layer.batch;
         auto load_row = [&](int32_t at) { return __ldcg(a.schedule + 1 + min(at, batch - 1)); };
         const int4 head = __ldcg(a.schedule);
-        int4 row = load_row(divide(index, heads));      /* right if there are no whole blocks; at once with the head */
+        int4 row = load_row(divide(index, heads));      /* right if there are no whole blocks; loaded with the head */
         const bool scheduled = is_schedule_of(a, head); /* otherwise each segment has one block */
         const int32_t last = index - (scheduled ? head.y : 0);
         if (last < 0) {
@@ -435,7 +434,7 @@ struct BlockShare {
             const int32_t at = divide(last, heads);
             if (scheduled && head.y) row = load_row(at);
             if (!scheduled) row.y = min(at, batch - 1) << 16;
-            /* In place of the first whole block the head; one too many where the grid is larger than it has to be. */
+            /* Here the KV head, not the first whole block; `heads` in blocks that the grid has too many of. */
             row.x = at < batch ? last - at * heads : heads;
         }
         /* so that the compiler knows that lanes agree */
@@ -448,7 +447,7 @@ struct BlockShare {
         if (h >= heads) sharing = 0;
         seq = scheduled && !a.varies ? make_sequence(a, row.z, row.w) : load_sequence(a, b);
     }
-    /** The block's own units. */
+    /** Returns the view with the block's own units. */
     template <int RUN> __device__ __forceinline__ PackedView view(const AttendArgs &a) const
     {
         PackedView v = view_packed(a, seq);
@@ -459,7 +458,8 @@ struct BlockShare {
     }
 
 private:
-    /** The row that has a whole block: {first whole block, whole blocks of each of its segments | sequence << 16, length, start}. */
+    /** Returns the row of the schedule that has whole block `index`: {first whole block, whole blocks of each of its
+     *  segments | sequence << 16, length, start}. */
     static __device__ __forceinline__ int4 find_row(const AttendArgs &a, int32_t index, int lane)
     {
         constexpr int AT_ONCE = 4;
@@ -485,8 +485,8 @@ private:
     }
 };
 
-/** Finds the block's segment and all addresses while the previous kernel still runs. Then loads the queries and the first
- *  pages, and prepares everything else meanwhile. FRUGAL: as in attend_fused. */
+/** Finds the block's segment and all addresses while the previous kernel still runs. Then loads the queries and the
+ *  first pages, and prepares everything else meanwhile. FRUGAL: as in attend_fused. */
 template <class V, bool FRUGAL>
 __device__ __forceinline__ BlockStart<V::RUN> start_block(const AttendArgs &a, const FusedSpace<V> &space,
                                                           const Ring<V, true> &ring, int team, int thread, int warp,
@@ -495,7 +495,7 @@ __device__ __forceinline__ BlockStart<V::RUN> start_block(const AttendArgs &a, c
     constexpr bool ragged = V::RAGGED;
     int sharing = a.fused.sharing, segment = divide(blockIdx.x, sharing), rank = blockIdx.x - segment * sharing,
         b = divide(segment, a.p.layer.kv_heads), h = segment - b * a.p.layer.kv_heads;
-    int turn = rank + team * sharing; /* of the segment's teams */
+    int turn = rank + team * sharing; /* among the segment's teams */
     Sequence seq;
     PackedView view;
     RowSet set = {b, h, 0, segment, 0, a.rows};
@@ -509,7 +509,7 @@ __device__ __forceinline__ BlockStart<V::RUN> start_block(const AttendArgs &a, c
         cluster_arrive(); /* from here on others may write into this block's shared memory */
     }
     let_next_start();
-    int32_t first_unit = V::RUN * turn; /* if none is skipped */
+    int32_t first_unit = V::RUN * turn; /* if rows see the first page */
     if constexpr (ragged) {
         wait_for_previous();
         const BlockShare share(a, blockIdx.x, lane);
@@ -519,7 +519,7 @@ __device__ __forceinline__ BlockStart<V::RUN> start_block(const AttendArgs &a, c
         view = share.template view<V::RUN>(a);
         first_unit = Stride<V::RUN>(a, view, b, h, turn).unit;
     }
-    /* Everything that does not depend on the results of the previous kernel. */
+    /* What does not depend on results of the previous kernel comes first. */
     UnitPlace guess(a, min(first_unit, a.p.layer.max_pages * a.page_units - 1), b, h);
     uint32_t flip = lane_signs<4>(a, lane), entry = guess.entry(a);
     QueryScale<4> scale(a, lane);
@@ -530,7 +530,7 @@ __device__ __forceinline__ BlockStart<V::RUN> start_block(const AttendArgs &a, c
         compute_here(scale.levels[0]);
     wait_for_previous();
 
-    /* All loads are in flight together. Queries come first, because their processing takes the longest: an instruction
+    /* All loads are in flight together. Queries come first, because they take the longest to process: an instruction
      * that waits for a load stalls all instructions after it. */
     QueryLoad<4> load(a, query, lane);
     WaveLoad<4> wave_load;
@@ -569,8 +569,8 @@ __device__ __forceinline__ BlockStart<V::RUN> start_block(const AttendArgs &a, c
     return {block, ahead, works};
 }
 
-/** FRUGAL is for kernels of 96 registers: the block's segment is kept in shared memory between steps. Otherwise it would be spilled to device
- *  memory, which is busy with pages. In other kernels, reading it back costs time (measured.md). */
+/** FRUGAL keeps the block's segment in shared memory between steps. Kernels of 96 registers and FUSED_MANY_ROWS would
+ *  spill it to device memory, which is busy with pages. In other kernels, reading it back costs time (measured.md). */
 template <class V, bool FRUGAL> __device__ __forceinline__ void attend_fused(const AttendArgs &a)
 {
     int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0); /* so that the compiler knows that lanes agree */
@@ -594,7 +594,7 @@ template <class V, bool FRUGAL> __device__ __forceinline__ void attend_fused(con
     else if (thread < FusedSpace<V>::ROWS) *space.totals(team, thread) = make_float4(-INFINITY, 0, 0, 0);
     if (FRUGAL) start.block = *space.block();
     else if (V::WAVE) start.block.read_back(*space.block());
-    if (!FRUGAL) /* nothing made of them is kept until here, where it would take uniform registers that the loop's copies need */
+    if (!FRUGAL) /* so that nothing computed from them takes uniform registers in the loop, whose copies need these */
         compute_here(start.block.set.b), compute_here(start.block.set.h);
     if (a.exact_parts) attend_exact_of_warp<V>(a, start.block, space, warp, lane);
     finish_block<V>(a, space, start.block, warp, lane);

@@ -7,7 +7,7 @@ namespace tq
 namespace
 {
 
-constexpr int MERGE_WARPS = 4; /* of a row */
+constexpr int MERGE_WARPS = 4; /* for each row */
 
 /** A part of a row, or a sum of parts: a lane has four channels of both sums. */
 struct RowPart {
@@ -15,7 +15,7 @@ struct RowPart {
     float4 packed = {0, 0, 0, 0}, exact = {0, 0, 0, 0};
 };
 
-/** part: written by a block of attend_fused. */
+/** Loads a lane's share of a part that a block of attend_fused wrote. */
 __device__ __forceinline__ RowPart load_part(const AttendArgs &a, const float *part, int lane)
 {
     const int quads = 8 * a.groups;
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(32 * MERGE_WARPS) merge_parts_kernel(const __g
     int warp = threadIdx.x / 32, lane = threadIdx.x & 31, segment = blockIdx.x / a.rows,
         row = blockIdx.x - segment * a.rows, n = a.fused.sharing, b = segment / a.p.layer.kv_heads,
         h = segment - b * a.p.layer.kv_heads;
-    int64_t first = (int64_t)segment * n, last = first + n - 1; /* blocks; all but the last one are neighbours */
+    int64_t first = (int64_t)segment * n, last = first + n - 1; /* blocks; all but the last are neighbours */
     if (a.fused.ragged) {
         wait_for_previous();
         const int4 head = __ldcg(a.schedule);
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(32 * MERGE_WARPS) merge_parts_kernel(const __g
     RowPart sum;
     wait_for_previous(); /* also for kernels before attend_fused, which lets this one start before it waits for them */
     ValueSteps<4> steps(a, s.h, lane); /* loaded together with the parts */
-    Output output(a, s, row);          /* the same, of a ragged batch */
+    Output output(a, s, row);          /* likewise, for a ragged batch */
 #pragma unroll 1
     for (int k = warp; k < n; k += MERGE_WARPS * AT_ONCE) {
         RowPart parts[AT_ONCE + 1];

@@ -7,25 +7,25 @@ namespace tq
 namespace
 {
 
-/* A whole block has this much, in twentieths of what each of the blocks at work at once would have if all of them had the same. The last
- * block of a segment has what is left. Whole blocks come first, then last ones, long ones before short ones, which fill what is left of
- * the others' time. The second size is tried where there are more segments than blocks at once (measured.md). */
+/* The size of a whole block, in twentieths of an equal share: all runs divided by the blocks that can run at once. The
+ * last block of a segment has the rest. Whole blocks come first, then last ones, longest first, which fill the time
+ * that is left. The second size is tried if there are more segments than blocks that can run at once (measured.md). */
 constexpr int SIZES = 2;
 __device__ const int32_t OF_20[SIZES] = {22, 11};
 static_assert(MOST_WHOLE_OF_SHARE * 11 >= 20, "whole blocks of all segments");
 
-/** Units of a segment, or pages with run 2. */
+/** Returns the runs of a segment: its units, or with run 2 its pages. */
 __device__ __forceinline__ int32_t runs_of(const AttendArgs &a, const Sequence &s)
 {
     const Range units = view_packed(a, s).units;
     return units.count() ? (units.hi + a.fused.run - 1) / a.fused.run - units.lo / a.fused.run : 0;
 }
 
-/** Whole blocks of a segment of so many runs. */
+/** Returns the whole blocks of a segment. At least one run is left for its last block. */
 __device__ __forceinline__ int32_t whole_blocks(int32_t runs, int32_t each) { return runs ? (runs - 1) / each : 0; }
 
-/** About the time of all blocks, in runs of a team. A block's start and end take as long as a run. whole: blocks; left: runs of the last
- *  blocks, of which each segment has one. */
+/** Estimates the time of all blocks, in runs of a team. A block's start and end take as long as a run. whole: number of
+ *  whole blocks; left: runs of all last blocks, one for each segment. */
 __device__ __forceinline__ float time_of(const AttendArgs &a, int32_t each, int32_t whole, float left)
 {
     const int32_t room = a.fused.at_once, segments = a.p.layer.batch * a.p.layer.kv_heads, turns = whole / room,
@@ -35,11 +35,11 @@ __device__ __forceinline__ float time_of(const AttendArgs &a, int32_t each, int3
                  turns * of_whole + last_turns * of_last);
 }
 
-/** One block, a thread a sequence. */
+/** Writes the schedule (rows/sequence.cuh). One block, a thread for each sequence. */
 __global__ void __launch_bounds__(MOST_RAGGED) share_kernel(const __grid_constant__ AttendArgs a, int4 *schedule)
 {
     __shared__ int32_t whole[MOST_RAGGED], left[MOST_RAGGED],
-        ordered[MOST_RAGGED]; /* ordered: sequences, as in the schedule */
+        ordered[MOST_RAGGED]; /* ordered: sequences in the schedule's order */
     __shared__ unsigned long long all;
     __shared__ int32_t whole_of_all[SIZES];
     wait_for_stream();
