@@ -1,34 +1,34 @@
 /* tq_append: new tokens go to sinks and window; tokens that no longer fit there are rotated, quantised and packed.
  *
- * Threads share the work by (sequence, KV head). The tokens of a tile (32, or 64 with tiles of 16 channels) are encoded
- * at a time: first their codes and scales, then each group's tile is unpacked, merged and packed again, or only packed
- * if all its tokens are new. */
+ * Threads share the work by (sequence, KV head). A thread encodes the tokens of one tile at a time: 32 tokens, or 64
+ * with tiles of 16 channels. It finds their codes and scales. Then it unpacks the tile of each group, merges the new
+ * codes and packs it again; a tile whose tokens are all new is only packed. */
 #include "baselines.h"
 #include "wave.h"
 #include <math.h>
 #include <string.h>
 
-#define LEAST_VECTORS 32 /* vectors that are worth a thread */
+#define LEAST_VECTORS 32 /* the fewest that a thread gets */
 
 typedef struct {
     const tq_plan *plan;
     const tq_append_params *p;
     const tq_kernels *kernels;
     const tq_plan_tables *tables;
-    uint8_t *workspace; /* [threads] of worker_bytes, and keys' memory */
+    uint8_t *workspace; /* [threads][worker_bytes], then the memory of `keys` */
     int64_t worker_bytes;
-    tq_keys keys; /* of plans with a wave or a metric */
+    tq_keys keys; /* used by plans with a wave or a metric */
 } append_job;
 
 /** Workspace of a worker. */
 typedef struct {
     float *x, *y;     /* [head_dim] each */
-    float *centre;    /* [head_dim], settled plans: what is subtracted after the butterflies */
+    float *centre;    /* [head_dim], settled plans: the centre after the butterflies, subtracted there */
     uint8_t *codes;   /* [tile_tokens][tiles * group_channels] */
     uint8_t *tile;    /* [32][32] */
     uint16_t *scales; /* [scales][tile_tokens] */
     float *head_memory;
-    tq_head_keys head; /* of plans with a wave or a metric */
+    tq_head_keys head; /* used by plans with a wave or a metric */
 } worker;
 
 static int32_t larger(int32_t a, int32_t b) { return a > b ? a : b; }
@@ -60,13 +60,13 @@ static tq_new_tokens tokens_of(const tq_append_params *p, int32_t b)
     return tq_new_tokens_of(p->query_start_loc, p->tokens, b);
 }
 
-/** The length before the append; negative where the new tokens begin with padding. */
+/** Returns the length before the append. It is negative if the new tokens begin with padding. */
 static int64_t length_before(const tq_append_params *p, int32_t b)
 {
     return (int64_t)p->layer.lengths[b] - tokens_of(p, b).tokens;
 }
 
-/** Elements from the start of k or v to new token i of a sequence. */
+/** Returns the elements from the start of k or v to new token i of a sequence. */
 static int64_t place_of(const tq_append_params *p, int32_t b, int32_t h, int64_t i, tq_row_strides s)
 {
     const int64_t first = tokens_of(p, b).first;
@@ -83,7 +83,7 @@ static tq_row_strides strides_of(const tq_append_params *p, int is_key)
 
 static int is_bad(float x) { return !(fabsf(x) <= TQ_MAX_INPUT); }
 
-/** Whether a row has a bad number. Without their signs, floats are ordered as integers; infinity and NaN come last. */
+/** Whether a row has a bad number. The bits of magnitudes are ordered as integers; infinity and NaN come last. */
 static int has_bad(int32_t dtype, const void *x, int32_t n)
 {
     const uint16_t *halves = x;
@@ -99,7 +99,7 @@ static int has_bad(int32_t dtype, const void *x, int32_t n)
     return bad;
 }
 
-/** The flat index of a token's row in k or v, as if they were dense. */
+/** Returns the flat index of a token's row in k or v, as if they were dense. */
 static int64_t flat_row(const tq_append_params *p, int32_t b, int32_t h, int32_t i)
 {
     if (p->query_start_loc) return (int64_t)(tokens_of(p, b).first + i) * p->layer.kv_heads + h;
@@ -120,7 +120,7 @@ static tq_status check_numbers(const append_job *job, int is_key, tq_error *erro
                 if (!has_bad(p->layer.dtype, from, d)) continue;
                 job->kernels->load(p->layer.dtype, from, row, d);
                 int32_t c = 0;
-                while (c < d - 1 && !is_bad(row[c])) c++; /* bounded: the caller may be writing to it meanwhile */
+                while (c < d - 1 && !is_bad(row[c])) c++; /* bounded: the caller may change the array meanwhile */
                 return tq_fail(error, TQ_E_VALUE, is_key ? "k" : "v", flat_row(p, b, h, i) * d + c, row[c],
                                "finite and at most 16384 in magnitude");
             }
@@ -128,7 +128,7 @@ static tq_status check_numbers(const append_job *job, int is_key, tq_error *erro
     return TQ_OK;
 }
 
-/** Positions that this append packs: [*first, *last) of sequence b. */
+/** Finds the positions of sequence b that this append packs: [*first, *last). */
 static void packed_range(const tq_append_params *p, int32_t b, int64_t *first, int64_t *last)
 {
     int64_t window = tq_unpacked_window(&p->layer), sinks = tq_unpacked_sinks(&p->layer);
@@ -204,7 +204,7 @@ static const char *token_source(const append_job *job, int is_key, int32_t b, in
     return x + bytes * place_of(p, b, h, position - before, strides_of(p, is_key));
 }
 
-/** x [head_dim] -> z before its steps, in w->x or w->y. */
+/** Centres and rotates w->x [head_dim]. Returns z before it is divided by the steps, in w->x or w->y. */
 static float *rotate_token(const append_job *job, worker *w, const float *centre, const float *matrix)
 {
     const tq_plan *plan = job->plan;
@@ -214,12 +214,12 @@ static float *rotate_token(const append_job *job, worker *w, const float *centre
         return w->x;
     }
     for (int32_t i = 0; centre && i < plan->head_dim; i++) w->x[i] -= centre[i];
-    float *z = matrix ? w->y : w->x; /* without a matrix in place */
+    float *z = matrix ? w->y : w->x; /* in place without a matrix */
     tq_rotate_vector(job->kernels, plan, plan->rotation, matrix, 0, w->x, z);
     return z;
 }
 
-/** Loads, centres, rotates, scales and encodes one vector; its numbers go to scale[32 * i]. */
+/** Loads, centres, rotates, scales and encodes one vector. Number i that is stored for it goes to scale[32 * i]. */
 static void encode_token(const append_job *job, worker *w, int is_key, int32_t b, int32_t h, int64_t position,
                          uint8_t *codes, uint16_t *scale)
 {
@@ -256,8 +256,8 @@ static void encode_token(const append_job *job, worker *w, int is_key, int32_t b
     job->kernels->encode(&encoder, z, codes, scale);
 }
 
-/** Codes of 32 tokens, `channels` each (at most 32), to rows of channels in column order. Tokens j, j + 8, j + 16 and j
- *  + 24 are neighbours. */
+/** Transposes the codes of 32 tokens, `channels` each (at most 32), to a row for each channel, in column order: tokens
+ *  j, j + 8, j + 16 and j + 24 are neighbours. */
 static void transpose_codes(const uint8_t *codes, int32_t stride, int32_t channels, uint8_t *tile)
 {
     for (int32_t j = 0; j < 8; j++) {
@@ -269,7 +269,7 @@ static void transpose_codes(const uint8_t *codes, int32_t stride, int32_t channe
     }
 }
 
-/** Codes of tokens first .. last - 1 of one group into its tile of codes; codes: of token 0. */
+/** Copies the codes of tokens first .. last - 1 of one group into the group's tile. codes: those of token 0. */
 static void place_keys(const tq_plan *plan, const uint8_t *codes, int32_t stride, int32_t first, int32_t last,
                        uint8_t *tile)
 {
@@ -294,7 +294,7 @@ static void place_values(const tq_plan *plan, const uint8_t *codes, int32_t stri
             transpose_codes(codes + half * TQ_TILE * stride, stride, TQ_FINE_GROUP, tile + half * TQ_TILE_CODES / 2);
 }
 
-/** Writes tokens first .. last - 1 (of 0 .. tile_tokens - 1) of the page's tile `index`; codes by token. */
+/** Writes tokens first .. last - 1 (of 0 .. tile_tokens - 1) to the page's tile `index`. w->codes: a row per token. */
 static void store_tile(const append_job *job, worker *w, int is_key, uint8_t *record, int32_t index, int32_t first,
                        int32_t last)
 {
@@ -342,7 +342,7 @@ static void pack_side(const append_job *job, worker *w, int is_key, int32_t b, i
     }
 }
 
-/** New tokens that stay exact: the first `sinks` positions and the last `window`. */
+/** Copies the new tokens that stay exact: the first `sinks` positions and the last `window`. */
 static void copy_exact(const append_job *job, int is_key, int32_t b, int32_t h)
 {
     const tq_append_params *p = job->p;
@@ -359,7 +359,7 @@ static void copy_exact(const append_job *job, int is_key, int32_t b, int32_t h)
     }
 }
 
-/** Exact tokens by index: new sinks, and of the last two pages the newest tail_slots each. */
+/** With exact tokens by index: copies new sinks, and of each of the last two pages the newest tail_slots. */
 static void copy_to_rows(const append_job *job, int is_key, int32_t b, int32_t h)
 {
     const tq_layer *l = &job->p->layer;
@@ -385,7 +385,7 @@ static void append_head(void *context, int64_t i, int32_t worker_index)
     worker w = carve(job->plan, job->workspace + job->worker_bytes * worker_index);
     for (int is_key = 1; is_key >= 0; is_key--) {
         if (!is_key && !job->plan->value.tile_bytes) continue;
-        pack_side(job, &w, is_key, b, h); /* before copy_exact: it reads what the ring is about to lose */
+        pack_side(job, &w, is_key, b, h); /* first: it reads tokens in the ring that copy_exact overwrites */
         if (tq_is_indexed(&job->p->layer)) copy_to_rows(job, is_key, b, h);
         else copy_exact(job, is_key, b, h);
     }

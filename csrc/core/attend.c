@@ -11,11 +11,12 @@
 
 /* ---- which tokens a query sees ---- */
 
-/** Positions [lo, hi) that query row position p may see at all. */
+/** Positions, or packed indices, lo .. hi - 1. */
 typedef struct {
     int64_t lo, hi;
 } range;
 
+/** Returns the positions that a query at position p may see at all. */
 static range seen(const tq_attend_params *a, int32_t b, int64_t p)
 {
     range r = {a->starts ? a->starts[b] : 0, a->causal ? p + 1 : a->layer.lengths[b]};
@@ -27,7 +28,7 @@ static range seen(const tq_attend_params *a, int32_t b, int64_t p)
 
 static range clip(range r, int64_t lo, int64_t hi) { return (range){r.lo > lo ? r.lo : lo, r.hi < hi ? r.hi : hi}; }
 
-/** The packed tokens among them, as packed indices. */
+/** Returns the packed tokens among them, as packed indices. */
 static range seen_packed(const tq_plan *plan, const tq_attend_params *a, int32_t b, int64_t p)
 {
     if (tq_is_indexed(&a->layer)) {
@@ -52,7 +53,8 @@ static int64_t row_position(const attend_job *job, int32_t b, int64_t row)
 
 static int is_empty(range r) { return r.lo >= r.hi; }
 
-/** Marks in visible[n] which of the tokens first .. first + n - 1 lie in r. 0: none; 1: some; 2: all. */
+/** Finds which of the tokens first .. first + n - 1 lie in r. Returns 0: none; 1: some, marked in visible[n]; 2: all.
+ *  columns: whether `visible` is in column order. */
 static int mark_visible(range r, int64_t first, int32_t n, int columns, uint8_t *visible)
 {
     r = clip(r, first, first + n);
@@ -67,7 +69,7 @@ static int mark_visible(range r, int64_t first, int32_t n, int columns, uint8_t 
 
 /* ---- query rows ---- */
 
-/** The place of a row in q, out or lse. */
+/** Returns the elements from the start of q, out or lse to a row. */
 static int64_t place_of(const attend_job *job, const attend_task *t, int64_t row, tq_row_strides s)
 {
     int64_t head = (int64_t)t->h * job->heads_per_kv + row % job->heads_per_kv, token = row / job->heads_per_kv;
@@ -150,7 +152,7 @@ static void rescale_row(const attend_job *job, attend_work *w, int32_t r, float 
     rescale(w->exact + (int64_t)r * job->plan->head_dim, job->plan->head_dim, factor);
 }
 
-/** Scores of n tokens to weights in place. */
+/** Turns the scores of n tokens into weights, in place. */
 static void softmax_step(const attend_job *job, attend_work *w, int32_t r, float *scores, const float *key_scales,
                          const float *value_scales, const uint8_t *visible, int32_t n, const tq_logit *logit)
 {
@@ -166,7 +168,7 @@ static const uint8_t *record_of(const attend_job *job, const attend_task *t, int
     return job->a->layer.pages + id * tq_page_stride(job->plan, &job->a->layer) + t->h * job->plan->record_bytes;
 }
 
-/** The packed tokens of a page that a row sees: what mark_visible returns, in column order. */
+/** Does mark_visible for the packed tokens of a page that a row sees, in column order. common: what every row sees. */
 static int mark_page(const attend_job *job, const attend_task *t, attend_work *w, int32_t r, int64_t page, range common)
 {
     int32_t tokens = job->plan->page_tokens;
@@ -175,8 +177,8 @@ static int mark_page(const attend_job *job, const attend_task *t, attend_work *w
                         tokens, 1, w->visible);
 }
 
-/** attend_page for plans that are not plain: each token tile is decoded to rows, keys first. Decoded rows include their
- *  scales, so the softmax step gets scales of 1. */
+/** Does attend_page for plans that are not plain: decodes each token tile to rows, keys first. Decoded rows include
+ *  their scales, so the softmax step gets scales of 1. */
 static void attend_baseline_page(const attend_job *job, const attend_task *t, attend_work *w, int64_t page,
                                  range common)
 {
@@ -208,15 +210,15 @@ static void attend_baseline_page(const attend_job *job, const attend_task *t, at
         for (int32_t r = 0; r < t->rows; r++)
             for (int32_t i = 0; i < TQ_TILE; i++) {
                 float weight = w->scores[(int64_t)r * tokens + TQ_TILE * tile + tq_column(i)];
-                if (weight != 0.0f) /* hidden tokens may be any bytes */
+                if (weight != 0.0f) /* hidden tokens may hold any bytes */
                     kernels->axpy(weight, w->decoded + (int64_t)i * value_row, w->packed + (int64_t)r * value_row,
                                   value_row);
             }
     }
 }
 
-/** Scores of a page to weights and their operands. Each step runs over all rows before the next step, because the steps
- *  of one row depend on each other. */
+/** Turns the scores of a page into weights, and these into operands. Each step runs over all rows before the next step,
+ *  because the steps of one row depend on each other. */
 static void weigh_page(const attend_job *job, const attend_task *t, attend_work *w, int64_t page, range common)
 {
     const tq_kernels *kernels = job->kernels;
@@ -239,8 +241,8 @@ static void weigh_page(const attend_job *job, const attend_task *t, attend_work 
     kernels->prepare(w->scores, tokens, t->rows, job->precise, w->weight_operands);
 }
 
-/** One page for all rows of the task: scores, softmax step, weighted values. Meanwhile the `next` page (NULL after the
- *  last) is prefetched. All rows see the tokens in `common`. */
+/** Attends to one page for all rows of the task: scores, softmax step, weighted values. Meanwhile prefetches the record
+ *  `next` (NULL after the last page). All rows see the tokens in `common`. */
 static void attend_page(const attend_job *job, const attend_task *t, attend_work *w, int64_t page, const uint8_t *next,
                         range common)
 {
@@ -276,7 +278,7 @@ static void attend_page(const attend_job *job, const attend_task *t, attend_work
 
 static void attend_packed(const attend_job *job, const attend_task *t, attend_work *w)
 {
-    range all = {INT64_MAX, 0}, common = {0, INT64_MAX}; /* of any row, of every row */
+    range all = {INT64_MAX, 0}, common = {0, INT64_MAX}; /* what some row sees; what every row sees */
     for (int32_t r = 0; r < t->rows; r++) {
         range in = seen_packed(job->plan, job->a, t->b, row_position(job, t->b, t->first_row + r));
         common = clip(common, in.lo, in.hi);
@@ -293,13 +295,13 @@ static void attend_packed(const attend_job *job, const attend_task *t, attend_wo
 
 /* ---- exact tokens ---- */
 
-/** Tokens of one dtype-typed array: position first + i at base + i * stride_token, or a ring of `ring` tokens at
- *  position % ring. */
+/** Exact tokens of one array. Position p is its token p - first, or token p % ring if it is a ring. Strides: elements
+ *  from token to token. */
 typedef struct {
     const void *k, *v;
     int64_t k_stride, v_stride, first, ring;
     range positions;
-    int all; /* 0: a query sees the last `window` tokens alone */
+    int all; /* 0: a causal query sees only the last `window` of them */
 } exact_part;
 
 static const char *exact_token(const attend_job *job, const exact_part *part, int is_key, int64_t position)
@@ -309,7 +311,7 @@ static const char *exact_token(const attend_job *job, const exact_part *part, in
            tq_dtype_bytes(job->a->layer.dtype) * i * (is_key ? part->k_stride : part->v_stride);
 }
 
-/** Positions that row position p sees in a part. */
+/** Returns the positions of a part that a query at position p sees. */
 static range seen_exact(const attend_job *job, const attend_task *t, const exact_part *part, int64_t p)
 {
     range r = clip(seen(job->a, t->b, p), part->positions.lo, part->positions.hi);
@@ -317,7 +319,7 @@ static range seen_exact(const attend_job *job, const attend_task *t, const exact
     return r;
 }
 
-/** Up to 32 tokens from position `first` for all rows. */
+/** Attends to n tokens, at most 32, from position `first` on, for all rows. */
 static void attend_exact_tile(const attend_job *job, const attend_task *t, attend_work *w, const exact_part *part,
                               int64_t first, int32_t n)
 {
@@ -352,7 +354,7 @@ static void attend_part(const attend_job *job, const attend_task *t, attend_work
         attend_exact_tile(job, t, w, part, i, all.hi - i < TQ_TILE ? (int32_t)(all.hi - i) : TQ_TILE);
 }
 
-/** The sinks of row `row` of sink_k. */
+/** Returns the sinks in row `row` of sink_k, those below position hi. */
 static exact_part sinks_at(const attend_job *job, const attend_task *t, int64_t row, int64_t hi)
 {
     const tq_layer *l = &job->a->layer;
@@ -365,7 +367,7 @@ static exact_part sinks_at(const attend_job *job, const attend_task *t, int64_t 
                         .all = 1};
 }
 
-/** Positions lo .. hi - 1 in row `row` of window_k. */
+/** Returns positions lo .. hi - 1, which lie in row `row` of window_k. */
 static exact_part ring_at(const attend_job *job, const attend_task *t, int64_t row, int64_t lo, int64_t hi)
 {
     const tq_layer *l = &job->a->layer;
@@ -380,7 +382,7 @@ static exact_part ring_at(const attend_job *job, const attend_task *t, int64_t r
                         .all = l->tail_rows != NULL};
 }
 
-/** Exact tokens by index: sinks, then what of the tail is in each of two pages. */
+/** Attends to exact tokens by index: sinks, then the part of the tail in each page. */
 static void attend_rows(const attend_job *job, const attend_task *t, attend_work *w)
 {
     const tq_layer *l = &job->a->layer;
@@ -401,7 +403,7 @@ static void attend_exact(const attend_job *job, const attend_task *t, attend_wor
 {
     const tq_attend_params *a = job->a;
     int64_t length = a->layer.lengths[t->b];
-    int64_t before = a->fresh_k ? length - a->query_tokens : length; /* the length that the ring belongs to */
+    int64_t before = a->fresh_k ? length - a->query_tokens : length; /* the length when the ring was written */
     int32_t bytes = tq_dtype_bytes(a->layer.dtype);
     if (tq_is_indexed(&a->layer)) {
         attend_rows(job, t, w);
@@ -437,7 +439,7 @@ static void store_row(int32_t dtype, const float *x, void *out, int64_t at, int3
     for (int32_t i = 0; i < n && dtype == TQ_BF16; i++) ((uint16_t *)out)[at + i] = tq_bf16_from_f32(x[i]);
 }
 
-/** Back from the weighted sum of codes to the space of values: out [head_dim]. */
+/** Turns a row's packed sums back into the space of values, by steps and inverse rotation: out [head_dim]. */
 static void restore_values(const attend_job *job, const attend_task *t, attend_work *w, const float *packed, float *out)
 {
     const tq_plan *plan = job->plan;
@@ -455,7 +457,7 @@ static void restore_values(const attend_job *job, const attend_task *t, attend_w
         const float *sums = packed + TQ_TILE * i;
         for (int32_t c = 0; c < plan->group_channels; c++) {
             float sum = sums[tq_column(c)];
-            if (tq_tile_is_16(plan)) sum += sums[tq_column(c + TQ_FINE_GROUP)]; /* of the tiles' other tokens */
+            if (tq_tile_is_16(plan)) sum += sums[tq_column(c + TQ_FINE_GROUP)]; /* of the other token tile */
             w->rotated[plan->group_channels * g + c] = sum * (steps ? steps[g] : 1.0f);
         }
     }
@@ -482,7 +484,7 @@ static void finish_row(const attend_job *job, const attend_task *t, attend_work 
 
 /* ---- tasks ---- */
 
-/** Without rows, if a sequence of a ragged batch has fewer than others. */
+/** Returns task i. It has no rows if a sequence of a ragged batch has fewer than others. */
 static attend_task task_at(const attend_job *job, int64_t i)
 {
     attend_task t;
@@ -549,7 +551,7 @@ static void merge_task(void *context, int64_t i, int32_t worker)
 
 /* ---- entry points ---- */
 
-/** The angles of the pages that any row sees. */
+/** Fills the wave's table, nodes and turns for the pages that any row sees. */
 static void turn_pages(attend_job *job)
 {
     const tq_attend_params *a = job->a;

@@ -1,8 +1,8 @@
 /* tq_attend's arguments: checks, the cut into tasks, and the layout of workspace. */
 #include "attend.h"
 
-#define LEAST_WORK (1 << 18) /* the fewest key numbers times queries that are worth a thread */
-#define SPLIT_PAGES 4        /* the fewest pages of a split that are worth a thread */
+#define LEAST_WORK (1 << 18) /* the fewest products of a key number and a query number that a thread gets */
+#define SPLIT_PAGES 4        /* the fewest pages of a split, at full length */
 
 /* ---- tasks ---- */
 
@@ -46,7 +46,7 @@ static int64_t take(int64_t *at, int64_t bytes)
     return start;
 }
 
-/** Cuts a worker's workspace at `base` (NULL: only the size); returns its bytes. */
+/** Lays out a worker's workspace at `base` (NULL: finds only its size). Returns its bytes. */
 static int64_t cut(const attend_job *job, uint8_t *base, attend_work *w)
 {
     int64_t rows = job->chunk_rows, d = job->plan->head_dim, padded = TQ_TILE * (int64_t)job->plan->groups, at = 0;
@@ -95,7 +95,7 @@ static int64_t partial_floats(const attend_job *job)
     return 4 + TQ_TILE * (int64_t)job->value_groups.n + job->plan->head_dim;
 }
 
-/** Bytes of workers and partial rows. */
+/** Returns the bytes of workers and partial rows. */
 static int64_t bytes_of_rows(const attend_job *job)
 {
     int64_t tasks = (int64_t)job->a->layer.batch * job->a->layer.kv_heads * job->chunks * job->splits;
@@ -116,7 +116,7 @@ int64_t tq_attend_bytes_bound(const attend_job *job)
     int64_t floats = tq_wave_table_floats(job->plan) + tq_wave_node_floats(job->plan) +
                      job->a->layer.max_pages * tq_wave_turn_floats(job->plan);
     most.threads = tq_effective_threads(job->a->threads);
-    /* Where tasks are split there are fewer tasks than threads, and at most as many splits as give each thread two. */
+    /* Tasks are split only if they are fewer than the threads, and then into at most two parts for each thread. */
     int64_t partials = 2 * (int64_t)most.threads * job->chunk_rows * partial_floats(job) * (int64_t)sizeof(float);
     return most.threads * cut(&most, NULL, NULL) + tq_round_up(partials, 64) + floats * (int64_t)sizeof(float) + 64;
 }
@@ -158,7 +158,7 @@ tq_status tq_attend_workspace_bound(const tq_plan *plan, const tq_attend_params 
 
 /* ---- checks ---- */
 
-/** Lengths, starts and the table entries that a sequence's packed tokens need. */
+/** Checks a sequence's length, start, end and rows, and the table entries that its packed tokens need. */
 static tq_status check_sequence(const tq_plan *plan, const tq_attend_params *a, int32_t b, tq_error *error)
 {
     const tq_layer *l = &a->layer;

@@ -1,5 +1,5 @@
-/* The arithmetic of plans that are not plain: portable, the same on every machine. turboquant.h has the formulas
- * (tq_levels, tq_sketch). */
+/* The arithmetic of plans that are not plain: portable, the same on every machine. turboquant_schemes.h has the
+ * formulas (tq_levels, tq_sketch). */
 #include "baselines.h"
 #include "turboquant_schemes.h"
 #include <math.h>
@@ -20,9 +20,8 @@ tq_baseline_coder tq_baseline_coder_of(const tq_kernels *kernels, const tq_plan 
     return c;
 }
 
-/** Sums in the order of csrc/kernels/scalar.c: v[i] += v[i + h] for h = n/2, n/4 .. 1, padded with zeros to a power of
- *  two.
- *  Destroys v [2 n]. */
+/** Sums n numbers in the order of csrc/kernels/scalar.c: v[i] += v[i + h] for h = m/2, m/4 .. 1, with m the next power
+ *  of two and zeros from n on. Overwrites v [m]. */
 static float tree_sum(float *v, int32_t n)
 {
     int32_t size = 1;
@@ -42,7 +41,7 @@ static float dot(const float *a, const float *b, int32_t n)
 
 static uint16_t stored(float x) { return tq_f16_from_f32(x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x); }
 
-/** Levels of the codes of `bits`, before scale and zero point, by code. */
+/** Fills in the levels of a width by code, before scale and zero point. */
 static void fill_levels(const tq_baseline_coder *c, int32_t bits, float levels[MAX_LEVELS])
 {
     for (int32_t code = 0; code < 1 << bits; code++) switch (c->side->levels) {
@@ -58,7 +57,7 @@ typedef struct {
     float s, o;
 } affine;
 
-/** Number i of a token; `stride` bytes lie between its numbers. */
+/** Reads number i that is stored for a token; they are `stride` bytes apart. */
 static float read_number(const void *numbers, int64_t stride, int32_t i)
 {
     uint16_t half;
@@ -76,7 +75,7 @@ static affine read_scales(const tq_baseline_coder *c, const void *numbers, int64
     }
 }
 
-/** The factor of the signs of a token's sketch, without sketch_factor. */
+/** Reads the factor of the signs of a token's sketch, without sketch_factor. */
 static affine read_sketch_scale(const tq_baseline_coder *c, const void *numbers, int64_t stride)
 {
     int is_static = c->table && c->side->sketch == TQ_SKETCH_SIGN;
@@ -84,7 +83,7 @@ static affine read_sketch_scale(const tq_baseline_coder *c, const void *numbers,
                     0.0f};
 }
 
-/* ---- encoding a block: n channels of z from channel `first`, all of its groups ---- */
+/* ---- encoding a block: n channels of z, from channel `first` on ---- */
 
 static int32_t bits_of(const tq_baseline_coder *c, int32_t channel) { return c->side->bits[channel / TQ_TILE]; }
 
@@ -110,8 +109,8 @@ static float encode_codebook(const tq_baseline_coder *c, int32_t first, int32_t 
     }
 }
 
-/** Codes are chosen with the scale and zero point as they are stored. All groups of a block have the bits of the
- *  first. */
+/** Encodes with a scale and a zero point; codes are chosen for both as they are stored. All groups of a block have the
+ *  bits of the first. */
 static void encode_affine(int32_t bits, int32_t n, const float *z, uint8_t *codes, uint16_t *scale, uint16_t *zero)
 {
     float low = z[0], high = z[0], top = (float)((1 << bits) - 1);
@@ -124,7 +123,7 @@ static void encode_affine(int32_t bits, int32_t n, const float *z, uint8_t *code
     float s = tq_f32_from_f16(*scale), o = tq_f32_from_f16(*zero);
     for (int32_t i = 0; i < n; i++) {
         float code = s > 0.0f ? rintf((z[i] - o) / s) : 0.0f;
-        codes[i] = (uint8_t)(code > 0.0f ? (code < top ? code : top) : 0.0f); /* 0 for a NaN, which a matrix may make */
+        codes[i] = (uint8_t)(code > 0.0f ? (code < top ? code : top) : 0.0f); /* 0 for NaN, which a matrix may make */
     }
 }
 
@@ -141,7 +140,7 @@ static float encode_absmax(int32_t bits, int32_t n, const float *z, uint8_t *cod
     return s;
 }
 
-/** The nearest entry, the lower of two that are equally near. */
+/** Encodes each number as the nearest entry; of two that are equally near, the lower. */
 static void encode_table(const float *table, int32_t n_levels, int32_t n, const float *z, uint8_t *codes)
 {
     for (int32_t i = 0; i < n; i++) {
@@ -168,13 +167,13 @@ static void encode_block(const tq_baseline_coder *c, int32_t block, int32_t firs
 
 /* ---- the sketch of the quantisation error ---- */
 
-/** The constant factor of decoded signs: sqrt(pi / 2) / m for a Gaussian sketch, 1 for signs of the residual itself. */
+/** Returns the constant factor of decoded signs: sqrt(pi / 2) / m for a Gaussian sketch, 1 for signs of the error. */
 static float sketch_factor(const tq_side *side)
 {
     return side->sketch == TQ_SKETCH_GAUSSIAN ? 1.25331414f / (float)side->sketch_rows : 1.0f;
 }
 
-/** r [head_dim] is lost. */
+/** Encodes the sketch of the quantisation error r [head_dim]. */
 static void encode_sketch(const tq_baseline_coder *c, float *r, uint8_t *codes, uint16_t *scales)
 {
     int32_t d = c->plan->head_dim;
@@ -214,7 +213,8 @@ void tq_baseline_encode(const tq_baseline_coder *c, float *x, float *z, uint8_t 
     if (side->sketch) encode_sketch(c, z, codes + TQ_TILE * plan->groups, scales);
 }
 
-/** Tile `tile` of a token tile, of block `block`, into columns 32 * tile .. of the rows of tokens first .. last - 1. */
+/** Decodes tile `tile` of a token tile, part of block `block`, into 32 columns, from 32 * tile on, of the rows of
+ *  tokens first .. last - 1. */
 static void decode_tile(const tq_baseline_coder *c, const uint8_t *record, int32_t token_tile, int32_t tile,
                         int32_t block, int32_t first, int32_t last, float *rows)
 {

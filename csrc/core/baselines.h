@@ -19,16 +19,16 @@ typedef struct {
 tq_baseline_coder tq_baseline_coder_of(const tq_kernels *kernels, const tq_plan *plan, const tq_codebook *books,
                                        const tq_transform *transform, int is_key, int32_t head);
 
-/** A centred vector x [head_dim], which is lost, to codes [32 * tiles] and binary16 numbers scales[32 * i], i <
- *  side->scales. z: workspace [head_dim]. */
+/** Encodes a centred vector x [head_dim], which may be overwritten, to codes [32 * tiles] and binary16 numbers
+ *  scales[32 * i], i < side->scales. z: workspace [head_dim]. */
 void tq_baseline_encode(const tq_baseline_coder *c, float *x, float *z, uint8_t *codes, uint16_t *scales);
 
-/** Tokens first .. last - 1 of a token tile as rows of 32 * tiles numbers, 0 where padded. */
+/** Decodes tokens first .. last - 1 of a token tile to rows of 32 * tiles numbers, 0 where padded. */
 void tq_baseline_decode(const tq_baseline_coder *c, const uint8_t *record, int32_t token_tile, int32_t first,
                         int32_t last, float *rows);
 
-/** x [head_dim] -> [R x | S R x], a row of 32 * tiles numbers. */
+/** Projects x [head_dim] to [R x | S R x], a row of 32 * tiles numbers. */
 void tq_baseline_project(const tq_baseline_coder *c, const float *x, float *row);
-/** Its transpose: row -> R^T (channels + S^T signs), [head_dim]. The row is lost. */
+/** Does the transpose of that: row -> x = R^T (channels + S^T signs), [head_dim]. Overwrites the row. */
 void tq_baseline_restore(const tq_baseline_coder *c, float *row, float *x);
 #endif

@@ -7,7 +7,7 @@ typedef struct {
     int64_t got;
 } size;
 
-/** A pointer argument. given: what it must be, if it may not be NULL; absent: what it must be, if it has to be NULL. */
+/** A pointer argument. given: what it must be if it may not be NULL; absent: what it must be if it may only be NULL. */
 typedef struct {
     const char *name;
     const void *at;
@@ -34,7 +34,7 @@ static tq_status check_pointers(const pointer *pointers, size_t n, tq_error *err
 
 #define LENGTH(array) (sizeof(array) / sizeof *(array))
 
-/** A pair such as sink_k, sink_v that holds n tokens; v is there only if the plan has values. */
+/** Checks a pair of arrays such as sink_k, sink_v that holds n tokens. v is given only if the plan has values. */
 static tq_status check_pair(const char *k_name, const char *v_name, const void *k, const void *v, int32_t n,
                             int has_values, tq_error *error)
 {
@@ -87,7 +87,7 @@ tq_status tq_check_transform(const tq_plan *plan, const tq_transform *t, int is_
 
 /* ---- layer ---- */
 
-/** The sizes of exact tokens by index. */
+/** Checks the sizes of exact tokens by index. */
 static tq_status check_rows(const tq_plan *plan, const tq_layer *l, tq_error *error)
 {
     if (!tq_is_indexed(l)) return TQ_OK;
@@ -123,7 +123,7 @@ static tq_status check_layer_sizes(const tq_plan *plan, const tq_layer *l, tq_er
     return tq_product(l->n_pages, bytes, &bytes, "n_pages", error);
 }
 
-/** Lengths, pages and transforms. */
+/** Checks that lengths, block table, pages and transforms are there. */
 static tq_status check_packed(const tq_plan *plan, const tq_layer *l, tq_error *error)
 {
     const pointer pointers[] = {{"lengths", l->lengths, l->batch ? a_pointer : NULL, NULL},
@@ -188,7 +188,7 @@ tq_status tq_check_rotate(const tq_plan *plan, const float *matrix, int32_t dtyp
     return TQ_OK;
 }
 
-/** From the first to the last byte of the pages. */
+/** Returns the bytes from the first to the last one of the pages. */
 static int64_t pages_bytes(const tq_plan *plan, const tq_layer *l)
 {
     return l->n_pages ? (l->n_pages - 1) * tq_page_stride(plan, l) + l->kv_heads * plan->record_bytes : 0;
@@ -221,7 +221,7 @@ static int64_t append_span(const tq_append_params *p, int32_t head_dim, int64_t 
                          ragged ? p->total_tokens : p->tokens, head_dim, sb, sh, st);
 }
 
-/** Bytes of sink_k or sink_v, and of window_k or window_v. */
+/** Return the bytes of sink_k or sink_v, and of window_k or window_v. */
 static int64_t sink_bytes(const tq_plan *plan, const tq_layer *l)
 {
     return (int64_t)tq_sink_rows(l) * l->kv_heads * l->sinks * plan->head_dim * tq_dtype_bytes(l->dtype);
@@ -313,7 +313,7 @@ tq_status tq_check_attend_sizes(const tq_plan *plan, const tq_attend_params *a, 
     int64_t n;
     TQ_TRY(tq_product((int64_t)a->layer.batch * a->query_heads, (int64_t)a->query_tokens * plan->head_dim, &n, "batch",
                       error));
-    return tq_product(n, 64, &n, "batch", error); /* workspace is at most a few dozen bytes a query number */
+    return tq_product(n, 64, &n, "batch", error); /* workspace: at most a few dozen bytes for a number of q */
 }
 
 tq_row_strides tq_strides_of_out(const tq_plan *plan, const tq_attend_params *a)
@@ -333,7 +333,7 @@ tq_row_strides tq_strides_of_lse(const tq_attend_params *a)
     return (tq_row_strides){a->query_heads * (int64_t)a->query_tokens, a->query_tokens, 1};
 }
 
-/** Rows of q, out and lse: [batch, query_heads, tokens], or one batch of all tokens. */
+/** Rows of q, out and lse: [batch, query_heads, tokens]; a ragged batch counts as one sequence of all tokens. */
 typedef struct {
     int64_t batch, heads, tokens;
 } row_sizes;
@@ -349,14 +349,14 @@ static int64_t rows_bytes(row_sizes n, int64_t element_bytes, int64_t row, tq_ro
     return tq_span_bytes(element_bytes, n.batch, n.heads, n.tokens, row, s.batch, s.head, s.token);
 }
 
-/** Whether no two rows of an array have a number in common, for any order of its dimensions. */
+/** Whether no two rows of an array overlap, whatever the order of its dimensions. */
 static int rows_are_apart(row_sizes n, int64_t row, tq_row_strides s)
 {
     int64_t sizes[3] = {n.batch, n.heads, n.tokens}, strides[3] = {s.batch, s.head, s.token};
     if (!n.batch || !n.heads || !n.tokens) return 1;
     for (int i = 0; i < 3; i++)
-        if (sizes[i] <= 1) strides[i] = INT64_MAX; /* is not looked at */
-    for (int done = 0; done < 3; done++) {         /* the smallest stride that is left must pass over all inside it */
+        if (sizes[i] <= 1) strides[i] = INT64_MAX; /* does not matter */
+    for (int done = 0; done < 3; done++) {         /* the smallest stride that is left must span everything inside it */
         int least = 0;
         for (int i = 1; i < 3; i++)
             if (strides[i] < strides[least]) least = i;

@@ -66,7 +66,7 @@ tq_status tq_get_codebook(tq_codebook_law law, int32_t head_dim, int32_t bits, t
 static tq_cells cells_of(const tq_codebook *book)
 {
     int32_t half = book->n_levels / 2, count[16] = {0};
-    const float *thresholds = book->thresholds + half; /* the positive ones; before them is 0 */
+    const float *thresholds = book->thresholds + half; /* the positive ones; the one before them is 0 */
     tq_cells cells = {.factor = 15.0f / thresholds[half - 2]};
     for (int32_t i = 0; i < 16; i++) cells.own[0][i] = cells.own[1][i] = INFINITY;
     for (int32_t k = 0; k + 1 < half; k++) {

@@ -1,5 +1,5 @@
-/* binary16 and bfloat16 by integer arithmetic, so that no compiler, flag or CPU can round differently. Inline and
- * without branches on the way up, so that loops over them vectorise. */
+/* binary16 and bfloat16 by integer arithmetic, so that no compiler, flag or CPU can round differently. Conversions to
+ * float32 are inline and have no branches, so that loops over them vectorise. */
 #ifndef TQ_CONVERT_H
 #define TQ_CONVERT_H
 #include <stdint.h>
@@ -19,7 +19,7 @@ static inline float tq_float_of(uint32_t u)
     return x;
 }
 
-/** To nearest even; 65520 and above to infinity, NaN to a quiet NaN. */
+/** Rounds to nearest even. 65520 and above become infinity, NaN a quiet NaN. */
 static inline uint16_t tq_f16_from_f32(float x)
 {
     uint32_t u = tq_bits_of(x), sign = u >> 16 & 0x8000, drop = 13;
@@ -37,8 +37,8 @@ static inline uint16_t tq_f16_from_f32(float x)
     return (uint16_t)(sign | (half + (rest > middle || (rest == middle && (half & 1)))));
 }
 
-/** Exact. Subnormal halves are counted in units of 2^-24: no number here is subnormal as a float, which a caller who
- *  has such numbers flushed (torch.set_flush_denormal) would find to be 0. */
+/** Converts exactly. Subnormal halves are counted in units of 2^-24, so that no float here is subnormal: a caller may
+ *  have set the CPU to flush those to 0 (torch.set_flush_denormal). */
 static inline float tq_f32_from_f16(uint16_t half)
 {
     uint32_t magnitude = half & 0x7fff, small = tq_bits_of((float)(int32_t)magnitude * 0x1p-24f);
@@ -47,7 +47,7 @@ static inline float tq_f32_from_f16(uint16_t half)
     return tq_float_of(u | (uint32_t)(half & 0x8000) << 16);
 }
 
-/** To nearest even; NaN stays NaN. */
+/** Rounds to nearest even; NaN stays NaN. */
 static inline uint16_t tq_bf16_from_f32(float x)
 {
     uint32_t u = tq_bits_of(x);

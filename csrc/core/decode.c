@@ -13,10 +13,10 @@ typedef struct {
     const tq_transform *transform;
     int is_key;
     int32_t b, h;
-    int64_t origin; /* of the wave: the phase position of packed index 0 */
+    int64_t origin; /* the phase position of packed index 0, for the wave */
 } decode_side;
 
-/** Decodes 32 tokens of one record into x [count][head_dim]; count <= 32 of them are wanted. */
+/** Decodes the first count <= 32 tokens of a token tile into x [count][head_dim], without scale and rotation. */
 static void decode_tile(const decode_side *s, const uint8_t *record, int32_t token_tile, int32_t count, float *x)
 {
     const tq_plan *plan = s->plan;
@@ -49,7 +49,7 @@ static void add_centre(const decode_side *s, int64_t index, float *x)
         for (int32_t i = 0; centre && i < plan->head_dim; i++) x[i] += centre[i];
 }
 
-/** Scale and inverse rotation, in place for one decoded token. */
+/** Applies the scale and the inverse rotation to one decoded token, in place. */
 static void restore_token(const decode_side *s, const uint8_t *record, int32_t token, float *x)
 {
     const tq_plan *plan = s->plan;
@@ -64,14 +64,14 @@ static void restore_token(const decode_side *s, const uint8_t *record, int32_t t
 
 #define ROWS_AT_ONCE (4 * TQ_MAX_DIM) /* numbers of decoded rows on the stack */
 
-/** How many tokens' rows fit: 2 to 32. */
+/** Returns how many tokens' rows fit: 2 to 32. */
 static int32_t tokens_at_once(const tq_side *side)
 {
     int32_t n = ROWS_AT_ONCE / (TQ_TILE * side->tiles);
     return n < TQ_TILE ? n : TQ_TILE;
 }
 
-/** decode_tile and restore_token for plans that are not plain. */
+/** Does what decode_tile and restore_token do, for plans that are not plain. */
 static void decode_baseline_tile(const decode_side *s, const uint8_t *record, int32_t token_tile, int32_t count,
                                  float *x)
 {
@@ -150,7 +150,7 @@ typedef struct {
     float *out;
 } dot_job;
 
-/** product * scale + bias of a tile's columns, in the order of its tokens. */
+/** Computes product * scale + bias of a token tile's columns, and puts them in the order of its tokens. */
 static void scale_tile(const float *products, const float *scales, float bias, float *in_order)
 {
     float by_column[TQ_TILE];
@@ -158,7 +158,7 @@ static void scale_tile(const float *products, const float *scales, float bias, f
     for (int32_t i = 0; i < TQ_TILE; i++) in_order[i] = by_column[tq_column(i)];
 }
 
-/* One page of vectors against all queries; the next page is prefetched. */
+/* Multiplies one page of vectors by all queries, and prefetches the next page. */
 static void dot_page(void *context, int64_t page, int32_t worker_index)
 {
     const dot_job *job = context;
@@ -238,7 +238,7 @@ tq_status tq_dot_workspace_bytes(const tq_plan *plan, int64_t n_queries, size_t 
     return TQ_OK;
 }
 
-/** Centre, rotate and scale one query into its operand; returns its bias. */
+/** Turns one query into its operand, by metric, rotation and steps. Returns its bias, <q, centre>. */
 static float dot_operand(const dot_job *job, const tq_transform *key, const float *query, void *operand)
 {
     const tq_plan *plan = job->plan;

@@ -129,8 +129,8 @@ static const tq_kernels *forced; /* by tq_set_isa */
 /* Found once: CPUID takes microseconds in a virtual machine, and another thread may write to the environment later. */
 static struct {
     int has[N_LEVELS];
-    const tq_kernels *best, *chosen; /* chosen: by TURBOQUANT_ISA, else the best; NULL: it names none */
-    char names[8 + 16 * N_LEVELS];   /* "one of: " and what there is */
+    const tq_kernels *best, *chosen; /* chosen: by TURBOQUANT_ISA, else the best; NULL: it names none that is here */
+    char names[8 + 16 * N_LEVELS];   /* "one of: " and the levels that are here */
 } machine;
 
 #define ONE_OF "one of: "

@@ -1,13 +1,13 @@
 /* Gaussian matrices, and Haar-distributed rotations made of them (Stewart, SIAM J. Numer. Anal. 17, 1980): a product of
  * Householder reflections of Gaussian vectors.
- * Everything is float64 +, -, *, /, sqrt and frexp in a fixed order, so that a seed is the same matrix on every
- * machine; libm's log would not be. */
+ * Everything is float64 +, -, *, /, sqrt and frexp in a fixed order, so that a seed gives the same matrix on every
+ * machine. libm's log would not. */
 #include "internal.h"
 #include "turboquant_schemes.h"
 #include <math.h>
 
 #define HAAR_STREAM ((uint64_t)1 << 32)   /* apart from the streams of the Hadamard signs */
-#define SKETCH_STREAM ((uint64_t)1 << 33) /* and a sketch apart from the rotation of its seed */
+#define SKETCH_STREAM ((uint64_t)1 << 33) /* apart from the rotation of the same seed */
 
 /* ln r = 2 artanh((m - 1) / (m + 1)) + e ln 2 with r = m 2^e, sqrt(1/2) <= m < sqrt(2); the series to t^41 is exact to
  * rounding. */
@@ -56,8 +56,7 @@ static double next_gaussian(gaussian_source *s)
     }
 }
 
-/** Reflects the trailing k x k block of m [head_dim, head_dim] by a fresh Gaussian vector; v and w [k] are
- *  workspace. */
+/** Reflects the trailing k x k block of m [head_dim, head_dim] by a new Gaussian vector. v and w [k] are workspace. */
 static void reflect_block(double *block, int64_t head_dim, int32_t k, gaussian_source *source, double *v, double *w)
 {
     double norm2 = 0.0;

@@ -8,7 +8,7 @@
 
 /* ---- fields: bits w k .. w k + w - 1 of byte i are of channel i + 4 w k ---- */
 
-/** The lowest bits of eight codes from bit `shift` on; mask: of each byte. */
+/** Returns the bits of eight codes from bit `shift` on, a byte for each code. mask: the bits of a byte. */
 static inline uint64_t eight_codes(const uint8_t *codes, int32_t shift, uint64_t mask)
 {
     uint64_t word;
@@ -31,14 +31,14 @@ static void pack_field(const uint8_t codes[32], int32_t width, int32_t shift, ui
         for (int32_t k = 0; k < 4; k++) word |= eight_codes(codes + 8 * k, shift, 3) << 2 * k;
         memcpy(bytes, &word, 8);
         return;
-    default: /* eight codes are bits k and k + 1 of four bytes */
+    default: /* eight codes become bits k and k + 1 of four bytes */
         for (int32_t k = 0; k < 8; k += 2) word |= eight_codes(codes + 4 * k, shift, 1) << k;
         word |= word >> 31; /* the upper four bytes, one bit higher */
         memcpy(bytes, &word, 4);
     }
 }
 
-/** A field of 8 codes: width bytes, bits w k .. w k + w - 1 of byte i are of channel i + w k. */
+/** Packs a field of 8 codes: width bytes, bits w k .. w k + w - 1 of byte i are of channel i + w k. */
 static void pack_eight(const uint8_t codes[8], int32_t width, int32_t shift, uint8_t *bytes)
 {
     uint64_t word = eight_codes(codes, shift, (1u << width) - 1), packed = 0;
@@ -46,7 +46,7 @@ static void pack_eight(const uint8_t codes[8], int32_t width, int32_t shift, uin
     memcpy(bytes, &packed, (size_t)width); /* the bytes behind are cut off */
 }
 
-/** The lowest `bits` of `channels` codes, 32 or 8. */
+/** Packs the lowest `bits` of `channels` codes, 32 or 8. Returns where the next bytes go. */
 static uint8_t *pack_row(const uint8_t *codes, int32_t channels, int32_t bits, uint8_t *bytes)
 {
     int32_t shift = 0;
@@ -60,7 +60,7 @@ static uint8_t *pack_row(const uint8_t *codes, int32_t channels, int32_t bits, u
     return bytes;
 }
 
-/** The leading bits of `channels` codes, 32 or 8, as bytes TQ_INDEX_BLOCK apart. */
+/** Packs the leading bits of `channels` codes, 32 or 8, as bytes TQ_INDEX_BLOCK apart. Returns the next plane. */
 static uint8_t *pack_lead(const uint8_t *codes, int32_t channels, int32_t bits, int32_t lead, uint8_t *plane)
 {
     for (int32_t width; lead; lead -= width, bits -= width) {
@@ -83,9 +83,9 @@ typedef struct {
     uint8_t *codes, *signs;
     float *scales, *offsets;
     float *workspace; /* [threads, 2, 64, padded]; with lists [threads, 3, 64, padded] */
-    /* of codes, and what the first or the first two leading fields say of them; all groups have the same bits and lead */
+    /* by code, if all groups have the same bits, lead and step: its level, and its estimate under each bound */
     float levels[256], estimates[2][256];
-    double expected[2];     /* mean squares of the noise under each bound; 0: it is not measured */
+    double expected[2];     /* mean squared noise under each bound; 0: it is not measured */
     atomic_llong first_bad; /* the first row that is refused, or n */
 } encode_job;
 
@@ -106,9 +106,9 @@ static void pack_all(const encode_job *job, int64_t row, const uint8_t *codes)
 
 static const double NOISE[TQ_INDEX_NOISE_CLASSES] = {1, 1.2, 1.5, 1.9, 2.4, 3.2, 4.5, INFINITY};
 
-/** With weights w_j = x_j^2 / |x|^2 and the residuals e of all codes, rotated back: sum w_j e_j^2 over E[e^2], the
- *  square of the noise under the first or the second bound, which takes the scale times `factor`. x [padded]: the
- *  centred row. workspace: [padded]. */
+/** Returns the noise class of a row under the first or second bound, which multiplies the scale by `factor`. The square
+ *  of the noise is the sum of w_j e_j^2 divided by E[e^2]: w_j = x_j^2 / |x|^2, and e are the residuals of all codes,
+ *  rotated back. x [padded]: the centred row. workspace: [padded]. */
 static uint32_t noise_class(const encode_job *job, int32_t bound, float factor, const float *x, const uint8_t *codes,
                             float *workspace)
 {
@@ -134,7 +134,7 @@ static uint32_t noise_class(const encode_job *job, int32_t bound, float factor, 
     return found;
 }
 
-/** The nearest float whose lowest bits are the classes. */
+/** Returns the float nearest to `scale` whose lowest 9 bits hold k and the noise class. */
 static float with_classes(float scale, uint32_t noise_class, int32_t k)
 {
     uint32_t classes = ((uint32_t)k & 63) << 3 | noise_class;
@@ -146,7 +146,7 @@ static float with_classes(float scale, uint32_t noise_class, int32_t k)
     return scale;
 }
 
-/** The larger class of both bounds. */
+/** Returns the larger noise class of both bounds. */
 static uint32_t largest_class(const encode_job *job, int32_t k, const float *x, const uint8_t *codes, float *workspace)
 {
     const float factors[2] = {1 + (float)k / 64,
@@ -160,7 +160,7 @@ static uint32_t largest_class(const encode_job *job, int32_t k, const float *x, 
     return largest;
 }
 
-/** k of a row (turboquant_index.h). z [padded]: the row, rotated. */
+/** Returns k of a row (turboquant_index.h). z [padded]: the rotated row. */
 static int32_t leading_class(const encode_job *job, const float *z, const uint8_t *codes)
 {
     double levels[8] = {0}, estimates[8] = {0}, level = 0, estimate = 0;
@@ -199,7 +199,7 @@ static void note_bad(encode_job *job, int64_t row)
     while (row < known && !atomic_compare_exchange_weak(&job->first_bad, &known, row)) {}
 }
 
-/** <R c, what the codes of a row stand for>, c: centre [padded]. workspace: [padded]. */
+/** Returns <R c, what the codes of a row stand for> with c = centre [padded]. workspace: [padded]. */
 static double of_centre(const encode_job *job, const uint8_t *codes, float scale, const float *centre, float *workspace)
 {
     const tq_index_layout *layout = &job->use.space->layout;

@@ -1,4 +1,4 @@
-/* The lists of an index: which list a vector belongs to, and which ones a query reads. turboquant_index.h has the rules. */
+/* The lists of an index: which list a vector belongs to, and which a query reads. Rules: turboquant_index.h. */
 #include "index_internal.h"
 #include <math.h>
 #include <stdatomic.h>
@@ -13,7 +13,7 @@ void tq_index_list_values(const tq_index_use *use, const float *x, int32_t rows,
                           space->metric == TQ_INDEX_L2, values + i, use->list_stride);
 }
 
-/** The value of one list that is not of l2, as tq_index_list_values has it. */
+/** Returns the value of one list, the same bits as from tq_index_list_values. Not for l2. */
 static double value_of(const tq_index_space *space, const float *x, int32_t list)
 {
     const float *own = space->directions + (int64_t)(list / TQ_INDEX_CENTRES) * space->dim * TQ_INDEX_CENTRES;
@@ -23,7 +23,7 @@ static double value_of(const tq_index_space *space, const float *x, int32_t list
     return sum;
 }
 
-/** Takes the n best lists by rough values, and looks again at all whose rough values do not rule them out. */
+/** Finds the n best lists. Computes exact values only for lists that the rough values do not rule out. */
 static int32_t best_by_rough(const tq_index_use *use, const float *x, double *values, const uint8_t *skipped, int32_t n,
                              int32_t *lists)
 {
@@ -65,7 +65,7 @@ static int before(const double *values, int32_t a, int32_t b)
     return values[a] > values[b] || (values[a] == values[b] && a < b);
 }
 
-/** lists [n]: a heap whose root comes last; `moved` sinks from the root. */
+/** Sifts `moved` down from the root of the heap lists [n]. The root is the list that comes last. */
 static void sink(const double *values, int32_t *lists, int32_t n, int32_t moved)
 {
     int32_t at = 0;

@@ -7,7 +7,7 @@
 
 enum { LINE = 64 };
 
-#if defined(__SANITIZE_ADDRESS__) /* the line behind each array is watched, as if malloc had given it */
+#if defined(__SANITIZE_ADDRESS__) /* the line after each array is poisoned, as after memory of malloc */
 void __asan_poison_memory_region(const volatile void *memory, size_t bytes);
 void __asan_unpoison_memory_region(const volatile void *memory, size_t bytes);
 enum { GAP = LINE };
@@ -15,7 +15,7 @@ enum { GAP = LINE };
 enum { GAP = 0 };
 #endif
 
-/** In front of the memory. */
+/** Lies in front of the memory. */
 typedef struct {
     size_t bytes;
     void *start; /* what malloc gave */
@@ -29,7 +29,7 @@ static void free_kept(void *h) { free(((header *)h)->start); }
 
 static void make_key(void) { keeps = pthread_key_create(&kept, free_kept) == 0; }
 
-/* A library that is unloaded leaves no destructor behind. */
+/* Leaves no destructor behind when the library is unloaded. */
 __attribute__((destructor)) static void forget_key(void)
 {
     if (!keeps) return;

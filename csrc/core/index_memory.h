@@ -4,22 +4,21 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/** At most so many bytes are kept, until the thread ends. */
+/** The most bytes that a thread keeps, until it ends. */
 #define TQ_INDEX_KEPT ((size_t)8 << 20)
 
-/** 64-byte aligned memory with anything in it, or NULL. A call that is inside another one gets its own. */
+/** Returns 64-byte aligned, uninitialised memory, or NULL. A call inside another one gets memory of its own. */
 void *tq_index_borrow(size_t bytes);
-/** Ends the use of what tq_index_borrow gave; NULL: of nothing. */
+/** Gives back memory of tq_index_borrow. Does nothing for NULL. */
 void tq_index_return(void *memory);
 
-/** Arrays that lie one after the other. It is filled twice: without memory, to learn how much there must be, and with it.
- */
+/** Arrays that lie one after the other. They are placed twice: without memory, to count the bytes, and then with it. */
 typedef struct {
-    uint8_t *memory; /* NULL the first time */
+    uint8_t *memory; /* NULL: bytes are only counted */
     size_t bytes;    /* so far */
-    int overflow;    /* whether they are too many to count */
+    int overflow;    /* whether `bytes` has overflowed */
 } tq_index_arrays;
 
-/** The next array, of n times m elements, 64-byte aligned; NULL the first time. n and m are at least 0. */
+/** Places the next array, of n * m elements, 64-byte aligned. Returns NULL without memory. n and m are at least 0. */
 void *tq_index_array(tq_index_arrays *arrays, int64_t n, int64_t m, size_t element);
 #endif

@@ -1,4 +1,4 @@
-/* What a search keeps: the best so far as heaps, and rows that may be among them. */
+/* What a search keeps: heaps of the best so far, and rows that may be among the best. */
 #ifndef TQ_INDEX_POOL_H
 #define TQ_INDEX_POOL_H
 #include <stdint.h>
@@ -51,10 +51,9 @@ typedef struct {
 typedef struct {
     float *lows; /* the k largest lower bounds, the least first, as a heap */
     int64_t n_lows, n, room;
-    candidate *candidates, *first; /* first: where candidates were at first, which is not freed */
-    float
-        limit; /* rows with upper bounds below it are out: the k-th largest lower bound, or what tq_index_find_limits found */
-    int failed; /* no memory */
+    candidate *candidates, *first; /* first: the initial array, which the pool does not own */
+    float limit; /* rows with upper bounds below it are out: the k-th largest lower bound, or a first limit */
+    int failed;  /* no memory */
 } pool;
 
 static inline void push_low(pool *p, int64_t k, float low)
@@ -80,7 +79,7 @@ static inline void free_candidates(pool *p)
     if (p->candidates != p->first) free(p->candidates);
 }
 
-/** Makes room for one more candidate, first by dropping those below the limit. */
+/** Makes room for one more candidate: drops those below the limit, then doubles the room if half of it is full. */
 static inline int make_room(pool *p)
 {
     int64_t n = 0;

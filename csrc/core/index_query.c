@@ -1,9 +1,8 @@
 /* A query for the scan over leading bits: lookup tables, and a bound on the difference between a sum and the score.
  *
- * The leading fields of a code (2 bits each, from the highest on, the last perhaps 1) estimate its level c by a sum
- * with one value for each field. Values are the best additive fit to c under N(0, 1), times a factor so that E[estimate
- * u] = E[c u].
- * Without the factor, neighbours, whose u resemble the query's, would be estimated too low. */
+ * The leading fields of a code (2 bits each, from the highest on; the last may have 1) estimate its level c by a sum
+ * with one value for each field. The values are the best additive fit to c under N(0, 1), times a factor that makes
+ * E[estimate u] = E[c u]. Without the factor, neighbours, whose u resemble the query's, would be estimated too low. */
 #include "index_internal.h"
 #include <math.h>
 #include <pthread.h>
@@ -19,7 +18,7 @@ typedef struct {
 static lead_fit fits[TQ_WIDE_BITS + 1][TQ_SCAN_BITS + 1]; /* by bits, lead */
 static pthread_once_t fits_once = PTHREAD_ONCE_INIT;
 
-/** exp(-y), 0 <= y <= 18: sums and products alone, so that it is the same on every machine. */
+/** Returns exp(-y), 0 <= y <= 18, by sums and products alone, so that it is the same on every machine. */
 static double exp_minus(double y)
 {
     double x = -y / 1024, term = 1, sum = 1;
@@ -59,7 +58,7 @@ static void make_law(int32_t bits, code_law *law)
     }
 }
 
-/** The bits of field f: fields come two bits at a time, the last may have one. */
+/** Returns the bits of field f of a code. Fields have two bits; the last may have one. */
 static int32_t field_of(int32_t code, int32_t bits, int32_t lead, int32_t f)
 {
     int32_t width = lead - 2 * f > 1 ? 2 : 1;
@@ -131,12 +130,12 @@ void tq_index_estimates(int32_t bits, int32_t lead, float *levels, float *estima
 
 int32_t tq_sign_tables(int32_t planes) { return (planes + 2) / 3 * 4; }
 
-/** The contribution of each value of each two bits of a plane to a query's estimate. */
+/** What each pair of bits of a plane adds to a query's estimate, by pair and value. */
 typedef struct {
     float at[4][4];
 } plane_values;
 
-/* n: bytes of a field of 1 bit, 4 of a group of 32 channels and 1 of one of 8. */
+/* n: bytes of a field of 1 bit: 4 in a group of 32 channels, 1 in a group of 8. */
 
 static void plane_of_two(const float *z, int32_t n, const float values[4], int32_t i, plane_values *out)
 {
@@ -151,7 +150,7 @@ static void plane_of_one(const float *z, int32_t n, const float values[4], int32
             out->at[k][e] = z[2 * n * k + i] * values[e & 1] + z[2 * n * k + n + i] * values[e >> 1];
 }
 
-/** Shifts the values of each two bits so that the least is 0; returns the sum of the shifts. */
+/** Shifts the values of each pair so that the least is 0. Returns the sum of the shifts. */
 static float from_zero(plane_values *plane)
 {
     float taken = 0;
@@ -169,7 +168,7 @@ static float largest_of(const float v[4])
     return a > b ? a : b;
 }
 
-/** The three pairs of bits that table t is looked up by (kernels/scan_signs.h). */
+/** Finds the three pairs of bits that index table t (kernels/scan_signs.h). */
 static void pairs_of(const plane_values *planes, int32_t t, const float *pairs[3])
 {
     const plane_values *first = planes + t / 4 * 3;
@@ -179,8 +178,8 @@ static void pairs_of(const plane_values *planes, int32_t t, const float *pairs[3
 /** The second bound is this much wider, so that hardly a row is lost whose first bound holds. */
 static const double WIDER = 1.2;
 
-/** The second bound. Levels are about s a + t b, where the signs s and t are the leading bit and the next: `sum` has s
- *  times another a. squares: of q; rounding: the variance of `sum`, in the query's units. */
+/** Adds the second bound. A level is about s a + t b, with s and t the signs of the leading bit and of the next; `sum`
+ *  has s with another factor. squares: sum of q^2; rounding: variance of `sum` by rounding, in the query's units. */
 static void add_next(const tq_index_use *use, double squares, double unit, double rounding, float least,
                      tq_sign_query *out)
 {

@@ -1,5 +1,5 @@
-/* Search: one pass over the leading bits of all rows. Rows that may be among the best are scored from all bits at once.
- * Which rows are scored depends on the rows alone (tq_index_search), so results do not depend on the order of the
+/* Search: one pass over the leading bits of all rows. Rows that may be among the best are scored from all bits right
+ * away. Which scores count depends on the rows alone (tq_index_search), so results do not depend on the order of the
  * pass. */
 #include "index_scan.h"
 #include <math.h>
@@ -8,10 +8,10 @@
 enum {
     BLOCK = TQ_SCAN_ROWS,
     RUN = TQ_INDEX_RUN,
-    NOTED = 16, /* rows that are being prefetched */
+    NOTED = 16, /* rows that are prefetched before they are scored */
 };
 
-/** Which of 8 bytes are not 0, as bits. */
+/** Returns which of 8 bytes are not 0, as bits. */
 static uint64_t set_bytes(const uint8_t bytes[8])
 {
     uint64_t x, low = 0x7f7f7f7f7f7f7f7f;
@@ -20,7 +20,7 @@ static uint64_t set_bytes(const uint8_t bytes[8])
     return (x >> 7) * 0x0102040810204080u >> 56; /* gathered in the top byte */
 }
 
-/** The rows of a block that are allowed, as bits. */
+/** Returns the rows of a block that are allowed, as bits. */
 uint64_t tq_index_allowed(const tq_index_rows *rows, int64_t block)
 {
     int64_t first = BLOCK * block, n = rows->n - first;
@@ -33,8 +33,8 @@ uint64_t tq_index_allowed(const tq_index_rows *rows, int64_t block)
     return allowed;
 }
 
-/** Sums below which no row of a block reaches the limit, slightly lowered for float32 rounding. n: blocks from `first`
- *  on, at most RUN. */
+/** Finds for each of n blocks from `first` on, at most RUN, the sum below which none of its rows reaches the limit,
+ *  slightly lowered for float32 rounding. */
 static void least_sums(const tq_index_rows *rows, int64_t first, int32_t n, const tq_sign_query *b, float limit,
                        uint16_t least[RUN])
 {
@@ -51,7 +51,7 @@ static void least_sums(const tq_index_rows *rows, int64_t first, int32_t n, cons
     }
 }
 
-/** The allowed rows of a block whose bounds reach the limit, as bits. */
+/** Returns the allowed rows of a block whose bounds reach the limit, as bits. */
 static uint64_t passing_rows(const tq_index_job *job, const tq_index_rows *rows, int64_t q, int64_t block,
                              uint64_t allowed, const uint16_t sums[BLOCK], float limit)
 {
@@ -78,14 +78,14 @@ static void leading_bits(const tq_index_job *job, const tq_index_rows *rows, int
     for (; p < n; p++, at += BLOCK) lead[p] = at[0];
 }
 
-/** What the list of a row adds to its score. */
+/** Returns what the list of a row adds to its score. */
 static double list_value(const tq_index_job *job, const tq_index_rows *rows, int64_t q, int64_t row)
 {
     if (!job->values) return 0;
     return job->values[q * job->use.list_stride + (rows->lists ? rows->lists[row] : rows->list)];
 }
 
-/** A limit for scores without what lists add, slightly lowered for float32 rounding. */
+/** Returns the limit for scores without what lists add, slightly lowered for float32 rounding. */
 static float limit_in_lists(const tq_index_job *job, const tq_index_rows *rows, int64_t q, float limit)
 {
     if (!job->values) return limit;
@@ -93,7 +93,7 @@ static float limit_in_lists(const tq_index_job *job, const tq_index_rows *rows, 
     return limit - value - 4e-7f * (fabsf(limit) + fabsf(value));
 }
 
-/** The score without the query's constant. */
+/** Returns the score without the query's constant. */
 static double part_of_score(const tq_index_job *job, const tq_index_rows *rows, int64_t q, int64_t row,
                             const uint8_t *lead)
 {
@@ -116,7 +116,7 @@ static float score_of(const tq_index_job *job, int64_t q, double part)
 static void take_score(const tq_index_job *job, const tq_index_rows *rows, pool *p, int64_t q, int64_t row, double part,
                        float upper)
 {
-    if ((float)part < p->limit) return; /* k rows are better, and so are their bounds */
+    if ((float)part < p->limit) return; /* k rows have better scores and bounds */
     int64_t id = rows->ids ? rows->ids[row] : rows->first_id + row;
     push_candidate(p, (candidate){{score_of(job, q, part), id}, upper});
     push_low(p, job->k, part < upper ? (float)part : upper);
@@ -130,7 +130,7 @@ static void take_row(const tq_index_job *job, const tq_index_rows *rows, int32_t
     take_score(job, rows, job->pools + worker * job->n + q, q, row, part_of_score(job, rows, q, row, lead), upper);
 }
 
-/** The smaller of a row's bounds, of which `upper` is the first. sum: of its leading bits. */
+/** Returns the smaller of a row's two bounds. upper: the first one; sum: of the row's leading bits. */
 static float smaller_bound(const tq_index_job *job, const tq_index_rows *rows, int64_t q, int64_t row, uint16_t sum,
                            float upper)
 {
@@ -156,7 +156,7 @@ typedef struct {
     } rows[NOTED + BLOCK];
 } pending_rows;
 
-/** The bound of a row's score, without the query's constant. sums: of its block. */
+/** Returns the first bound of a row's score, without the query's constant. sums: of the row's block. */
 static float upper_bound(const tq_index_job *job, const tq_index_rows *rows, int64_t q, int64_t row,
                          const uint16_t sums[BLOCK])
 {
@@ -239,7 +239,7 @@ static void score_block(const tq_index_job *job, const tq_index_rows *rows, int3
     }
 }
 
-/** A task of a pass: a run of blocks of a segment. */
+/** Returns the segment of a task of a pass; *run: the task's run of blocks in it. */
 static const tq_index_rows *task_run(const tq_index_job *job, int64_t task, int64_t *run)
 {
     int64_t low = 0, high = job->n_segments; /* first_task[low] <= task < first_task[high] */
@@ -252,7 +252,8 @@ static const tq_index_rows *task_run(const tq_index_job *job, int64_t task, int6
     return job->rows + low;
 }
 
-/** The rows of a run's blocks that may be among the best of `n` queries, TQ_SCAN_QUERIES or 1. */
+/** Scans a run's blocks for the n readers from `at` on, TQ_SCAN_QUERIES or 1, and scores rows that may be among their
+ *  best. */
 static void scan_queries(const tq_index_job *job, const tq_index_rows *rows, int64_t run, int64_t blocks,
                          int32_t worker, const uint64_t allowed[RUN], const tq_index_readers *readers, int64_t at,
                          int32_t n)
@@ -264,7 +265,7 @@ static void scan_queries(const tq_index_job *job, const tq_index_rows *rows, int
     uint16_t sums[TQ_SCAN_QUERIES][BLOCK], least[TQ_SCAN_QUERIES][RUN], its_least[TQ_SCAN_QUERIES];
     int32_t reach;
     pending_rows noted[TQ_SCAN_QUERIES];
-    for (int32_t k = 0; k < n; k++) { /* limits only rise: these stay low enough */
+    for (int32_t k = 0; k < n; k++) { /* limits only rise, so these stay low enough */
         int64_t q = reader(readers, at + k);
         float limit = limit_in_lists(job, rows, q, pools[q].limit);
         tables[k] = job->tables + q * job->table_bytes;
@@ -309,8 +310,8 @@ void tq_index_scan_run(void *context, int64_t task, int32_t worker)
 }
 
 /* ---- a first limit ---- One pass alone would score many rows that are good only among the first ones. So a sample is
- * scanned before: k lower bounds of its rows with the highest bounds give a limit for all. This only saves work: no row
- * that counts is below the limit. */
+ * scanned before. The k-th largest lower bound of its rows with the highest upper bounds is the first limit. This only
+ * saves work: no row that counts is below it. */
 
 typedef struct {
     heap best[TQ_SCAN_QUERIES]; /* of upper bounds; ids are segment << 32 | row */
@@ -346,7 +347,7 @@ static void look_at_block(const tq_index_job *job, int64_t q, int32_t n, int64_t
     }
 }
 
-/** The k-th largest lower bound of the rows in a heap, or -inf. */
+/** Returns the k-th largest lower bound of the rows in a heap, or -inf. */
 static float limit_of(const tq_index_job *job, int64_t q, const heap *best, float *lows)
 {
     pool p = {.lows = lows, .limit = -INFINITY};
@@ -363,7 +364,7 @@ static float limit_of(const tq_index_job *job, int64_t q, const heap *best, floa
     return p.limit;
 }
 
-/** Blocks of the lists that are nearest to a query, 1 in 8 of those that it reads. */
+/** Looks at blocks of the lists nearest to a query: 1 in 8 of the blocks that it reads. */
 static void look_at_lists(const tq_index_job *job, int64_t q, sample *out)
 {
     const int32_t *probes = job->probes + q * job->probe;
@@ -418,7 +419,7 @@ void tq_index_score_run(void *context, int64_t task, int32_t worker)
     }
 }
 
-/** The segment of a row, which becomes the row's number inside. */
+/** Returns the segment of *row, and changes *row to the row's number in it. */
 static const tq_index_rows *segment_of(const tq_index_job *job, int64_t *row)
 {
     int64_t low = 0, high = job->n_segments; /* first_row[low] <= row < first_row[high] */

@@ -1,4 +1,4 @@
-/* What a search, or a call for the scores of rows, works on. index_search.c sets it up, index_scan.c reads the rows. */
+/* The state of a search, or of a call for the scores of rows. index_search.c sets it up, index_scan.c reads rows. */
 #ifndef TQ_INDEX_SCAN_H
 #define TQ_INDEX_SCAN_H
 #include "index_internal.h"
@@ -19,7 +19,7 @@ typedef struct {
     int64_t n, k, table_bytes; /* n queries; k: 0 where scores of rows are wanted */
     int64_t sampled;           /* blocks of the sample */
     const float *x;            /* queries as they were given */
-    int32_t together;          /* queries that are made together: a matrix and centres are read once for all of them */
+    int32_t together;          /* queries that are converted together: a matrix and centres are read once for them */
     float *workspace;          /* [threads, 2, together, padded] */
     int16_t *levels;           /* [threads, TQ_INDEX_BLOCK, padded], if `every` */
     tq_index_queries queries;
@@ -27,19 +27,19 @@ typedef struct {
     int64_t n_segments;
     int64_t *first_task;   /* [n_segments + 1]: how many tasks come before each segment */
     double *values, *most; /* with lists: what each adds to scores [n, list_stride], and the largest of them [n] */
-    int32_t probe;         /* lists that are taken for each query */
+    int32_t probe;         /* lists that each query reads */
     int near;              /* whether only the lists that a query reads have values, and `most` has none */
     int32_t *probes;       /* [n, probe], the best first; NULL: all queries read all segments */
     uint8_t *skipped;      /* [n_lists]: lists without allowed rows */
     int64_t *segment_of;   /* [n_lists]: the first segment whose rows are all of the list */
-    int64_t *first_reader; /* [n_lists + 1] of readers */
+    int64_t *first_reader; /* [n_lists + 1]: the first of each list in `readers` */
     int32_t *readers;      /* queries that read each list, ascending */
     uint8_t *tables;       /* [n, table_bytes], or NULL */
     tq_sign_query *bounds; /* [n] */
     atomic_int refused;    /* whether a query was refused */
     pool *pools;           /* [threads, n] */
     float *lows;           /* [threads, n, k], of the pools */
-    candidate *candidates; /* [threads, n, room], of the pools at first */
+    candidate *candidates; /* [threads, n, room], the initial arrays of the pools */
     int64_t room;
     hit *hits;             /* [threads, k]: of the query that a thread finishes */
     float *out_scores;     /* [n, k], or [n, m], or [n, all rows] */
@@ -67,12 +67,12 @@ static inline tq_index_readers tq_index_readers_of(const tq_index_job *job, cons
     return (tq_index_readers){job->readers + first[0], first[1] - first[0]};
 }
 
-/** The rows of a block that are allowed, as bits. */
+/** Returns the rows of a block that are allowed, as bits. */
 uint64_t tq_index_allowed(const tq_index_rows *rows, int64_t block);
 
 /* Tasks for tq_parallel; context: the job. */
 
-/** Looks for a first limit for TQ_SCAN_QUERIES queries in a sample of the rows. */
+/** Finds a first limit for TQ_SCAN_QUERIES queries from a sample of the rows. */
 void tq_index_find_limits(void *context, int64_t task, int32_t worker);
 /** Reads a run of blocks for all queries that read its segment. */
 void tq_index_scan_run(void *context, int64_t task, int32_t worker);

@@ -8,9 +8,9 @@
 enum {
     RARE = 50,                 /* if at most 1 row in 50 is allowed, all are scored */
     TOGETHER = 64,             /* queries that are rotated together */
-    NEAR = 32,                 /* if at most 1 list in 32 is read, finding them roughly first takes less time */
-    CANDIDATE_BYTES = 1 << 20, /* for candidates at first; pools that need more allocate */
-    LEAST_ROOM = 16,           /* candidates of a pool at first */
+    NEAR = 32,                 /* if at most 1 list in 32 is read, rough values first take less time */
+    CANDIDATE_BYTES = 1 << 20, /* initial candidates of all pools; pools that need more allocate */
+    LEAST_ROOM = 16,           /* initial candidates of a pool */
     MOST_ROOM = 1024,
 };
 
@@ -42,7 +42,7 @@ static void finish_query(void *context, int64_t q, int32_t worker)
     }
 }
 
-/** What lists add to the scores of some queries, centred in x, and the best lists. */
+/** Finds what lists add to the scores of some queries, whose centred vectors are x, and the best lists. */
 static void value_lists(const tq_index_job *job, const float *x, int64_t first, int32_t rows)
 {
     const tq_index_use *use = &job->use;
@@ -149,7 +149,7 @@ static void make_pools(tq_index_job *job)
     }
 }
 
-/** k: 0 where scores of rows are wanted. */
+/** Sets up a job and its memory. k: 0 where scores of rows are wanted. */
 static tq_status start(tq_index_job *job, const tq_index_space *space, const float *x, int64_t n,
                        const tq_index_rows *segments, int64_t n_segments, int64_t k, int32_t probe, int32_t threads,
                        tq_error *error)
@@ -194,7 +194,7 @@ static int64_t count_allowed(const tq_index_rows *rows)
     return allowed;
 }
 
-/** Whether few rows are allowed, and which lists have any. */
+/** Finds whether few rows are allowed, and which lists have any. */
 static void look_at_rows(tq_index_job *job)
 {
     int32_t n_lists = job->use.space->n_lists, there = 0;
@@ -281,7 +281,7 @@ tq_status tq_index_search(const tq_index_space *space, const float *queries, int
     return status;
 }
 
-/** Scores of the wanted rows, or of all. */
+/** Computes the scores of the wanted rows, or of all. */
 static tq_status score(tq_index_job *job, tq_error *error)
 {
     TQ_TRY(make_queries(job, error));

@@ -134,7 +134,7 @@ void tq_index_rotate(const tq_index_use *use, const float *centred, int32_t rows
     }
 }
 
-/** Query i, rotated to z, as fixed point. z is lost. */
+/** Converts query i, which is rotated to z, to fixed point. Overwrites z. */
 static void fix_query(const tq_index_use *use, float *z, int64_t i, const tq_index_queries *out)
 {
     const tq_index_layout *layout = &use->space->layout;

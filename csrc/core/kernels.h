@@ -1,6 +1,5 @@
 /* The interface between the core and the instruction sets: one table of functions per ISA, filled by
- * csrc/kernels/<isa>.c.
- * The scalar table is complete and is the definition. Another ISA may use scalar entries, which `names` shows.
+ * csrc/kernels/<isa>.c. The scalar table is the definition.
  * Everything that decides a code or a byte is bit-identical in all tables; sums in attention and products with a matrix
  * (`dot`, `axpy`) are not. */
 #ifndef TQ_KERNELS_H
@@ -9,7 +8,7 @@
 #include "plan_kind.h"
 #include "turboquant.h"
 
-/** The level of a code, in steps. */
+/** Returns the level of a code, in steps. */
 static inline int32_t tq_level(const tq_codebook *book, uint8_t code)
 {
     return book->bits == TQ_WIDE_BITS ? code - 128 : book->levels[code];
@@ -17,7 +16,7 @@ static inline int32_t tq_level(const tq_codebook *book, uint8_t code)
 
 #define TQ_ROUND 12582912.0f /* 1.5 * 2^23: x + TQ_ROUND - TQ_ROUND is x rounded to an integer */
 
-/** turboquant.h, "8 bits". */
+/** Returns the code of u at 8 bits; turboquant.h, "8 bits". */
 static inline uint8_t tq_wide_code(float u)
 {
     float x = u * (1 / TQ_WIDE_STEP);
@@ -25,7 +24,7 @@ static inline uint8_t tq_wide_code(float u)
     return (uint8_t)(128 + (int32_t)((x + TQ_ROUND) - TQ_ROUND));
 }
 
-/** The code of the level that is nearest to u. */
+/** Returns the code of the level that is nearest to u. */
 static inline uint8_t tq_nearest_code(const tq_codebook *book, float u)
 {
     int32_t rank = 0;
@@ -37,9 +36,9 @@ static inline uint8_t tq_nearest_code(const tq_codebook *book, float u)
 /** The positive thresholds of a codebook of 4 or 5 bits, by cell: cell(x) = min(15, (int)(x * factor)), x >= 0. cell()
  *  is monotonic, so all thresholds in lower cells are below x, and only the cell's own thresholds need a comparison. */
 typedef struct {
-    float factor;     /* 0: some cell would have more than one, at 4 bits, or two */
-    float below[16];  /* thresholds in lower cells */
-    float own[2][16]; /* of the cell, infinite where there are fewer */
+    float factor;     /* 0: no table, since a cell would have more than one threshold (4 bits) or two (5) */
+    float below[16];  /* how many thresholds are in lower cells */
+    float own[2][16]; /* thresholds of the cell, infinite where there are fewer */
 } tq_cells;
 
 enum { TQ_CELL_BITS = 5 };
@@ -51,32 +50,32 @@ static inline int tq_is_searched_by_cells(int32_t bits) { return bits <= 5; }
 typedef struct {
     const tq_side *side;
     const tq_codebook *books; /* [TQ_WIDE_BITS + 1], by bits; entries 0 and 7 unused */
-    const tq_cells *cells;    /* [TQ_CELL_BITS + 1]: of 4 and 5 */
+    const tq_cells *cells;    /* [TQ_CELL_BITS + 1], by bits; only 4 and 5 are used */
     int32_t head_dim, scale;  /* scale: tq_scale */
     int32_t group_channels;
-    int32_t settled;    /* whether sums are those of settled rows: docs/rounding.md, "Settled rows" */
+    int32_t settled;    /* whether the row is settled: docs/rounding.md, "Settled rows" */
     int32_t tries;      /* factors to try; 0: none */
-    float factor;       /* of the scale; 1 unless settled */
+    float factor;       /* of the scale: tq_hadamard_factor if settled, else 1 */
     const float *steps; /* [groups], or NULL: 1; z is divided by them already */
 } tq_encoder;
 
-/** One tile of a grid: where it is and how wide; `run` tiles from here on have the same bits (1 .. TQ_MAX_RUN). */
+/** One tile of a grid: where it is and its bits. `run` tiles from it on have the same bits (1 .. TQ_MAX_RUN). */
 typedef struct {
     int32_t offset;
     int16_t bits, run;
 } tq_tile;
 
-#define TQ_MAX_RUN 8 /* 256 columns: what 32-bit sums of 16-bit operands and 8-bit levels hold */
+#define TQ_MAX_RUN 8 /* 256 columns: 32-bit sums of 16-bit operands times 8-bit levels do not overflow */
 
-/** What the halves of a tile are; turboquant.h, "tile". With separate halves operands are precise. */
+/** What the halves of a tile are; turboquant.h, "tile". If they are separate, operands are precise. */
 typedef enum {
-    TQ_WHOLE_TILES, /* 32 rows and 32 columns that belong together */
-    TQ_HALF_COLUMNS, /* columns with and without bit 3 are of two token tiles: a block's product is two times 32 numbers */
+    TQ_WHOLE_TILES,  /* 32 rows and 32 columns that belong together */
+    TQ_HALF_COLUMNS, /* columns with and without bit 3 are of two token tiles: a block's product is 2 x 32 numbers */
     TQ_HALF_ROWS     /* rows 0..15 and 16..31 are of two token tiles: each half is multiplied by its own operand tile */
 } tq_halves;
 
-/** How codes of `from` bits become codes of `to` bits: by code the new one, and the magnitudes of both levels in steps.
- *  Entries repeat where there are fewer codes: unpacked nibbles of 3 bits have bit 3 of another code. */
+/** How codes of `from` bits become codes of `to` bits: for each code the new one, and the magnitudes of both levels in
+ *  steps. Entries repeat every 2^from codes: unpacked nibbles of 3 bits have bit 3 of another code. */
 typedef struct {
     int32_t from, to; /* 1 <= to <= from <= TQ_MAX_BITS */
     uint8_t code[1 << TQ_MAX_BITS], before[1 << TQ_MAX_BITS], after[1 << TQ_MAX_BITS];
@@ -109,18 +108,17 @@ typedef struct {
 
 /** The wave's part of the scores of a page: <q, c_p>. The columns of a page (tq_column in each token tile) are mirrored
  *  around its middle: columns c and page_tokens - 1 - c are u and -u positions away from it. With the pairs'
- *  coefficients turned to the middle, the sum over pairs has an even part, of cosines of u, and an odd part, of sines,
- *  so half of the columns give all. Pairs are fast or slow. Slow ones turn by at most TQ_SLOW_RADIANS from the middle
- *  of a page to its end. Both parts of their sum are polynomials of u to float32's precision; they are interpolated
- *  from TQ_WAVE_NODES positions, whatever the number of pairs. */
+ *  coefficients turned to the middle, the sum over pairs has an even part, of cosines of u, and an odd part, of sines.
+ *  So half of the columns give all. Pairs are fast or slow. Slow ones turn by at most TQ_SLOW_RADIANS from the middle
+ *  of a page to its end. Both parts of their sum are polynomials of u, to float32's precision. They are interpolated
+ *  from TQ_WAVE_NODES positions, however many pairs there are. */
 typedef struct {
-    int32_t pairs,
-        fast; /* fast ones come first in turns and coefficients; slow ones: none, or an even number of TQ_WAVE_NODES or more */
-    int32_t terms;                      /* of a column's sum: fast pairs and nodes */
-    int32_t half;                       /* page_tokens / 2 */
-    int64_t first_page;                 /* of turns */
-    int16_t place[TQ_MAX_HEAD_DIM / 2]; /* of each pair of the plan among fast and slow ones */
-    float *table; /* [2][terms][half], at column half + c: cosines and sines; of a node its even and odd polynomial */
+    int32_t pairs, fast; /* fast ones come first; slow ones: none, or an even number, at least TQ_WAVE_NODES */
+    int32_t terms;       /* of a column's sum: fast pairs, then nodes */
+    int32_t half;        /* page_tokens / 2 */
+    int64_t first_page;  /* the first page in turns */
+    int16_t place[TQ_MAX_HEAD_DIM / 2]; /* index of each pair of the plan in that order */
+    float *table; /* [2][terms][half], at column half + c: cosines and sines; for a node its even and odd polynomial */
     float *nodes; /* [slow pairs][TQ_WAVE_NODES][2]: cosine and sine at a node */
     float *turns; /* [pages][2][pairs][2]: cosines and sines of the phase at the middle of a page, each twice */
 } tq_wave;
@@ -132,77 +130,76 @@ enum { TQ_WAVE_RUN = 16 }; /* positions */
 
 /** The wave and the metric of a head, for encoding keys. Arrays are float32, padded with zeros to `n`. */
 typedef struct {
-    int32_t n, rank;     /* n: a multiple of 16 */
-    const float *centre; /* [n], or NULL */
-    const float *along,
-        *across; /* [n]: factors of cosine and sine of a channel's angle, turned to a position that is a multiple of
-                                    TQ_WAVE_RUN; NULL without a wave */
-    const float *turns; /* [TQ_WAVE_RUN][2][n]: cosines and sines of channels at the positions after it */
+    int32_t n, rank;             /* n: a multiple of 16 */
+    const float *centre;         /* [n], or NULL */
+    const float *along, *across; /* [n]: factors of cosine and sine of a channel's angle, turned to a position that is a
+                                    multiple of TQ_WAVE_RUN; NULL without a wave */
+    const float *turns;          /* [TQ_WAVE_RUN][2][n]: cosines and sines of channels, by positions after that one */
     const float *scales, *directions, *stretch; /* [n] S S, [rank][n] S W, [rank]; scales NULL: no metric */
 } tq_residual;
 
 typedef struct {
     const char *isa;
-    /** In place on n floats (a power of two, 8 or more): number i changes its sign if bit i of `before` is set (bit i %
-     *  32 of word i / 32; NULL: none), butterflies at distances 1, 2, 4 .. n/2, times factor, signs of `after`.
-     *  Bit-exact. */
+    /** Transforms n floats (a power of two, 8 or more) in place: changes the sign of number i if bit i of `before` is
+     *  set (bit i % 32 of word i / 32; NULL: none), runs butterflies at distances 1, 2, 4 .. n/2, multiplies by factor,
+     *  and changes signs by `after`. Bit-exact. */
     void (*hadamard)(float *x, int32_t n, float factor, const uint32_t *before, const uint32_t *after);
-    /** Settles n floats (a power of two, 64 or more) in place (docs/rounding.md, "Settled rows"); then hadamard with factor 1 and
-     *  these signs before. Bit-exact. */
+    /** Settles n floats (a power of two, 64 or more) in place (docs/rounding.md, "Settled rows"). Then does hadamard
+     *  with factor 1 and signs `before`. Bit-exact. */
     void (*settle)(float *x, int32_t n, const uint32_t *before);
-    /** z [head_dim] rotated -> codes [groups * 32] (0 where padded or without bits) and one binary16 scale.
-     *  Bit-exact. */
+    /** Encodes a rotated vector z [head_dim] to codes [groups * group_channels] (0 where padded or without bits) and
+     *  one binary16 scale. Bit-exact. */
     void (*encode)(const tq_encoder *encoder, const float *z, uint8_t *codes, uint16_t *scale);
-    /** codes [32 rows][32 columns] -> words [bits][32], and back; both orders as turboquant.h draws them. Codes are in
-     *  range. */
+    /** Packs codes [32 rows][32 columns] to words [bits][32], in the orders that turboquant.h draws; unpack does the
+     *  reverse. Codes are in range. */
     void (*pack)(int32_t bits, const uint8_t *codes, uint32_t *words);
     void (*unpack)(int32_t bits, const uint32_t *words, uint8_t *codes);
-    /** n tiles, words [n][from][32] -> out [n][to][32]. sums [2][32], written: of each token, in column order, the sums
-     *  of before * before and of before * after. live [32][32], of every tile: a cell with 0 becomes code 0 and is in no
-     *  sum; NULL: all are live. Bit-exact. */
+    /** Recodes n tiles, words [n][from][32] -> out [n][to][32]. Writes sums [2][32]: for each token, in column order,
+     *  the sums of before * before and of before * after. live [32][32], the same for every tile: a cell with 0 gets
+     *  code 0 and is in no sum; NULL: all are live. Bit-exact. */
     void (*recode)(const tq_recoding *recoding, int is_key, const uint8_t *live, int32_t n, const uint32_t *words,
                    uint32_t *out, uint32_t *sums);
-    /** Bytes of an operand of `columns` (a multiple of 32) numbers, a multiple of 64; each kernel has its own
-     *  layout. */
+    /** Returns the bytes of an operand of `columns` (a multiple of 32) numbers, a multiple of 64. Each kernel has its
+     *  own layout. */
     size_t (*operand_bytes)(int32_t columns);
-    /** x [rows][columns] float32 -> operands, operand_bytes(columns) apart, 64-byte aligned. Each row is rounded to 22
-     *  bits of its largest number if precise, else to 15. */
+    /** Turns x [rows][columns] float32 into operands, operand_bytes(columns) apart, 64-byte aligned. Each row is
+     *  rounded to 22 bits of its largest number if precise, else to 15. */
     void (*prepare)(const float *x, int32_t columns, int32_t rows, int precise, void *operands);
-    /** out[q * out_stride + 32 i + tq_column(row)] (= or, if accumulate, +=) the sum over tiles k and columns c of
-     *  block i of level(tile, row, c) * step(bits) * x_q[32 k + c]   for operands q = 0 .. rows - 1 at operands + q * operand_bytes(32 n),
-     *  all prepared alike. An operand with a number that is not finite gives NaN. Column order is the order of scales
-     *  and of value columns, so that scores become an operand without a permutation.
-     *  TQ_HALF_COLUMNS: out[.. + 64 i + 32 h + ..] has the sum over columns c of token tile h, where x has the same
-     *  number at c and at c ^ 8.  TQ_HALF_ROWS: operands of 64 n columns; rows of h = row / 16 are multiplied by
+    /** Multiplies tiles by operands q = 0 .. rows - 1, which lie at operands + q * operand_bytes(32 n), prepared alike:
+     *      out[q * out_stride + 32 i + tq_column(row)] = (or +=, if accumulate) the sum over tiles k and columns c of
+     *      block i of level(tile, row, c) * step(bits) * x_q[32 k + c]
+     *  An operand with a number that is not finite gives NaN. Column order is the order of scales and of value columns,
+     *  so that scores become an operand without a permutation.
+     *  TQ_HALF_COLUMNS: out[.. + 64 i + 32 h + ..] is the sum over columns c of token tile h; x has the same number at
+     *  c and at c ^ 8.  TQ_HALF_ROWS: operands have 64 n columns; rows of h = row / 16 are multiplied by
      *  x_q[64 k + 32 h + c]. */
     void (*multiply)(const tq_tile_grid *grid, const void *operands, int32_t rows, int precise, int accumulate,
                      float *out, int32_t out_stride);
-    /** A softmax step over n tokens (a multiple of 32) in two parts, so that one may run over several rows before the
-     *  other.
-     *  Scores -> logits in place; returns the largest of them and `max`. Tokens that are not visible [n] (bytes, NULL:
-     *  all) become -inf, whatever their score and scale. key_scales NULL: 1. */
+    /** A softmax step over n tokens (a multiple of 32) has two parts, so that one may run over several rows before the
+     *  other. The first turns scores into logits, in place. It returns the largest of them and `max`. Tokens that are
+     *  not visible [n] (bytes, NULL: all are) become -inf, whatever their score and scale. key_scales NULL: 1. */
     float (*logits)(float *scores, const float *key_scales, const uint8_t *visible, int32_t n, const tq_logit *logit,
                     float max);
-    /** Logits -> weights exp(logit - max) * value_scale in place, with the `max` that `logits` returned; returns the
-     *  factor for earlier sums. `hidden` if some tokens are not visible: their weight is 0, whatever their scale.
-     *  value_scales NULL: 1, and the tokens are exact. */
+    /** Turns logits into weights exp(logit - max) * value_scale, in place, with the `max` that `logits` returned.
+     *  Returns the factor for earlier sums. hidden: whether some tokens are not visible; their weight is 0, whatever
+     *  their scale. value_scales NULL: 1, and the tokens are exact. */
     float (*weights)(float *logits, const float *value_scales, int hidden, int32_t n, float max,
                      tq_softmax_state *state);
-    /** scores [rows][stride], column order, of a page: score * key_scale + the wave's part, with rows' coefficients
-     *  [rows][2][pairs][2] of tq_wave_row. */
+    /** Changes the scores of a page, [rows][stride] in column order, to score * key_scale + the wave's part.
+     *  coefficients: [rows][2][pairs][2] of tq_wave_row. */
     void (*add_wave)(const tq_wave *wave, int64_t page, const float *coefficients, int32_t rows,
                      const float *key_scales, float *scores, int32_t stride);
-    /** Cosines and sines of n phases (a multiple of 16) in units of 2^-32 turns, within 1e-7. Bit-exact. */
+    /** Computes cosines and sines of n phases (a multiple of 16) in units of 2^-32 turns, within 1e-7. Bit-exact. */
     void (*turn)(const uint32_t *phases, int32_t n, float *cosines, float *sines);
-    /** k [n] to A (k - c_p) in place, where p is `step` positions after that of the residual. Bit-exact. */
+    /** Changes k [n] to A (k - c_p), where p is `step` positions after that of the residual. Bit-exact. */
     void (*subtract)(const tq_residual *residual, int32_t step, float *k);
     /** Whether low <= x <= high holds for all of n numbers. */
     int (*within)(const float *x, int32_t n, float low, float high);
-    /** n numbers of a dtype to float32. */
+    /** Converts n numbers of a dtype to float32. */
     void (*load)(int32_t dtype, const void *x, float *y, int64_t n);
     float (*dot)(const float *x, const float *y, int32_t n);
     void (*axpy)(float a, const float *x, float *y, int32_t n); /* y += a x */
-    /** Names for tq_kernel_name: what runs for each operation, e.g. names.encode = "scalar" for a scalar entry. */
+    /** Names for tq_kernel_name, by operation, such as "rotate_avx2". */
     struct {
         const char *rotate, *append, *attend, *dequantize, *dot;
     } names;
@@ -212,14 +209,14 @@ extern const tq_kernels tq_kernels_scalar, tq_kernels_avx2, tq_kernels_avx2_vnni
     tq_kernels_avx512_vnni, tq_kernels_avx512_amx, tq_kernels_neon,
     tq_kernels_neon_dot; /* scalar always, the others where setup.py says TQ_HAVE_<ISA> */
 
-/** Row i of a token tile in column order, and back: turboquant.h, "column". */
+/** Returns the column of token i of a token tile (turboquant.h, "column"); tq_token is its inverse. */
 static inline int32_t tq_column(int32_t i) { return 4 * (i % 8) + i / 8; }
 
 static inline int32_t tq_token(int32_t c) { return 8 * (c % 4) + c / 4; }
 
 #define TQ_TILE_CODES (TQ_TILE * TQ_TILE)
 
-/** pack and unpack for any width of a plan; turboquant.h, "8 bits". */
+/** Do pack and unpack for any width of a plan; turboquant.h, "8 bits". */
 static inline void tq_pack_tile(const tq_kernels *kernels, int32_t bits, const uint8_t *codes, uint32_t *words)
 {
     if (bits <= TQ_MAX_BITS) {

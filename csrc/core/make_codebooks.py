@@ -22,7 +22,7 @@ Moments = Callable[[np.ndarray], np.ndarray]
 
 
 def normal_moments(a: np.ndarray) -> np.ndarray:
-    """Of N(0, 1)."""
+    """Moments of N(0, 1)."""
     density = np.exp(-a * a / 2) / np.sqrt(2 * np.pi)
     mass = erf(a / np.sqrt(2)) / 2
     finite = np.where(np.isinf(a), 0.0, a)  # inf times a density of 0 is 0
@@ -30,7 +30,7 @@ def normal_moments(a: np.ndarray) -> np.ndarray:
 
 
 def sphere_moments(d: int) -> Moments:
-    """Of a coordinate x of sqrt(d) times a uniform unit vector: density ~ (1 - x^2 / d)^((d - 3) / 2)."""
+    """Moments of a coordinate x of sqrt(d) times a uniform unit vector: density ~ (1 - x^2 / d)^((d - 3) / 2)."""
     peak = np.exp(gammaln(d / 2) - gammaln((d - 1) / 2)) / np.sqrt(np.pi)  # density of x / sqrt(d) at 0
 
     def moments(a: np.ndarray) -> np.ndarray:
@@ -67,7 +67,7 @@ def lloyd_max(n: int, moments: Moments) -> np.ndarray:
 
 
 def uniform(bits: int, moments: Moments) -> tuple[float, np.ndarray]:
-    """Odd magnitudes and their best step."""
+    """Returns the best step for odd magnitudes, and these."""
     odd = np.arange(1.0, 2.0**bits, 2.0)
     step = 1.0
     for _ in range(1000):
@@ -77,7 +77,7 @@ def uniform(bits: int, moments: Moments) -> tuple[float, np.ndarray]:
 
 
 def rounded(bits: int, moments: Moments) -> tuple[float, np.ndarray]:
-    """Lloyd-Max levels as integers times the best step."""
+    """Returns the best step for Lloyd-Max levels, and the levels as integers in that step."""
     levels = lloyd_max(2 ** (bits - 1), moments)
     steps = np.arange(np.ceil(levels[-1] / 127.4 * GRID), np.floor(levels[-1] / 90 * GRID)) / GRID
     magnitudes = np.rint(levels / steps[:, None])
@@ -86,14 +86,14 @@ def rounded(bits: int, moments: Moments) -> tuple[float, np.ndarray]:
 
 
 def codebook(bits: int, moments: Moments) -> tuple[float, np.ndarray]:
-    """Step and ascending positive magnitudes."""
+    """Returns the step and the positive magnitudes, ascending."""
     step, magnitudes = (uniform if bits <= 2 else rounded)(bits, moments)
     assert np.float32(step) == step and magnitudes[0] > 0 and magnitudes[-1] <= 127 and (np.diff(magnitudes) > 0).all()
     return step, magnitudes
 
 
 def rows(moments: Moments, indent: str) -> str:
-    """The six rows of a law as C."""
+    """Returns the six rows of a law as C."""
     lines, next_line = [], f",\n{indent}     "
     for bits in range(1, 7):
         step, magnitudes = codebook(bits, moments)
@@ -103,7 +103,7 @@ def rows(moments: Moments, indent: str) -> str:
 
 
 def table() -> str:
-    """The whole header."""
+    """Returns the whole header."""
     parts = [
         "/* Codebooks by law and width. Made by csrc/core/make_codebooks.py; do not edit. */\n",
         "#ifndef TURBOQUANT_CODEBOOK_TABLES_H\n#define TURBOQUANT_CODEBOOK_TABLES_H\n#include <stdint.h>\n\n",

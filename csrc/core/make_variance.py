@@ -2,9 +2,9 @@
 
     python csrc/core/make_variance.py
 
-u is a vector of d channels with root mean square 1, uniform over directions, c the levels of its codes. With the EDEN
-scale, s c has the squared error s^2 (<c,c> - <c,u>^2 / d). The table has the mean of the bracket over d. Codes are
-those of the normal law's codebooks, at the factor whose codes have the largest cosine. Means are over 2^21 numbers.
+u is a vector of d channels with root mean square 1, uniform over directions, and c are the levels of its codes. With
+the EDEN scale s, s c has the squared error s^2 (<c,c> - <c,u>^2 / d). The table has the mean of the bracket, divided by
+d. Codebooks: normal law. Codes: of the factor tried that gives the largest cosine. Means are over 2^21 numbers.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ TRIES = {  # turboquant.h, TQ_TRIES
 
 
 def levels(bits: int) -> np.ndarray:
-    """Ascending."""
+    """Returns the levels of a width, ascending."""
     if bits == 8:
         return np.arange(-127, 128) / 32
     step, magnitudes = codebook(bits, normal_moments)
@@ -33,13 +33,13 @@ def levels(bits: int) -> np.ndarray:
 
 
 def sums(u: np.ndarray, book: np.ndarray, factor: float) -> tuple[np.ndarray, np.ndarray]:
-    """<c,c> and <c,u> of each row."""
+    """Returns <c,c> and <c,u> of each row."""
     c = book[np.searchsorted((book[1:] + book[:-1]) / 2, u * factor)]
     return (c * c).sum(-1), (c * u).sum(-1)
 
 
 def mean_error(made: dict[float, tuple[np.ndarray, np.ndarray]], tries: int, d: int) -> float:
-    """Over d. made: `sums` by factor."""
+    """Returns the mean of the bracket, divided by d. made: `sums` by factor."""
     squares, products = (np.stack([made[factor][i] for factor in TRIES[tries]]) for i in range(2))
     best = (products**2 / squares).argmax(0)[None]
     kept, product = (np.take_along_axis(x, best, 0)[0] for x in (squares, products))

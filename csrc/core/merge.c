@@ -2,7 +2,7 @@
 #include "internal.h"
 #include <math.h>
 
-/** One row: weights exp(lse_i - max) of the parts, in the order of the parts. */
+/** Merges one row, with weights exp(lse_i - max), in the order of the parts. */
 static void merge_row(const float *outs, const float *lses, int32_t parts, int64_t rows, int64_t row, int32_t head_dim,
                       float *out, float *lse)
 {

@@ -16,7 +16,7 @@ typedef struct {
     void (*task)(void *context, int64_t i, int32_t worker);
     void *context;
     int64_t n;
-    int32_t workers; /* pool threads that may join, not counting the caller; 0: it is over */
+    int32_t workers; /* pool threads that may join, not counting the caller; 0: the job is over */
 } job;
 
 static struct {
@@ -24,7 +24,7 @@ static struct {
     pthread_cond_t start, done;
     job current;
     uint64_t generation;      /* of the current job */
-    int32_t started, running; /* pool threads there are; those at work on the current job */
+    int32_t started, running; /* pool threads in all; those at work on the current job */
 } pool = {.mutex = PTHREAD_MUTEX_INITIALIZER, .start = PTHREAD_COND_INITIALIZER, .done = PTHREAD_COND_INITIALIZER};
 
 static pthread_mutex_t job_mutex = PTHREAD_MUTEX_INITIALIZER; /* one job at a time */
@@ -89,9 +89,8 @@ void tq_parallel(int64_t n, int32_t threads, void (*task)(void *context, int64_t
 {
     threads = tq_effective_threads(threads);
     if (n < threads) threads = (int32_t)n;
-    /* another thread's job is running: doing this job alone is faster than waiting, and cannot deadlock in nested
-     * calls */
     pthread_once(&fork_once, watch_forks); /* before a lock is held */
+    /* If another job is running, doing this one alone is faster than waiting, and cannot deadlock in nested calls. */
     if (threads <= 1 || pthread_mutex_trylock(&job_mutex)) {
         for (int64_t i = 0; i < n; i++) task(context, i, 0);
         return;
@@ -105,14 +104,14 @@ void tq_parallel(int64_t n, int32_t threads, void (*task)(void *context, int64_t
     pthread_mutex_unlock(&pool.mutex);
     run_tasks(&j, 0);
     pthread_mutex_lock(&pool.mutex);
-    /* No task is left: a thread that has not woken yet, on a busy machine, is not waited for. */
+    /* No task is left. Do not wait for threads that have not woken yet on a busy machine. */
     pool.current.workers = 0;
     while (pool.running) pthread_cond_wait(&pool.done, &pool.mutex);
     pthread_mutex_unlock(&pool.mutex);
     pthread_mutex_unlock(&job_mutex);
 }
 
-/** -1 if TURBOQUANT_NUM_THREADS is no number of threads. */
+/** Returns the default number of threads, or -1 if TURBOQUANT_NUM_THREADS is no number of threads. */
 static int32_t default_threads(void)
 {
     const char *text = getenv("TURBOQUANT_NUM_THREADS");

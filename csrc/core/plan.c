@@ -38,7 +38,7 @@ static tq_status check_bits(int64_t bits, const tq_side *side, const char *name,
     return TQ_OK;
 }
 
-/** Bits and block starts of the groups of a side. */
+/** Reads the bits and block starts of the groups of a side. */
 static tq_status read_groups(const int64_t *words, const char *name, const tq_plan *plan, tq_side *side,
                              tq_error *error)
 {
@@ -62,7 +62,7 @@ static tq_status read_groups(const int64_t *words, const char *name, const tq_pl
     return TQ_OK;
 }
 
-/** Sizes that follow from rotation, levels, sketch and groups, but for step_columns. */
+/** Finds the sizes that follow from rotation, levels, sketch and groups. step_columns is set later in a plain plan. */
 static void lay_out_side(const tq_plan *plan, tq_side *side)
 {
     int32_t blocks = 0, is_dense = side->rotation == TQ_ROTATION_DENSE, is_sign = side->sketch == TQ_SKETCH_SIGN;
@@ -103,7 +103,7 @@ static tq_status read_side(const int64_t *words, const side_words *where, const 
     return TQ_OK;
 }
 
-/** Whether values have no codes; then all their words must be 0. */
+/** Finds whether values have no codes. If so, checks that all their words are 0. */
 static tq_status read_absence(const int64_t *words, const side_words *where, int32_t groups, int *absent,
                               tq_error *error)
 {
@@ -132,7 +132,7 @@ static int is_plain_side(const tq_plan *plan, const tq_side *side)
     return side->levels == TQ_LEVELS_CODEBOOK && side->sketch == TQ_SKETCH_NONE;
 }
 
-/** A plan that is not plain has neither groups without bits nor tiles of 16. */
+/** Checks that a plan that is not plain has neither groups without bits nor tiles of 16. */
 static tq_status check_kind(const tq_plan *plan, tq_error *error)
 {
     if (plan->is_plain) return TQ_OK;
@@ -192,7 +192,7 @@ static void draw_signs(tq_plan *plan)
             tq_random(plan->seed, (uint64_t)pass, (uint64_t)block, &plan->signs[pass][4 * block]);
 }
 
-/** words[1 .. 6] and 15 .. 18. */
+/** Reads words[1 .. 6] and words[15 .. 17], and checks words[18]. */
 static tq_status read_common(const int64_t *words, tq_plan *p, tq_error *error)
 {
     if (words[1] < 8 || words[1] > TQ_MAX_DIM || words[1] % 8)
@@ -233,7 +233,7 @@ static tq_status read_common(const int64_t *words, tq_plan *p, tq_error *error)
     return TQ_OK;
 }
 
-/** turboquant.h, "Variance term": checks that a plan may have one, and finds K. */
+/** Checks that a plan may have a variance term, and finds its K (turboquant.h, "Variance term"). */
 static tq_status add_variance_term(tq_plan *p, tq_error *error)
 {
     if (!p->is_plain || p->scale != TQ_SCALE_EDEN || p->codebook != TQ_CODEBOOK_NORMAL || !p->value.tile_bytes ||

@@ -1,9 +1,9 @@
-/* tq_recode: pages to fewer bits. Codes are nested, so that levels are looked up by the old codes and nothing is decoded
- * or rotated; only scales are numbers. */
+/* tq_recode: pages to fewer bits. Codes are nested: new codes and levels are looked up by the old codes, and nothing is
+ * decoded or rotated. Only scales are computed. */
 #include "tiles.h"
 #include <string.h>
 
-/** The codes of both codebooks that share cells. */
+/** Makes the recoding between two codebooks: the cell of a new code is a union of cells of old codes. */
 static tq_recoding recoding_of(const tq_codebook *from, const tq_codebook *to)
 {
     tq_recoding r = {.from = from->bits, .to = to->bits};
@@ -19,11 +19,11 @@ static tq_recoding recoding_of(const tq_codebook *from, const tq_codebook *to)
     return r;
 }
 
-/** Neighbouring groups with the same widths, whose tiles lie side by side. A group with padding is a run of its own. */
+/** Groups with the same widths, old and new, whose tiles lie side by side. A group with padding is a run of its own. */
 typedef struct {
     tq_recoding recoding;
     int32_t n, width, from, to; /* groups, real channels of each, offsets in the tiles of a token tile */
-    float before, after;        /* of the sums: the product of the steps */
+    float before, after;        /* factors of the sums: old step * old step, old step * new step */
 } run;
 
 typedef struct {
@@ -62,7 +62,7 @@ static void list_runs(recode_job *job, int is_value, const tq_codebook *books)
     job->n_runs[is_value] = n;
 }
 
-/** Which cells of a tile are real channels of tokens whose scale is not 0. Returns whether all are. */
+/** Marks the live cells of a tile: real channels of tokens whose scale is not 0. If all are live, only returns 1. */
 static int list_live(const uint16_t scales[TQ_TILE], int is_key, int32_t width, uint8_t live[TQ_TILE_CODES])
 {
     int all = width == TQ_TILE;
@@ -81,7 +81,7 @@ static void rescale(uint16_t scales[TQ_TILE], const float before[TQ_TILE], const
     float s[TQ_TILE];
     uint16_t made[TQ_TILE];
     uint32_t is_unusual = 0;
-    /* Numbers that are normal as binary16, before and after, need no branch: the loops run on vectors. */
+    /* Numbers that are normal as binary16, before and after, need no branch, so that the loops vectorise. */
     for (int32_t c = 0; c < TQ_TILE; c++) {
         uint32_t half = scales[c];
         is_unusual |= ((half - 0x400) | (0x7bff - half)) >> 31;
@@ -101,7 +101,7 @@ static void rescale(uint16_t scales[TQ_TILE], const float before[TQ_TILE], const
     memcpy(scales, made, sizeof made);
 }
 
-/** 32 tokens of one side of a record. */
+/** Recodes 32 tokens of one side of a record. */
 static void recode_tokens(const recode_job *job, int is_key, const uint8_t *codes, uint8_t *out,
                           const uint8_t *scales_at, uint8_t *scales_out)
 {

@@ -12,8 +12,8 @@ static int32_t power_of_two_at_most(int32_t n)
 
 float tq_hadamard_factor(int32_t p) { return (float)(1.0 / sqrt((double)p)); }
 
-/* turboquant.h, "The Hadamard rotation": one pass, or two that overlap. H is its own inverse, so the inverse flips
- * last. */
+/* turboquant.h, "The Hadamard rotation": one pass, or two that overlap. H is its own inverse, so the inverse changes
+ * signs last. */
 static void rotate_hadamard(const tq_kernels *kernels, const tq_plan *plan, int inverse, float *x)
 {
     int32_t p = power_of_two_at_most(plan->head_dim), passes = p < plan->head_dim ? 2 : 1;
@@ -25,7 +25,7 @@ static void rotate_hadamard(const tq_kernels *kernels, const tq_plan *plan, int 
     }
 }
 
-/** y = M x, or M^T x, n x n row-major; y may not overlap x. */
+/** Computes y = M x, or M^T x if transposed. M is n x n, row-major; y may not overlap x. */
 static void multiply(const tq_kernels *kernels, const float *matrix, int transposed, const float *x, float *y,
                      int32_t n)
 {

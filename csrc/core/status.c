@@ -1,4 +1,4 @@
-/* The one channel for errors: a status and, if the caller gave one, a filled tq_error. */
+/* The one channel for errors: a status and, if the caller gave a tq_error, that struct filled in. */
 #include "internal.h"
 
 const char *tq_status_message(tq_status status)

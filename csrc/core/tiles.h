@@ -3,32 +3,33 @@
 #define TQ_TILES_H
 #include "internal.h"
 
-/** A side's part of one record: its codes by token tile, its scales by token tile and column. */
+/** Returns the bytes from a record's start to a tile of a side. */
 static inline int64_t tq_tile_offset(const tq_side *side, int32_t tile, int32_t group) /* tile: of tile_tokens tokens */
 {
     return side->codes_offset + (int64_t)tile * side->tile_bytes + side->offset[group];
 }
 
-/** The place in its tile of channel c of a key's group. Channels c .. c + 7 are neighbours. token: 0 .. tile_tokens -
- *  1. */
+/** Returns the place of channel c of a group of keys in its tile. Channels c .. c + 7 are neighbours if c is a multiple
+ *  of 8. token: 0 .. tile_tokens - 1. */
 static inline int32_t tq_key_cell(const tq_plan *plan, int32_t token, int32_t c)
 {
     int32_t column = tq_tile_is_16(plan) ? token / TQ_TILE << 3 | c << 1 : c;
     return TQ_TILE * (token % TQ_TILE) + column;
 }
 
-/** The place of channel c of a group of values in its tile. */
+/** Returns the place of channel c of a group of values in its tile. */
 static inline int32_t tq_value_cell(int32_t token, int32_t c)
 {
     return TQ_TILE * (c | token / TQ_TILE << 4) + tq_column(token % TQ_TILE);
 }
 
+/** Returns the bytes from a record's start to the first stored number of a token of the page. */
 static inline int64_t tq_scale_offset(const tq_side *side, int32_t token)
 {
     return side->scales_offset + 2 * (TQ_TILE * (token / TQ_TILE) + tq_column(token % TQ_TILE));
 }
 
-/** The tiles of a side that have bits (groups, and a sketch), for a row of tiles that a product sums over. */
+/** The tiles of a side that have bits, groups and sketch, in the order in which a product takes them. */
 typedef struct {
     int32_t n;
     int32_t group[TQ_MAX_TILES], offset[TQ_MAX_TILES];
@@ -46,7 +47,7 @@ static inline void tq_list_groups(const tq_side *side, tq_coded_groups *out)
     }
 }
 
-/** Fills in `run` of n tiles that one product sums over. */
+/** Fills in `run` of the n tiles of a block. */
 static inline void tq_mark_runs(tq_tile *tiles, int32_t n)
 {
     for (int32_t k = n - 1; k >= 0; k--) {
@@ -55,7 +56,7 @@ static inline void tq_mark_runs(tq_tile *tiles, int32_t n)
     }
 }
 
-/** Tiles of a page's keys: a block is summed over groups. tiles [page_tokens / tile_tokens][groups->n]. */
+/** Lists the tiles of a page's keys: a block is summed over groups. tiles [page_tokens / tile_tokens][groups->n]. */
 static inline void tq_key_tiles(const tq_plan *plan, const tq_coded_groups *groups, tq_tile *tiles)
 {
     for (int32_t i = 0; i < plan->page_tokens / plan->tile_tokens; i++, tiles += groups->n) {
@@ -66,7 +67,7 @@ static inline void tq_key_tiles(const tq_plan *plan, const tq_coded_groups *grou
     }
 }
 
-/** Tiles of a page's values: a block is a group, summed over tokens. tiles [groups->n][page_tokens / tile_tokens]. */
+/** The same for values: a block is a group, summed over tokens. tiles [groups->n][page_tokens / tile_tokens]. */
 static inline void tq_value_tiles(const tq_plan *plan, const tq_coded_groups *groups, tq_tile *tiles)
 {
     int32_t n = plan->page_tokens / plan->tile_tokens;
@@ -78,8 +79,8 @@ static inline void tq_value_tiles(const tq_plan *plan, const tq_coded_groups *gr
     }
 }
 
-/** A rotated query to columns for the product with key codes: times the steps (NULL: 1), 32 columns a group. rotated:
- *  zero from head_dim up to a whole group. */
+/** Arranges a rotated query as columns for the product with key codes: times the steps (NULL: 1), 32 columns a group.
+ *  rotated: zero from head_dim up to a whole group. */
 static inline void tq_arrange_query(const tq_plan *plan, const tq_coded_groups *groups, const float *steps,
                                     const float *rotated, float *columns)
 {

@@ -48,7 +48,7 @@ tq_status tq_wave_check_numbers(const tq_plan *plan, const tq_transform *t, int3
         const float *at = moments_of(plan, t, head).wave;
         for (int32_t part = 0; part < 4; at += parts[part++].n) {
             if (kernels->within(at, parts[part].n, parts[part].low, parts[part].high)) continue;
-            int32_t i = 0; /* bounded: the caller may be writing to it meanwhile */
+            int32_t i = 0; /* bounded: the caller may change the array meanwhile */
             while (i < parts[part].n - 1 && at[i] >= parts[part].low && at[i] <= parts[part].high) i++;
             return tq_fail_number(t, 1, at + i, parts[part].wants, error);
         }
@@ -88,7 +88,7 @@ void tq_keys_begin(const tq_plan *plan, const tq_transform *t, const tq_kernels 
     }
 }
 
-/** Cosines and sines of every channel at a position. */
+/** Computes cosines and sines of every channel at a position. */
 static void turn_channels(const tq_keys *keys, int64_t position, float *cosines, float *sines)
 {
     int32_t n = padded(keys->plan);
@@ -111,7 +111,7 @@ void tq_keys_turn(tq_keys *keys, int64_t first, int64_t last)
     turn_channels(keys, keys->start_run * TQ_WAVE_RUN, keys->start, keys->start + n);
 }
 
-/** row * factor (NULL: 1) to an array that is padded with zeros. */
+/** Copies row * factor (NULL: 1) to an array that is padded with zeros. */
 static const float *padded_row(const tq_plan *plan, const float *row, const float *factor, float *to)
 {
     int32_t d = plan->head_dim;
@@ -187,7 +187,7 @@ void tq_key_to_residual(tq_head_keys *h, int64_t position, float *k)
 
 /* ---- one vector ---- */
 
-/** x += c_p. */
+/** Adds c_p to x. */
 static void add_centre(const tq_plan *plan, const tq_transform *t, int32_t head, int64_t position, const float *centre,
                        float *x)
 {
@@ -207,7 +207,6 @@ static float dot(const float *a, const float *b, int32_t n)
     return sums[0];
 }
 
-/** x = A^-1 x. */
 void tq_metric_query(const tq_plan *plan, const tq_transform *t, int32_t head, float *x)
 {
     if (!plan->metric) return;
@@ -237,19 +236,19 @@ int64_t tq_wave_node_floats(const tq_plan *plan) { return 2 * TQ_WAVE_NODES * (i
 
 int64_t tq_wave_turn_floats(const tq_plan *plan) { return 4 * (int64_t)plan->wave_pairs; }
 
-/** The positive Chebyshev nodes cos(pi (2 n + 1) / 32): distances from the middle of a page in units of half a page. */
+/** The positive Chebyshev nodes cos(pi (2 n + 1) / 32): distances from the middle of a page; its last token is at 1. */
 static const double node_at[TQ_WAVE_NODES] = {0.99518472667219688624, 0.95694033573220886494, 0.88192126434835502971,
                                               0.77301045336273696081, 0.63439328416364549822, 0.47139673682599764856,
                                               0.29028467725446236764, 0.09801714032956060199};
 
-/** Cosine and sine of a pair's angle over `twice` / 2 positions. */
+/** Computes cosine and sine of a pair's angle over `twice` / 2 positions. */
 static void turn_by_halves(int32_t increment, int64_t twice, float *cosine, float *sine)
 {
     tq_turn((uint32_t)(increment * twice >> 1), cosine, sine); /* wraps: only the low 32 bits matter */
 }
 
-/** Lagrange polynomials of the nodes at x in -1..1. The even ones are 1 at +-node n and 0 at the others; the odd ones
- *  are 1 at the node and -1 at its mirror image. */
+/** Evaluates the Lagrange polynomials of the nodes at x in -1..1. Even ones are 1 at +-node n and 0 at the others; odd
+ *  ones are 1 at the node and -1 at its mirror image. */
 static void fill_polynomials(double x, float *even, float *odd, int32_t stride)
 {
     for (int32_t n = 0; n < TQ_WAVE_NODES; n++) {
@@ -261,7 +260,7 @@ static void fill_polynomials(double x, float *even, float *odd, int32_t stride)
     }
 }
 
-/** Puts fast pairs first. */
+/** Orders pairs: fast ones first. */
 static void place_pairs(const tq_plan *plan, const tq_transform *t, tq_wave *wave)
 {
     double slowest = 2 * TQ_SLOW_RADIANS / (plan->page_tokens - 1) * (4294967296.0 / 6.283185307179586);
@@ -303,8 +302,7 @@ static void fill_table(const tq_plan *plan, const tq_transform *t, tq_wave *wave
 
 enum { STRIDE = 16 }; /* pages */
 
-/** Computes every sixteenth page from its phases, and the others by turning it on, by angles that are the same for
- *  all. */
+/** Computes every sixteenth page from its phases, and turns it by shared angles for the pages after it. */
 static void fill_turns(const tq_plan *plan, const tq_transform *t, int32_t sinks, int64_t pages, tq_wave *wave)
 {
     float steps[STRIDE][TQ_MAX_HEAD_DIM / 2][2], start[TQ_MAX_HEAD_DIM / 2][2];

@@ -80,15 +80,15 @@ extern "C" {
 #define TQ_WIDE_BITS 8 /* the one width above 6 */
 #define TQ_WIDE_STEP 0.03125f
 #define TQ_CODE_TOLERANCE 0x1p-17f /* 64 ulp of 1 */
-#define TQ_SETTLED_UNITS 64.0f     /* of u, where codes of settled rows are searched */
+#define TQ_SETTLED_UNITS 64.0f     /* cells per unit of u, in which codes of settled rows are searched */
 #define TQ_MAX_HEAD_DIM 512        /* of a plan with values; key-only plans (vectors) go up to TQ_MAX_DIM */
 #define TQ_MAX_SPHERE_DIM 256      /* of a plan with the sphere codebook, or with tiles of 16 channels */
 #define TQ_MAX_DIM 4096
 #define TQ_MAX_GROUPS (TQ_MAX_DIM / TQ_TILE)
-#define TQ_MAX_TILES (2 * TQ_MAX_GROUPS) /* of a token tile: groups, and rows of a sketch */
+#define TQ_MAX_TILES (2 * TQ_MAX_GROUPS) /* tiles of a token tile: of the groups, and of the rows of a sketch */
 #define TQ_MAX_INPUT 16384.0f /* largest magnitude accepted in keys, values and vectors; scales are binary16 */
 
-/* ---- status ---- Numbers are written once and never reused. 1..9 the caller's arguments, 10..19 the machine. */
+/* ---- status ---- Numbers are never reused. 1..9: the caller's arguments; 10..19: the machine. */
 typedef enum {
     TQ_OK = 0,
     TQ_E_VALUE = 1,        /* a number, size, alignment or overlap */
@@ -107,7 +107,7 @@ typedef struct {
     double got;           /* what it was; exact for integers below 2^53 */
 } tq_error;
 
-/** A sentence for a status; never NULL, static. */
+/** Returns a sentence for a status: static, never NULL. */
 TQ_API const char *tq_status_message(tq_status status);
 
 /* ---- dtypes ---- */
@@ -139,8 +139,8 @@ TQ_API tq_status tq_get_codebook(tq_codebook_law law, int32_t head_dim, int32_t 
 
 /* ---- random numbers and rotations ---- */
 
-/** Philox4x32-10 (Salmon et al., SC11): the four words of counter {block, stream, 0, 0} (64-bit block, low word first;
- *  then the 64-bit stream) under key seed (low word first). The one source of randomness of the project. */
+/** Returns the four words of Philox4x32-10 (Salmon et al., SC11) for counter {block, stream, 0, 0} (64-bit block, low
+ *  word first; then the 64-bit stream) and key seed (low word first). The one source of randomness of the project. */
 TQ_API void tq_random(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4]);
 
 typedef enum {
@@ -169,24 +169,25 @@ typedef enum {
     TQ_SCALE_NORM_CORRECTED = 2, /* the decoded vector has the norm of z */
     TQ_SCALE_LEAST_SQUARES = 3   /* rms(z) <c,u> / <c,c>: least squared error */
 } tq_scale;
-/* u = z / rms(z) over the channels that have bits, c its decoded levels. With steps, products count in the units of x:
- * <a,b> is the sum of (step a)(step b), so that the coarse codes of quiet channels do not stretch the loud ones. */
+/* u = z / rms(z) over the channels that have bits, c its decoded levels. With steps, products are in the units of x:
+ * <a,b> is the sum of (step a)(step b). Otherwise the coarse codes of quiet channels would stretch the loud ones. */
 
 /* A plan as integers, the form that files and operators carry (turboquant.Plan in Python):
  *   words[0]  TQ_FORMAT_VERSION
- *   words[1]  head_dim       a multiple of 8; 8..512, or 8..4096 if no group has value bits; 8..256 with tiles of 16 channels
+ *   words[1]  head_dim       a multiple of 8; 8..512, or 8..4096 without value bits; 8..256 with tiles of 16 channels
  *   words[2]  page_tokens    32, 64, 96 or 128; with tiles of 16 channels 64 or 128
  *   words[3]  group          channels of a group and of a tile, 32 or 16; groups = ceil(head_dim / group)
  *   words[4]  tq_codebook_law          words[5]  tq_scale          words[6]  seed, 0..2^63 - 1
- *   words[7 .. 10]           of keys: tq_rotation; then tq_levels, tq_sketch and sketch_rows of turboquant_schemes.h, 0 in a plain plan
+ *   words[7 .. 10]           of keys: tq_rotation; then tq_levels, tq_sketch and sketch_rows of turboquant_schemes.h,
+ *                            which are 0 in a plain plan
  *   words[11 .. 14]          the same of values
- *   words[15] wave_pairs     of keys: pairs of channels whose centre turns with the position. A multiple of 8 up to
- *                            head_dim / 2, which is rounded up to one; 0 above 512 channels
+ *   words[15] wave_pairs     of keys: pairs of channels whose centre turns with the position. A multiple of 8, at most
+ *                            head_dim / 2 rounded up to such a multiple; 0 above 512 channels
  *   words[16] metric         of keys: 0 none, else 1 + its rank, 0..4
- *   words[17] tries          factors that encoding tries (docs/rounding.md): 0 none, 3, 5 or 7. 0 unless the plan is plain, with
- *                            the EDEN scale
- *   words[18] variance_term  of keys: 1 subtracts it from the logits of packed tokens ("Variance term" below), 0 does not. 0 unless
- *                            the plan is plain, with the EDEN scale, the normal codebook, values, and keys of one width
+ *   words[17] tries          how many factors encoding tries (docs/rounding.md): 0, 3, 5 or 7. 0 unless the plan is
+ *                            plain, with the EDEN scale
+ *   words[18] variance_term  of keys: 1 subtracts it from the logits of packed tokens ("Variance term" below). 0 unless
+ *                            the plan is plain, with the EDEN scale, normal codebook, values, and keys of one width
  *   words[19 ..]             of each group of keys, then of values: bits, plus 16 where a block begins, as at group 0.
  *                            At least one group of keys has bits. Values without bits: all their words are 0.
  * A plan is PLAIN if both sides have codebook levels, one block, no sketch and the same rotation. The fast kernels run
@@ -205,11 +206,10 @@ typedef enum {
 
 /** One side (keys or values) of a plan, read-only for callers. */
 typedef struct {
-    uint8_t bits[TQ_MAX_TILES]; /* by tile: groups, then the sketch's, of 1 bit */
-    int32_t
-        offset[TQ_MAX_TILES]; /* bytes from the first group's tile to the group's; groups in order, 0 bits skipped */
-    int32_t tile_bytes;       /* of the tiles of tile_tokens tokens: 128 * sum of bits */
-    int32_t coded_channels;   /* real channels (below head_dim) in groups with bits */
+    uint8_t bits[TQ_MAX_TILES];          /* by tile: groups, then the sketch's, of 1 bit */
+    int32_t offset[TQ_MAX_TILES];        /* bytes from the first tile to each tile; in order, 0 bits skipped */
+    int32_t tile_bytes;                  /* of the tiles of tile_tokens tokens: 128 * sum of bits */
+    int32_t coded_channels;              /* real channels (below head_dim) in groups with bits */
     int32_t rotation, levels, sketch;    /* tq_rotation, tq_levels, tq_sketch */
     int32_t sketch_rows;                 /* signs of a token: head_dim for TQ_SKETCH_SIGN */
     int32_t one_width;                   /* 1 if all groups have the same bits */
@@ -240,15 +240,15 @@ TQ_API tq_status tq_plan_init(tq_plan *plan, const int64_t *words, size_t n_word
 /* ---- transforms: what differs from layer to layer ---- */
 /** How the vectors of one side are transformed, the same for all sequences. Zero-initialised: the plan's Hadamard, no
  *  centre, steps of 1. z = (R (x - centre)) / step, per group (docs/rounding.md has the order of operations).
- *  Operators take the float32 numbers of a side as one array [kv_heads, columns], dense, `key_numbers` or
- *  `value_numbers`. Errors name it too, with the flat index of a number in it. A row is
+ *  Operators take the float32 numbers of a side as one dense array [kv_heads, columns], `key_numbers` or
+ *  `value_numbers`. Errors name that array too, with the flat index of a number in it. A row is
  *      | centre | steps | moments |      head_dim, step_columns rounded up to a multiple of 4, plan->moments columns
- *  without the parts that are not there. tq_transform_numbers points the fields of this struct into such an array. */
+ *  without the parts that are absent. tq_transform_numbers points the fields of this struct into such an array. */
 typedef struct {
     const float *rotation; /* [kv_heads or 1, head_dim, head_dim], y = R x; required by TQ_ROTATION_DENSE, else NULL.
                               With a Gaussian sketch [.., matrix_rows, head_dim]: R if it is dense, and S below it */
     int64_t rotation_stride_head; /* elements from one KV head's matrix to the next; 0 when one serves all heads */
-    int64_t stride_head;          /* the same of the next three, which lie in one array in this order */
+    int64_t stride_head;          /* the same for the next three, which lie in one array in this order */
     const float *centre;          /* [head_dim], finite, at most TQ_MAX_INPUT; NULL: 0 */
     const float *steps;           /* of a plain plan [groups], in 2^-40..2^40; NULL: 1. Of others NULL, or the table of
                                      TQ_LEVELS_TABLE [step_columns]: levels, finite and ascending, and with
@@ -259,13 +259,12 @@ typedef struct {
                                  with a metric: S    [head_dim]          in 2^-10..2^10
                                  W^T                 [rank, head_dim]    orthonormal rows
                                  e                   [4]                 in 2^-10 - 1..2^10; 0 from the rank on */
-    const int32_t
-        *turns; /* [wave_pairs, 3]: the two channels of a pair, and how far it turns in one position, an unsigned
-                             number in units of 2^-32 turns. Padding pairs have amplitudes of 0 */
+    const int32_t *turns; /* [wave_pairs, 3]: the two channels of a pair, and how far it turns in one position, an
+                             unsigned number in units of 2^-32 turns. Padding pairs have amplitudes of 0 */
 } tq_transform;
 
-/** Points stride_head, centre, steps and moments of a side's transform into numbers [kv_heads, columns]; NULL: there
- *  are none. Reads no number. TQ_E_VALUE if that many columns have no such parts of the plan. */
+/** Points stride_head, centre, steps and moments of a side's transform into numbers [kv_heads, columns], which it does
+ *  not read. NULL: the side has none. TQ_E_VALUE if the plan has no parts that take so many columns. */
 TQ_API tq_status tq_transform_numbers(const tq_plan *plan, int is_value, const float *numbers, int64_t columns,
                                       tq_transform *transform, tq_error *error);
 
@@ -277,21 +276,21 @@ TQ_API tq_status tq_transform_numbers(const tq_plan *plan, int is_value, const f
  * and <q, c_p> is added. p is the number of tokens of the sequence before this one, its sinks included: packed index j
  * of a cache has position sinks + j. Every call that reads the token must have the same p and arrays. Codes are the
  * same on every instruction set. On CUDA a code may be that of a number that differs from the CPU's by a few ulp of k
- * and c_p or, if many tokens are appended at once, by some 2^-12 rms(y), because products there keep 11 bits of y. With
- * amplitudes of norm 1,000 a logit is off by at most 2e-3, for queries of softmax_scale * |q| = 1. */
+ * and c_p. If many tokens are appended at once, it may differ by some 2^-12 rms(y), because products there keep 11 bits
+ * of y. With amplitudes of norm 1,000 a logit is off by at most 2e-3, for queries of softmax_scale * |q| = 1. */
 
-/* VARIANCE TERM, of plans with words[18]. A packed key's logit is right on average and its exponential is not: noise of
- * variance v makes it exp(v / 2) times as large. So tq_attend takes v / 2 off, before a soft-cap:
+/* VARIANCE TERM, of plans with words[18]. A packed key's logit is right on average, its exponential is not: noise of
+ * variance v makes it exp(v / 2) times as large. So tq_attend subtracts v / 2, before a soft-cap:
  *     logit = softcap(softmax_scale * <q, k_j> - r * K * s_j^2),     r = |softmax_scale * A^-1 q|^2 / (2 head_dim)
- * for packed tokens j alone. A is the metric, the identity without one; s_j the binary16 scale of key j; K s_j^2 the mean of
- * |y' - y|^2 for keys y = A (k - c_p) that are decoded to y' with that scale, K = tq_plan.variance (csrc/core/variance_table.h:
- * channels times the table's number of these bits, tries and channels, which between powers of two lies on a line).
- * Keys have no steps, since one number s would not tell the errors of groups with other steps. The term belongs to
- * attention: pages, decoded keys and tq_dot are those of the plan without it. */
+ * for packed tokens j alone. A is the metric, or the identity without one; s_j is the binary16 scale of key j. K s_j^2
+ * is the mean of |y' - y|^2 for keys y = A (k - c_p) that are decoded to y' with that scale. K = tq_plan.variance is
+ * channels times the table's number for these bits, tries and channels (csrc/core/variance_table.h; between powers of
+ * two it lies on a line). Keys have no steps, since one number s would not tell the errors of groups with other steps.
+ * The term belongs to attention: pages, decoded keys and tq_dot are those of the plan without it. */
 
-/** y = R x (or R^T x if inverse) for rows of head_dim float32, dense; NULL matrix: the plan's Hadamard (or none). The
- *  keys' rotation where values have another, and no sketch below it.
- *  matrix [head_dim, head_dim]. x and y may be the same array, otherwise they must not overlap. */
+/** Computes y = R x (or R^T x if inverse) for rows of head_dim float32, dense. matrix [head_dim, head_dim], without the
+ *  rows of a sketch; NULL: the plan's Hadamard (or none). If values have another rotation than keys, R is the keys'.
+ *  x and y may be the same array, otherwise they must not overlap. */
 TQ_API tq_status tq_rotate(const tq_plan *plan, const float *matrix, int inverse, const float *x, float *y,
                            int64_t rows, tq_error *error);
 
@@ -319,11 +318,11 @@ TQ_API tq_status tq_rotate(const tq_plan *plan, const float *matrix, int inverse
  * say that other tokens are appended at the same positions. A page that is written without its row, by tq_append or by
  * anyone else, makes an old row of it stale: the caller must not name that row again.
  *
- * RAGGED BATCHES. With query_start_loc the new tokens, or the queries, of all sequences lie one behind the other,
- * [total_tokens, heads, head_dim]. Those of sequence b are query_start_loc[b] .. query_start_loc[b + 1] - 1. It has at
- * most `tokens`, or `query_tokens`, of them; fewer, or none. A sequence without any is padding, and so is one with
- * length 0: the first is not looked at otherwise, the second sees nothing. No stride_batch is used. Tokens of the array
- * that no sequence has are neither read nor written. */
+ * RAGGED BATCHES. With query_start_loc the new tokens, or the queries, of all sequences lie one after the other,
+ * [total_tokens, heads, head_dim]. Those of sequence b are query_start_loc[b] .. query_start_loc[b + 1] - 1: at most
+ * `tokens`, or `query_tokens`, perhaps none. A sequence without any is padding, and nothing else of it matters. A
+ * sequence of length 0 is padding too: it sees nothing. No stride_batch is used. Tokens of the array that belong to no
+ * sequence are neither read nor written. */
 
 /** One layer's cache: its sizes, the arrays that store its tokens, and how their vectors are transformed. Zero-initialise
  *  it. A call names the fields that it writes; it leaves all others as they are. */
@@ -342,9 +341,8 @@ typedef struct {
     void *window_k, *window_v; /* [batch, kv_heads, window, head_dim] dense; NULL iff window is 0.
                                    With tail_rows [n_tail_rows, kv_heads, tail_slots, head_dim]; window may be 0 */
     const int32_t *sink_rows;  /* [batch], each in -1..n_sink_rows - 1; or NULL: sinks are those of the sequence */
-    const int32_t
-        *tail_rows; /* [batch, 2], each in -1..n_tail_rows - 1: of even pages, of odd pages; or NULL. If one of
-                                   the two is given, the other kind of exact tokens is by index too, or absent */
+    const int32_t *tail_rows;  /* [batch, 2], each in -1..n_tail_rows - 1: of even pages, of odd pages; or NULL. If one
+                                   of the two is given, the other kind of exact tokens is by index too, or absent */
     const int32_t *position_offset; /* [batch], or NULL: 0. Added to p in the wave of keys (above), modulo 2^32, and to
                                        nothing else: what a token sees and where it lies depend on positions alone */
     tq_transform key, value;
@@ -355,48 +353,46 @@ typedef struct {
 typedef struct {
     tq_layer layer; /* written: pages, sinks and window. lengths: after this append */
     int32_t tokens;
-    int32_t threads; /* the most to use; 0: tq_num_threads() */
-    const void *k,
-        *v; /* [batch, kv_heads, tokens, head_dim], last dimension dense; v NULL iff the plan has no values */
+    int32_t threads;   /* the most to use; 0: tq_num_threads() */
+    const void *k, *v; /* [batch, kv_heads, tokens, head_dim], last dimension dense; v NULL iff there are no values */
     int64_t k_stride_batch, k_stride_head, k_stride_token, v_stride_batch, v_stride_head, v_stride_token; /* elements */
-    const int32_t
-        *query_start_loc; /* [batch + 1], ascending, in 0..total_tokens; NULL: the batch is not ragged. Token i
-                                       of sequence b has position lengths[b] - (its number of tokens) + i */
-    int32_t total_tokens; /* of k and v, with query_start_loc */
+    const int32_t *query_start_loc; /* [batch + 1], ascending, in 0..total_tokens; NULL: the batch is not ragged. Token
+                                       i of sequence b has position lengths[b] - (its number of tokens) + i */
+    int32_t total_tokens;           /* of k and v, with query_start_loc */
 } tq_append_params;
 
 TQ_API tq_status tq_append_workspace_bytes(const tq_plan *plan, const tq_append_params *params, size_t *bytes,
                                            tq_error *error);
 
 /** Stores the new tokens. Those in the window go into the ring; those (old or new) that no longer fit there are
- *  rotated, quantised and packed into their pages. Bits of other tokens keep their value, so zero new pages if bytes
- *  are to be compared.
+ *  rotated, quantised and packed into their pages. Bits of other tokens keep their values, so fill new pages with zeros
+ *  if bytes are to be compared.
  *  Aliasing: no two arrays overlap; no page is written through two entries of block_table, and no row through two of
  *            sink_rows or tail_rows.
- *  Errors:   TQ_E_VALUE for a size, stride, alignment, length, page index (`block_table`, its flat index), or a number
- *            in k or v that is not finite or exceeds TQ_MAX_INPUT (flat index as if dense; padding is not looked at),
- *            a row (`sink_rows`, `tail_rows`), query_start_loc, all found before the first write. A scale that would
- *            exceed 65504 is stored as 65504.
+ *  Errors:   TQ_E_VALUE for a size, stride, alignment, length, page index (`block_table`, its flat index), row
+ *            (`sink_rows`, `tail_rows`), query_start_loc, or a number in k or v that is not finite or exceeds
+ *            TQ_MAX_INPUT (flat index as if dense; padding is not looked at). All are found before the first write. A
+ *            scale that would exceed 65504 is stored as 65504.
  *  Cost:     O(batch * tokens * kv_heads * head_dim * log head_dim) for Hadamard.
- *  workspace   64-byte aligned, tq_append_workspace_bytes; contents lost. Bytes on ISAs and on CUDA: docs/rounding.md. */
+ *  workspace   64-byte aligned, tq_append_workspace_bytes; contents lost.
+ *  docs/rounding.md says where bytes are equal on all ISAs and on CUDA. */
 TQ_API tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *workspace, size_t workspace_bytes,
                            tq_error *error);
 
 /** How the pages of a batch are shared among a GPU's thread blocks. Results differ by rounding alone. */
 typedef enum {
-    TQ_SCHEDULE_LINE = 0, /* the pages of all sequences in one line, cut into equal pieces: for any lengths */
-    TQ_SCHEDULE_EQUAL =
-        1, /* equally many blocks for each sequence: faster if all are about equally long, slow if they are not */
+    TQ_SCHEDULE_LINE = 0,  /* the pages of all sequences in one line, cut into equal pieces: for any lengths */
+    TQ_SCHEDULE_EQUAL = 1, /* equally many blocks for each sequence: faster if they are about equally long, else slow */
 } tq_schedule_kind;
 
-/** A schedule of tq_cuda_schedule has int32 [rows, 4], rows at least TQ_SCHEDULE_ROWS * multiprocessors of the device + batch. */
+/** A schedule of tq_cuda_schedule is int32 [rows, 4], rows at least TQ_SCHEDULE_ROWS * multiprocessors + batch. */
 #define TQ_SCHEDULE_ROWS 13
 
 /** Attention of `query_tokens` queries per sequence over one layer. Query i of sequence b stands at position
  *  p = lengths[b] - query_tokens + i (causal), and sees key position j iff  starts[b] <= j <= p  and
- *  j > p - sliding_window (if sliding_window > 0). It reads sinks exact, the last `window` positions,
- *  p - window < j <= p, exact, from the ring or from the fresh tokens, and all others packed; exact tokens by index are
- *  those of "the cache". Not causal: every stored position from starts[b] on is seen.
+ *  j > p - sliding_window (if sliding_window > 0). Sinks are exact, and so are the last `window` positions,
+ *  p - window < j <= p, from the ring or from the fresh tokens; all others are packed. "The cache" above says which are
+ *  exact by index. Not causal: every stored position from starts[b] on is seen.
  *  One softmax over all of it:
  *     logit = softcap(softmax_scale * <q, k_j>),  softcap(x) = cap * tanh(x / cap) if cap > 0 else x
  *             (less the variance term of a plan that has one, for packed tokens)
@@ -407,7 +403,7 @@ typedef struct {
     int32_t query_tokens, query_heads;
     int32_t causal;               /* 0: all queries see all tokens; then fresh must be NULL */
     int32_t sliding_window;       /* positions, 0: none */
-    int32_t schedule_kind;        /* tq_schedule_kind; read by CUDA alone, as the next two */
+    int32_t schedule_kind;        /* tq_schedule_kind; read by CUDA alone, as `schedule` is */
     int32_t threads;              /* the most to use; 0: tq_num_threads() */
     float softmax_scale, softcap; /* softcap 0: none */
     const void *q; /* [batch, query_heads, query_tokens, head_dim], last dimension dense; query_heads % kv_heads == 0:
@@ -416,10 +412,10 @@ typedef struct {
     const int32_t *starts;   /* [batch], or NULL: 0 */
     const int32_t *schedule; /* [schedule_rows, 4] of tq_cuda_schedule, or NULL: this call cuts the line itself */
     int64_t schedule_rows;
-    const void *fresh_k,
-        *fresh_v; /* NULL: the ring is as tq_append left it (right for query_tokens == 1, or window == 0).
-                                          Otherwise the new tokens [batch, kv_heads, query_tokens, head_dim], and window_k/v is the
-                                          ring as it was BEFORE they were appended: early queries need tokens that they pushed out. */
+    const void *fresh_k, *fresh_v; /* NULL: the ring is as tq_append left it (right for query_tokens == 1, or window
+                                      == 0). Otherwise the new tokens [batch, kv_heads, query_tokens, head_dim], and
+                                      window_k/v is the ring as it was BEFORE they were appended: early queries need
+                                      tokens that they pushed out. */
     int64_t fresh_k_stride_batch, fresh_k_stride_head, fresh_k_stride_token;
     int64_t fresh_v_stride_batch, fresh_v_stride_head, fresh_v_stride_token;
     void *out;  /* [batch, query_heads, query_tokens, head_dim], last dimension dense; 0 where nothing was attended */
@@ -427,24 +423,23 @@ typedef struct {
     int64_t out_stride_batch, out_stride_head, out_stride_token; /* elements; all three 0: dense, and ragged ones
                                                                     [total_tokens, query_heads, head_dim] */
     int64_t lse_stride_batch, lse_stride_head, lse_stride_token; /* the same; ragged [total_tokens, query_heads] */
-    const int32_t
-        *ends; /* [batch], in 0..lengths[b], or NULL. Queries see positions below ends[b] alone, such as those in
-                            front of the sequence's first query */
-    const int32_t
-        *query_start_loc; /* [batch + 1], ascending, in 0..total_tokens, or NULL. Query i of sequence b stands at
-                                       position lengths[b] - (its number of queries) + i. Then fresh must be NULL, and
-                                       with window_k either tail_rows is given or query_tokens is 1 */
-    int32_t total_tokens; /* of q, out and lse, with query_start_loc */
+    const int32_t *ends; /* [batch], in 0..lengths[b], or NULL. Queries see only positions below ends[b], such as those
+                            in front of the sequence's first query */
+    const int32_t *query_start_loc; /* [batch + 1], ascending, in 0..total_tokens, or NULL. Query i of sequence b stands
+                                       at position lengths[b] - (its number of queries) + i. Then fresh must be NULL,
+                                       and with window_k either tail_rows is given or query_tokens is 1 */
+    int32_t total_tokens;           /* of q, out and lse, with query_start_loc */
 } tq_attend_params;
 
 TQ_API tq_status tq_attend_workspace_bytes(const tq_plan *plan, const tq_attend_params *params, size_t *bytes,
                                            tq_error *error);
-/** As many bytes as any call needs that has these params or, of them, a smaller batch, fewer query_tokens, total_tokens
- *  or max_pages: for memory that is set aside before the first batch is known. It depends on tq_num_threads(). */
+/** Finds how many bytes are enough for any call with these params, or with a smaller batch, fewer query_tokens,
+ *  total_tokens or max_pages: for memory that is reserved before the first batch is known. They depend on
+ *  tq_num_threads(). */
 TQ_API tq_status tq_attend_workspace_bound(const tq_plan *plan, const tq_attend_params *params, size_t *bytes,
                                            tq_error *error);
 
-/** Errors: TQ_E_VALUE for a size, stride, alignment, a negative length, one that exceeds the capacity, a start outside
+/** Errors: TQ_E_VALUE for a size, stride, alignment, a length that is negative or exceeds the capacity, a start outside
  *  0..length, several causal queries without `fresh` over a window that has overflowed, a page index outside
  *  0..n_pages-1 among the entries needed, a softmax_scale or softcap that is not finite. The plan must have values.
  *  Hostile block tables and lengths cannot make it read outside the named arrays or write outside out, lse and
@@ -471,26 +466,26 @@ TQ_API tq_status tq_merge(const float *outs, const float *lses, int32_t parts, i
 TQ_API tq_status tq_dequantize(const tq_plan *plan, const tq_layer *layer, int32_t max_tokens, float *k, float *v,
                                tq_error *error);
 
-/** Recodes pages to fewer bits, without the vectors: pages of `plan` -> out, pages of `target`, both [n_pages, kv_heads,
- *  record_bytes] dense. A code of b bits becomes one of b' bits whose cell is 2^(b - b') cells of the old codebook: ranks
- *  are divided by that. The new scale makes the recoded row unbiased for the old one, as EDEN's does for the vector:
- *  s' = s <y,y> / <y,y'>,
- *  with y the old levels and y' the new ones (docs/rounding.md, "Recoding"). Centre, rotation,
- *  wave and metric stay those of the vectors.
- *  Plans     Plain, with groups of 32 channels and EDEN scales, alike but for widths, tries and variance_term. A group of `target` has 1..6
- *            bits, no more than that of `plan`, or 0 where that has 0. Steps count as 1, whatever calls pass:
- *            with other steps the scale is not the best.
- *  Errors:   TQ_E_VALUE for another target (`target`, its argument; index: the group), a size, an alignment, an overlap
- *            of pages and out.
+/** Recodes pages to fewer bits, without the vectors: pages of `plan` -> out, pages of `target`, both [n_pages,
+ *  kv_heads, record_bytes] dense. A code of b bits becomes one of b' bits whose cell is 2^(b - b') cells of the old
+ *  codebook: ranks are divided by that. The new scale makes the recoded row unbiased for the old one, as EDEN's does
+ *  for the vector:  s' = s <y,y> / <y,y'>
+ *  with y the old levels and y' the new ones (docs/rounding.md, "Recoding"). Centre, rotation, wave and metric stay
+ *  those of the vectors.
+ *  Plans:    both are plain, with groups of 32 channels and EDEN scales; they differ only in widths, tries and
+ *            variance_term. A group of `target` has 1..6 bits and no more than that of `plan`, or 0 where that has 0.
+ *            Steps count as 1, whatever calls pass: with other steps the scale is not the best.
+ *  Errors:   TQ_E_VALUE for any other target (`target`; index: the group), a size, an alignment, an overlap of pages
+ *            and out.
  *  Cost:     reads every byte once; no allocation. Same bytes on every ISA and on CUDA. Tokens with scale 0 and padding
  *            get code 0.
  *  threads   the most to use; 0: tq_num_threads() */
 TQ_API tq_status tq_recode(const tq_plan *plan, const tq_plan *target, const uint8_t *pages, int64_t n_pages,
                            int32_t kv_heads, uint8_t *out, int32_t threads, tq_error *error);
 
-/** Inner products <q, x> with packed vectors, never decoded: queries [n_queries, head_dim] float32 dense, one KV head,
- *  page i of pages [ceil(n / page_tokens), 1, record_bytes] holding vectors page_tokens * i ..; out [n_queries, n]
- *  float32 dense. Vectors have no position: a plan with a wave is refused.
+/** Computes inner products <q, x> with packed vectors, without decoding them: queries [n_queries, head_dim] float32
+ *  dense, one KV head; page i of pages [ceil(n / page_tokens), 1, record_bytes] holds vectors page_tokens * i ..; out
+ *  [n_queries, n] float32 dense. Vectors have no position: a plan with a wave is refused.
  *  workspace  tq_dot_workspace_bytes bytes, 64-byte aligned. */
 TQ_API tq_status tq_dot_workspace_bytes(const tq_plan *plan, int64_t n_queries, size_t *bytes, tq_error *error);
 TQ_API tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *queries, int64_t n_queries,
@@ -498,23 +493,24 @@ TQ_API tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const floa
                         size_t workspace_bytes, tq_error *error);
 
 /* ---- instruction sets and threads ---- */
-/** Levels compiled in and supported by this CPU, best first, as one static string such as "avx2 scalar". */
+/** Returns the levels compiled in and supported by this CPU, best first, as a static string such as "avx2 scalar". */
 TQ_API const char *tq_isa_available(void);
-/** The level in use: the best, or the one that the environment variable TURBOQUANT_ISA names (read once, on first use);
- *  "none" if that names no available level: then every call that runs a kernel fails. */
+/** Returns the level in use: the best, or the one that the environment variable TURBOQUANT_ISA names (read once, on
+ *  first use); "none" if that names no available level: then every call that runs a kernel fails. */
 TQ_API const char *tq_isa(void);
 /** Forces a level by name; NULL: back to the default. TQ_E_UNSUPPORTED (wants lists the levels) if it is misspelt or
  *  absent. Not safe beside other calls. */
 TQ_API tq_status tq_set_isa(const char *name, tq_error *error);
-/** The kernel that an operation ("rotate", "append", "attend", "dequantize", "dot") of a plan runs, e.g. "attend_avx2",
- *  or "attend_baseline" for the portable code of plans that are not plain; NULL for an unknown operation. */
+/** Returns the kernel that an operation ("rotate", "append", "attend", "dequantize", "dot") of a plan runs, e.g.
+ *  "attend_avx2", or "attend_baseline" for the portable code of plans that are not plain; NULL for an unknown
+ *  operation. */
 TQ_API const char *tq_kernel_name(const char *operation, const tq_plan *plan);
 
-/** The most threads used: the environment variable TURBOQUANT_NUM_THREADS (read once, on first use), else the CPUs this
- *  process may run on; 0 if the variable is no integer in 1..256: then every call that runs a kernel fails until
- *  tq_set_num_threads. */
+/** Returns the most threads used: the environment variable TURBOQUANT_NUM_THREADS (read once, on first use), else the
+ *  CPUs this process may run on; 0 if the variable is no integer in 1..256: then every call that runs a kernel fails
+ *  until tq_set_num_threads. */
 TQ_API int32_t tq_num_threads(void);
-/** n in 1..256. Workers are started on first use and survive until the process ends; a forked child starts its own. */
+/** n: 1..256. Workers are started on first use and live until the process ends; a forked child starts its own. */
 TQ_API tq_status tq_set_num_threads(int32_t n, tq_error *error);
 
 #if defined(__cplusplus)

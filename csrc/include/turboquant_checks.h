@@ -2,7 +2,7 @@
  * tq_cuda_append and the others call these first; a binding calls one itself only to check before it allocates. Rules
  * and errors as in turboquant.h.
  *
- * `wants` begins with "given" or "absent" for an argument that may be NULL: a caller's optional argument. */
+ * If a caller may leave an argument out (NULL), `wants` begins with "given" or "absent". */
 #ifndef TURBOQUANT_CHECKS_H
 #define TURBOQUANT_CHECKS_H
 #include "turboquant.h"
@@ -11,11 +11,11 @@
 extern "C" {
 #endif
 
-/** x and y: rows of dtype. */
+/** x and y have rows of dtype. */
 TQ_API tq_status tq_check_rotate(const tq_plan *plan, const float *matrix, int32_t dtype, const void *x, const void *y,
                                  int64_t rows, tq_error *error);
 
-/** Checks the plan, numbers and strides alone, on which sizes of workspace depend. */
+/** Checks only plan, numbers and strides, on which sizes of workspace depend. */
 TQ_API tq_status tq_check_append_sizes(const tq_plan *plan, const tq_append_params *params, tq_error *error);
 TQ_API tq_status tq_check_append(const tq_plan *plan, const tq_append_params *params, tq_error *error);
 TQ_API tq_status tq_check_attend_sizes(const tq_plan *plan, const tq_attend_params *params, tq_error *error);
@@ -25,7 +25,7 @@ TQ_API tq_status tq_check_attend(const tq_plan *plan, const tq_attend_params *pa
 typedef struct {
     int64_t batch, head, token;
 } tq_row_strides;
-/** Those of out and lse, as given, or as they are if dense. */
+/** Return the strides of out and lse: as given, or if all are 0 those of dense arrays. */
 TQ_API tq_row_strides tq_strides_of_out(const tq_plan *plan, const tq_attend_params *params);
 TQ_API tq_row_strides tq_strides_of_lse(const tq_attend_params *params);
 

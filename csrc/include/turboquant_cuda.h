@@ -8,12 +8,12 @@
  *   - `stream` is a cudaStream_t of the current device (NULL: the default stream). A call queues its kernels on it and
  *     returns: no synchronisation, no allocation, no read of device memory by the host. It can be captured in a CUDA
  *     graph, and a replay sees whatever lengths, starts, block_table and other contents the arrays hold then.
- *   - The host cannot see the arrays. Contents that are an error in turboquant.h are made harmless instead: a length is
- *     clamped to 0..capacity, a start to 0..length, an end below 0 to 0, query_start_loc to an ascending sequence in
- *     0..total_tokens with at most query_tokens of each, channels of pairs to 0..head_dim-1. A row of sinks or tails that
- *     is not there is absent, as -1 is. A page index outside
- *     0..n_pages-1 reads no page: its tokens weigh nothing (attend) or decode to 0 (dequantize); and append drops what it
- *     would write there. No contents can make a kernel read outside the named arrays or write outside its outputs.
+ *   - The host cannot see the arrays. Contents that are an error in turboquant.h are made harmless instead. A length is
+ *     clamped to 0..capacity, a start to 0..length, an end below 0 to 0, channels of pairs to 0..head_dim-1, and
+ *     query_start_loc to an ascending sequence in 0..total_tokens with at most query_tokens of each. A row of sinks or
+ *     tails that does not exist counts as -1: absent. For a page index outside 0..n_pages-1 no page is read: its tokens
+ *     weigh nothing (attend) or decode to 0 (dequantize), and append drops what it would write there. No contents can
+ *     make a kernel read outside the named arrays or write outside its outputs.
  *   - Results are the same from run to run on one device; they do not depend on other streams.
  *   - Errors: TQ_E_VALUE and TQ_E_TYPE for what the host can see, as in turboquant.h; TQ_E_UNSUPPORTED for a device
  *     below compute capability 8.0 or for a TURBOQUANT_CUDA_PATH the device cannot run; TQ_E_CUDA when the runtime
@@ -29,7 +29,7 @@
 #define TURBOQUANT_CUDA_H
 #include "turboquant.h"
 
-/* Channels of a head; TQ_E_UNSUPPORTED for more. */
+/* The most channels of a head; TQ_E_UNSUPPORTED for more. */
 #define TQ_CUDA_MAX_HEAD_DIM 512
 #define TQ_CUDA_MAX_BASELINE_DIM 256 /* of a plan that is not plain */
 
@@ -40,17 +40,16 @@ extern "C" {
 #define TQ_CUDA_KERNEL_NAME_BYTES 64
 #define TQ_CUDA_CALL_WORDS 1024 /* of 64 bits, in a tq_cuda_attend_call */
 
-/** The name of the kernel that tq_cuda_attend, or tq_cuda_append, runs for a plan and sizes, e.g.
- *  "attend_fused_3bit_d128_4x64": strategy, width, head_dim that its code is for, rows it takes at once x tokens of a
- *  unit.
- *  "" if there is nothing to do. csrc/cuda/README.md lists the names. Helper kernels (prepare, combine, merge_parts,
- *  copy_exact) have no name here.
+/** Writes the name of the kernel that tq_cuda_attend, or tq_cuda_append, runs for a plan and sizes, e.g.
+ *  "attend_fused_3bit_d128_4x64": strategy, width, largest head_dim, rows at once x tokens of a unit. It is "" if there
+ *  is nothing to do. csrc/cuda/README.md lists the names. Helper kernels (prepare, combine, merge_parts, copy_exact)
+ *  have no name here.
  *  params   as for the call. Of pointers it uses the alignment of k, v, window_k and window_v (append) and whether
  *           steps are NULL. Nothing is queued.
- *  gpu      NULL: the current device. Otherwise a GPU that need not be there, with kernels compiled for it, of those that
- *           csrc/cuda/attend/choose/gpus.h lists, such as "h100"; the call needs no device then, and does not read
- *           TURBOQUANT_CUDA_PATH. The names for appending do not look at the GPU: where append_prefill lacks shared
- *           memory, append_general runs, and the name is append_prefill all the same.
+ *  gpu      NULL: the current device. Otherwise a GPU that csrc/cuda/attend/choose/gpus.h lists, such as "h100", with
+ *           kernels compiled for it. The call then needs no device and does not read TURBOQUANT_CUDA_PATH. Names for
+ *           appending do not depend on the GPU: if it has too little shared memory for append_prefill, append_general
+ *           runs, but the name is append_prefill.
  *  name     TQ_CUDA_KERNEL_NAME_BYTES bytes, written, with a final 0
  *  The environment variable TURBOQUANT_CUDA_PATH, read at each call, forces how pages of plain plans are loaded: hopper
  *  (bulk copies, compute capability 9.x), hopper-line (the same, but never fused) or portable (cp.async, 8.0 and
@@ -69,20 +68,20 @@ TQ_API tq_status tq_cuda_append_kernel(const tq_plan *plan, const tq_append_para
  *             Plans that are not plain: float32 throughout, within 2e-5.
  *  Cost:      launch shapes depend on the sizes in params alone; the work follows the lengths found on the device. In
  *             general three kernels overlap, and the work is cut into equal pieces whatever the lengths are. On 9.x one
- *             fused kernel may run instead: every (sequence, KV head) gets equally many blocks, and a second kernel
- *             merges if few heads have long caches. It needs a plain plan with tiles of 32 and no dense rotation, head_dim up
- *             to 128, and at most 16 query rows a KV head (128 rows with head_dim 97..128).
+ *             fused kernel may run instead: every (sequence, KV head) gets equally many thread blocks, and a second
+ *             kernel merges if few heads have long caches. It needs a plain plan with tiles of 32 and no dense
+ *             rotation, head_dim up to 128, and at most 16 query rows a KV head (128 rows with head_dim 97..128).
  *             It runs if batch is 1, the schedule is TQ_SCHEDULE_EQUAL or max_pages is small, where it measured faster
  *             (attend/fused/cut.cu); from 9 rows on only if there are not many more blocks than multiprocessors. With
- *             head_dim 97..128 and up to 8 rows it also runs where up to 1,024 sequences differ in length: each (sequence,
- *             KV head) gets as many blocks as its length needs, by tq_cuda_schedule or, in a call without a schedule, one
- *             more small kernel (csrc/cuda/measured.md: FUSED before SPLIT).
+ *             head_dim 97..128 and up to 8 rows it also runs if up to 1,024 sequences differ in length. Then each
+ *             (sequence, KV head) gets as many blocks as its length needs, by tq_cuda_schedule or, in a call without a
+ *             schedule, by one more small kernel (csrc/cuda/measured.md: FUSED before SPLIT).
  *  Moments:   with amplitudes of norm 1,000 and softmax_scale * |q| = 1, the wave's part of a logit is within 1e-3 of
  *             float64, at any position (attend/rows/wave.cuh).
  *  Alignment: q, out, sinks, window and fresh tokens to four of their numbers (8 or 16 bytes), their strides to
  *             multiples of 4; moments to 16 bytes.
- *  Ragged batches and exact tokens by index take the same kernels, chosen for query_tokens queries of every sequence;
- *             sequences with fewer leave rows of a thread block unused. The batched form has the same results, bit for
+ *  Ragged batches and exact tokens by index run the same kernels, chosen for query_tokens queries of every sequence.
+ *             Sequences with fewer leave rows of a thread block unused. The batched form has the same results, bit for
  *             bit, under the same schedule. */
 typedef struct {
     int64_t opaque[TQ_CUDA_CALL_WORDS];
@@ -99,19 +98,20 @@ TQ_API tq_status tq_cuda_attend_workspace_bound(const tq_plan *plan, const tq_at
 TQ_API tq_status tq_cuda_attend(const tq_cuda_attend_call *call, void *workspace, size_t workspace_bytes, void *stream,
                                 tq_error *error);
 
-/** Cuts a batch into work for tq_cuda_attend, on the device, from the lengths at that point of the stream; waits for
+/** Cuts a batch into work for tq_cuda_attend, on the device, from the lengths at that point of the stream. It waits for
  *  nothing, so that a CUDA graph can hold it. One schedule serves all layers of a step with the same sizes in params
- *  and the same plan; a call that differs in these cuts its work itself (fused kernels: slowly, a block for each
- *  sequence and KV head). Results with and without a schedule are equal, bit for bit. A call with a schedule uses lengths and starts as they were when it was made; what else the
- *  arrays below hold must not change in between, or results are of no use.
+ *  and the same plan. A call that differs in these cuts its work itself (fused kernels: slowly, with one block for each
+ *  sequence and KV head). Results with and without a schedule are equal, bit for bit. A call with a schedule uses
+ *  lengths and starts as they were when it was made. What the other arrays below hold must not change in between, or
+ *  results are of no use.
  *  params    as for tq_cuda_attend with TQ_SCHEDULE_LINE. Of pointers only lengths, starts, ends, query_start_loc,
  *            sink_rows and tail_rows are read. A call that differs in which of them are NULL cuts its work itself.
  *  schedule  [rows, 4] int32 on the device, 16-byte aligned, written. rows: see TQ_SCHEDULE_ROWS. */
 TQ_API tq_status tq_cuda_schedule(const tq_plan *plan, const tq_attend_params *params, int32_t *schedule, int64_t rows,
                                   void *stream, tq_error *error);
 
-/** tq_append on the device; bytes of the pages as on the host, except where plans have a tolerance (docs/rounding.md), and
- *  for keys with a wave or a metric (turboquant.h).
+/** tq_append on the device. Pages get the same bytes as on the host, except where plans have a tolerance
+ *  (docs/rounding.md), and for keys with a wave or a metric (turboquant.h).
  *  flag   int64 on the device, or NULL. When a number of k or v is not finite or exceeds TQ_MAX_INPUT and *flag is 0,
  *         it becomes 1 + position + (sequence << 32) + (1 << 62 if it is in v); it is sticky: only the caller sets it
  *         back to 0.
@@ -127,8 +127,8 @@ TQ_API tq_status tq_cuda_rotate(const tq_plan *plan, const float *matrix, int in
 
 /** tq_dequantize on the device, to k and v of `dtype`. lengths above max_tokens count as max_tokens.
  *  Accuracy   float32: as on the host. fp16 and bf16 of plain plans with groups of 32 channels and a head_dim that is a
- *             multiple of 16: values within 1e-3 of a row's norm, keys less the wave and behind the metric, A (k - c_p),
- *             within 2e-3 of theirs; and the rounding to `dtype`. Other plans: float32, rounded.
+ *             multiple of 16: values within 1e-3 of a row's norm; A (k - c_p), keys less the wave and after the metric,
+ *             within 2e-3 of its norm; plus the rounding to `dtype`. Other plans: float32, rounded.
  *  workspace  256-byte aligned, on the device; contents lost. */
 TQ_API tq_status tq_cuda_dequantize_workspace_bytes(const tq_plan *plan, int32_t kv_heads, tq_dtype dtype,
                                                     size_t *bytes, tq_error *error);

@@ -1,17 +1,18 @@
-/* What quantisers of other papers add to turboquant.h: levels that are no codebook, several blocks a side, sketches of the error. Plans with
- * any of it are not plain; the same functions run them, with slower code.
+/* What quantisers of other papers add to turboquant.h: levels that are no codebook, several blocks a side, sketches of
+ * the error. Plans with any of it are not plain; the same functions run them, with slower code.
  *
- * THE BYTE FORMAT of sides that are not plain. Codes are as in turboquant.h, with the tiles of the sketch behind those of the groups. Scales are
+ * THE BYTE FORMAT of sides that are not plain. Codes are as in turboquant.h, with the tiles of the sketch after those
+ * of the groups. Scales are
  *   | numbers of block 0 | of block 1 | .. | of the sketch |, each [page_tokens] binary16 in column order.
  *   block    consecutive groups that share their per-token numbers: one scale, or a scale and then a zero point
  *            (TQ_LEVELS_AFFINE).
  *   sketch   one sign for each row of a matrix S applied to the quantisation error r = z - decoded z: tiles of 1 bit
- *            behind the groups' tiles, 32 rows each, code 1 for (S r) >= 0; and one number per token, the norm of r or
+ *            after the groups' tiles, 32 rows each, code 1 for (S r) >= 0; and one number per token, the norm of r or
  *            its mean magnitude.
  *
  * PLANS.
  *   sketch_rows  1..head_dim with a Gaussian sketch, else 0
- *   bits         affine and absmax levels and tables have one width a block; absmax at least 2; a table at most 6
+ *   bits         one width per block with affine or absmax levels or a table; absmax: at least 2; table: at most 6
  *   blocks       one with a table */
 #ifndef TURBOQUANT_SCHEMES_H
 #define TURBOQUANT_SCHEMES_H
@@ -32,13 +33,13 @@ typedef enum {
         3 /* table[code], in the units of z: ascending levels that come with each call; nothing stored per token */
 } tq_levels;
 
-/** The signs that are stored of the quantisation error r, a vector of d = head_dim numbers; m = sketch_rows. */
+/** Which signs are stored of the quantisation error r, a vector of d = head_dim numbers. m = sketch_rows. */
 typedef enum {
     TQ_SKETCH_NONE = 0,
     TQ_SKETCH_GAUSSIAN =
         1, /* signs of S r, S [m, d] comes with each call; r is decoded as sqrt(pi/2) / m * ||r|| * S^T sign(S r),
-                               which makes <q, z> unbiased over a Gaussian S (QJL; TurboQuant prod, arXiv 2504.19874, Algorithm 2) */
-    TQ_SKETCH_SIGN = 2 /* m = d signs of r itself, times the mean |r| of the token, or of a table's last entry */
+              which makes <q, z> unbiased over a Gaussian S (QJL; TurboQuant prod, arXiv 2504.19874, Algorithm 2) */
+    TQ_SKETCH_SIGN = 2 /* m = d signs of r itself, times the mean |r| of the token, or times a table's last entry */
 } tq_sketch;
 
 /** Fills matrix [rows, head_dim] float32 row-major with independent draws of N(0, 1), the same on every machine: the

@@ -60,8 +60,8 @@ def _measure_costs(model: Any, tap: Tap, batches: Sequence[Batch], run: Unfinish
 
 
 def _measure_tables(model: Any, tap: Tap, batch: Batch, axes: Sequence[np.ndarray], progress: bool) -> list[np.ndarray]:
-    """[2, kv_heads, 9] of each layer, of one batch: K-means of keys along their singular axes [kv_heads, head_dim,
-    head_dim], and of plain values."""
+    """Returns the tables of each layer, [2, kv_heads, 9], from one batch: K-means of keys along their singular axes
+    [kv_heads, head_dim, head_dim], and of plain values."""
     tables: dict[tuple[int, int], np.ndarray] = {}
     real, read = real_mask(batch), passes.layer_read(model)
 
@@ -128,8 +128,7 @@ def calibrate(
 
     Raises TypeError for arguments of another kind, ValueError if there are fewer tokens than channels, for tokens that
     are not in the model's vocabulary and for a checkpoint that is damaged or of another run, NotImplementedError for a
-    model without a head or whose attention bypasses AttentionInterface: all before anything is
-    measured.
+    model without a head or whose attention bypasses AttentionInterface: all before anything is measured.
     """
     from ..models.texts import PACKAGE, check_tokenizer, found_tokenizer
 
@@ -173,8 +172,8 @@ def calibrate(
 def _announced(
     model: Any, batches: Sequence[Batch], probes: Sequence[Batch], tests: Sequence[Batch], averages: int, own: int
 ) -> str:
-    """How long a calibration will take, judged by one forward, and about how much memory. own: tokens of a text that is
-    not the package's, 0 if there is none."""
+    """Says how long a calibration will take, judged by one forward, and about how much memory. own: tokens of a text
+    that is not the package's, 0 if there is none."""
     from ..models.texts import OF_A_KIND, TOKENS
 
     some = {name: x[:1, :256] for name, x in batches[0].items()}
@@ -211,7 +210,7 @@ def _learned(
     source: str,
     progress: bool,
 ) -> Calibration:
-    """The result of both passes."""
+    """Runs both passes, and returns what they found."""
     layers = mark["layers"]
     with tapped(model) as tap:
         with _progress("keys and values", batches, progress) as shown:
@@ -237,8 +236,8 @@ def _learned(
 
 
 def _text_of_the_package(model: Any, tokenizer: Any, why: str, held_out: Any) -> list[Batch]:
-    """A batch for each kind of text. ValueError for `held_out`, a model of proteins, and without a tokenizer, which
-    says why."""
+    """Returns a batch for each kind of text. Raises ValueError for `held_out`, a model of proteins, and without a
+    tokenizer, with the reason `why`."""
     from ..models.texts import kinds
 
     if held_out is not None:
@@ -266,8 +265,8 @@ def _checked_held_out(model: Any, held_out: Sequence[Batch | torch.Tensor] | Non
 
 
 def checked_averages(averages: Sequence[float]) -> tuple[float, ...]:
-    """Sorted from high to low, without duplicates. TypeError for what is no list of numbers, ValueError for none, and
-    for one that is not in 2..6."""
+    """Sorts averages from high to low, without duplicates. Raises TypeError for what is no list of numbers, ValueError
+    for none, and for one that is not in 2..6."""
     numbers = list(averages) if isinstance(averages, Iterable) else [None]
     if not all(isinstance(average, Real) and not isinstance(average, bool) for average in numbers):
         raise TypeError(f"`averages` must be a list of numbers of bits, got {quoted(averages)}")

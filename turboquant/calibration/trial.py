@@ -2,9 +2,9 @@
 was given to learn from, on the text of the package.
 
 At the average nearest to 3 bits all methods are tried; at the others those that came near the best there. A decoder is
-measured by the divergence of the next token, with each of `WINDOWS` beside the sinks, also on each kind of text of the
-package, which tells what a method costs where text is of another kind. An ESM-2 model is measured by 1 minus the cosine
-of last hidden states.
+measured by the divergence of the next token, with each of `WINDOWS` beside the sinks. It is measured on each kind of
+text of the package too, which shows what a method costs on text of another kind. An ESM-2 model is measured by 1 minus
+the cosine of last hidden states.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ def with_moments(
     run: Unfinished,
     progress: bool,
 ) -> Calibration:
-    """`found` with moments, and with costs of sides for each of `WINDOWS` that leaves something packed in the texts.
-    Errors as of `turboquant.measure`. Batches, probes and text held out may be none: then all is of the package's text.
+    """Returns `calibration` with moments, and with costs of sides for each of `WINDOWS` that leaves something packed in
+    the texts. Raises what `turboquant.measure` raises. Without batches, probes and text held out all is of the
+    package's text.
 
     Costs are those on some of the batches. With a window, those on the text of the package count as much: where a model
     looks back far depends on the language, and widths from English text alone made Gemma diverge 1.35 times as much on
@@ -65,7 +66,7 @@ def with_moments(
     own, others = _rows(probes), family_of(model).kinds(model, tokenizer)
 
     def shares(texts: Sequence[torch.Tensor], window: int) -> F64:
-        """A text with a token that costs as much as thousands counts no more than another one."""
+        """The mean share of each side in the costs of texts, so that one very costly token counts no more."""
         each = []
         for i, ids in ((i, ids) for i, ids in enumerate(texts) if _packs(ids, window)):
             name = f"costs of {'own' if texts is own else 'kind'} {i}, window {window}"
@@ -86,7 +87,7 @@ def with_moments(
 
 
 def _windows(model: Any, needed: Sequence[Sequence[torch.Tensor]]) -> tuple[int, ...]:
-    """Those of `WINDOWS` that leave something packed in a text of each group. A residue sees those on both sides."""
+    """Those of `WINDOWS` that leave something packed in a text of each group; 0 alone for proteins, read both ways."""
     if family_of(model).proteins:
         return (0,)
     return tuple(window for window in WINDOWS
@@ -117,9 +118,9 @@ def tried(
     run: Unfinished,
     progress: bool,
 ) -> Calibration:
-    """`found` with its trials.
+    """Returns `calibration` with its trials.
 
-    held_out  batches without padding; none: the text of the package, with two methods.  averages  falling.
+    held_out  batches without padding; none: the text of the package, with two methods.  averages  from high to low.
     run       has earlier results; new ones are added, and it is saved after each text.
     """
     possible = _METHODS if held_out else _ON_THE_PACKAGE
@@ -138,8 +139,7 @@ def tried(
 
 
 class _Trials:
-    """Runs methods at averages, text by text. kinds: of text of the package, which are judged too where there are no
-    other texts."""
+    """Runs methods at averages, text by text. kinds: of text of the package, which are judged if there are no texts."""
 
     def __init__(
         self,

@@ -24,8 +24,8 @@ F64 = NDArray[np.float64]
 class SecondMoments:
     """Sums of vectors and of their outer products, float64, one entry per layer and side on that layer's device.
 
-    what      what the vectors are, for errors
-    batches   how many are in the sums, and `tokens` how many of their tokens
+    what      what the vectors are, for error messages
+    batches   how many batches are in the sums;  tokens  how many of their tokens
     """
 
     def __init__(self, what: str) -> None:
@@ -43,7 +43,7 @@ class SecondMoments:
         self.sums[layer, side] = first, second
 
     def means(self, layers: int) -> tuple[list[F64], list[F64]]:
-        """Of each layer means of vectors, [2, kv_heads, head_dim], and of outer products, [.., head_dim, head_dim]."""
+        """Means of vectors, [2, kv_heads, head_dim], and outer products, [.., head_dim, head_dim], for each layer."""
         both: tuple[list[F64], list[F64]] = [], []
         for layer in range(layers):
             sides = [[t.cpu().numpy() for t in self.sums[layer, side]] for side in range(2)]
@@ -59,7 +59,7 @@ class SecondMoments:
                 for name, sums in zip(("first", "second"), both)}  # fmt: skip
 
     def take(self, counts: list[int], arrays: Mapping[str, NDArray[Any]]) -> None:
-        """What `arrays` gave; counts: batches and tokens. ValueError for other contents."""
+        """Restores what `arrays` gave; counts: batches and tokens. Raises ValueError for other contents."""
         self.batches, self.tokens = counts
         for layer, side in {(int(name.split(".")[0]), int(name.split(".")[1])) for name in arrays}:
             first, second = (arrays[f"{layer}.{side}.{name}"] for name in ("first", "second"))
@@ -94,14 +94,14 @@ class Unfinished:
             self._load(self.file)
 
     def array(self, name: str, compute: Callable[[], NDArray[Any]]) -> NDArray[Any]:
-        """An array that was computed before, or is now, and then kept."""
+        """Returns an array that was computed before, or computes and keeps it."""
         if name not in self.arrays:
             self.arrays[name] = compute()
             self.save()
         return self.arrays[name]
 
     def by_layer(self, name: str, compute: Callable[[], list[NDArray[Any]]], layers: int) -> list[NDArray[Any]]:
-        """The same of an array for each layer."""
+        """Does the same for an array of each layer."""
         names = [f"{name}.{i}" for i in range(layers)]
         if any(one not in self.arrays for one in names):
             self.arrays.update(zip(names, compute(), strict=True))
@@ -109,7 +109,7 @@ class Unfinished:
         return [self.arrays[one] for one in names]
 
     def measured(self, name: str, measure: Callable[[], Moments]) -> Moments:
-        """Moments that were measured before, or are now, and then kept."""
+        """Returns moments that were measured before, or measures and keeps them."""
         if name not in self.moments:
             self.moments[name] = measure()
             self.save()

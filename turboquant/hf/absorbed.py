@@ -1,9 +1,9 @@
 """Attention to latents (MLA) without expanding them.
 
-A model with latent attention expands the latents c of all tokens by one matrix, `kv_b_proj`: of a head, the key of a
+A model with latent attention expands the latents c of all tokens by one matrix, `kv_b_proj`: in a head, the key of a
 token is [K c, r], with its rotary part r, and its value is V c. So the logit of a query [q, s] is <K^T q, c> + <s, r>,
-and the result is V times the weighted mean of the latents. With few queries that takes less work, and nothing of the
-length of the text is made. `is_cheaper` counts.
+and the result is V times the weighted mean of the latents. With few queries that takes less work, and no keys and
+values as long as the text are made. `is_cheaper` counts.
 
 A patched model's `expand_kv` passes latents on (`pass_on`); `attention` either absorbs the matrix in this way or has
 the model expand them as it would.
@@ -23,10 +23,10 @@ from .carried import Carried
 
 __all__ = ["Latents", "attention", "is_cheaper", "pass_on"]
 
-_PIECE = 2**26  # logits that are in memory at once, if one query has no more
+_PIECE = 2**26  # logits in memory at once, unless one query has more
 _OTHERS = ("softcap", "output_attentions", "position_bias", "head_mask")  # options that only the model's own code knows
 
-_expands: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()  # `_is_as_told` of modules
+_expands: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()  # results of `_is_as_told`
 
 
 class Latents(Carried):
@@ -52,8 +52,8 @@ def pass_on(module: Any, latents: torch.Tensor, rotary: torch.Tensor) -> tuple[t
 def is_cheaper(new: int, tokens: int, rank: int, rotary: int, key: int, value: int) -> bool:
     """Whether absorbing takes fewer multiplications than expanding, both counted for one head and without masks.
 
-    new     queries, of `tokens` in all
-    rank, rotary, key, value   channels of a latent and a rotary part, and what the former expands to
+    new     queries;  tokens  all tokens, those of the queries included
+    rank, rotary, key, value   channels of a latent and a rotary part, and of the key and value that a latent expands to
     """
     matrix = rank * (key + value)
     expanding = tokens * matrix + new * tokens * (key + rotary + value)
@@ -62,8 +62,7 @@ def is_cheaper(new: int, tokens: int, rank: int, rotary: int, key: int, value: i
 
 
 def attention(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention of a call whose keys are `Latents` and whose values are the rotary parts. Result as of
-    `own_attention`."""
+    """Attends for a call whose keys are `Latents` and values the rotary parts. Returns what `own_attention` does."""
     module: Any = call.module
     latents, new = call.key, call.query.shape[2]
     assert isinstance(latents, Latents)
@@ -85,8 +84,9 @@ def attention(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
 def _absorbed(
     query: torch.Tensor, joined: torch.Tensor, matrix: torch.Tensor, mask: torch.Tensor | None, scale: float, key: int
 ) -> torch.Tensor:
-    """query [batch, heads, new, key + rotary];  joined [batch, 1, tokens, rank + rotary];  matrix [heads, key + value,
-    rank];  mask [batch or 1, 1, new, tokens], None: all tokens are seen. Returns [batch, new, heads, value]."""
+    """Attends to latents by the absorbed matrix. query [batch, heads, new, key + rotary];  joined [batch, 1, tokens,
+    rank + rotary];  matrix [heads, key + value, rank];  mask [batch or 1, 1, new, tokens], None: all tokens are seen.
+    Returns [batch, new, heads, value]."""
     batch, heads, new, _ = query.shape
     rank, rows = matrix.shape[2], (heads, batch * new, -1)
     folded = torch.bmm(query[..., :key].transpose(0, 1).reshape(rows), matrix[:, :key])
@@ -132,7 +132,7 @@ def _matrix(module: Any, heads: int, rank: int) -> torch.Tensor | None:
 
 @torch.no_grad()
 def _is_as_told(module: Any, matrix: torch.Tensor) -> bool:
-    """Whether `expand_kv` of a module does with a token what the head of this file says."""
+    """Whether a module's `expand_kv` expands a token as the docstring of this file says."""
     heads, _, rank = matrix.shape
     key, _ = _sizes(module)
     generator = torch.Generator().manual_seed(0)

@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 __all__ = ["NAME", "FreshKeys", "attention"]
 
-# The name in transformers' two registries, which look for "flash", "flex" and "sdpa" inside names: keep them out of it.
+# The name in transformers' two registries. They look for "flash", "flex" and "sdpa" inside names: it must have none.
 NAME = "turboquant"
 
 
 class FreshKeys(Carried):
     """New keys of a packed layer in this forward, [batch, kv_heads, tokens, head_dim], not stored yet.
 
-    A model whose later layers read these keys gives them to its attention again, in the same forward, and may move
-    them to the device of such a layer: they stay where they are, and its queries come to them.
+    A model whose later layers read these keys gives them to its attention again, in the same forward, and may move them
+    to the device of such a layer. Moving does nothing: the keys stay where they are, and the queries are moved instead.
     """
 
     layer: PackedLayer
@@ -67,7 +67,7 @@ class FreshKeys(Carried):
 
     @staticmethod
     def attention(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention to all stored tokens of a call whose keys are `FreshKeys`. Result as of `own_attention`."""
+        """Attends to all stored tokens in a call whose keys are `FreshKeys`. Returns what `own_attention` does."""
         fresh: Any = call.key
         keys, fresh.keys = fresh.keys, None
         learned = call.options.pop("s_aux", None)
@@ -101,7 +101,7 @@ def attention(
 
     query   [batch, query_heads, tokens, head_dim];  key, value  [batch, kv_heads, positions, head_dim], or the new
             tokens alone if key is `FreshKeys`: its layer then stores them and attends to all stored tokens. If key is
-            `Latents`, those of all tokens, value is their rotary parts
+            `Latents`, it has all tokens, and value is their rotary parts
     returns [batch, tokens, query_heads, head_dim], dense, in the dtype of query, and no weights
 
     A model compiled by torch.compile calls it, and `TurboQuantCache.update`, between its graphs.
@@ -117,8 +117,8 @@ def attention(
 
 
 def _share_beside(learned: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """The share of a softmax that its tokens have beside a learned sink, [batch, tokens, heads, 1]: a sink is a logit
-    [heads] whose value is zero. lse float32 [batch, heads, tokens], of the tokens alone."""
+    """The share of a softmax that tokens have beside a learned sink, [batch, tokens, heads, 1]. learned [heads]: the
+    sinks, logits whose value is zero. lse float32 [batch, heads, tokens], of the tokens alone."""
     return torch.sigmoid(lse - learned.float().view(1, -1, 1)).transpose(1, 2).unsqueeze(-1)
 
 

@@ -88,9 +88,8 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
     model    the model, or its configuration. Only the number and kind of its layers matter, shapes come from tensors
     spec     a CacheSpec or the name of a preset; None: what `model` was patched with, its profile included
     profile  a Profile of the model (`turboquant.measure`, `turboquant.calibrate`) or its file, if `spec` is given and
-             uses one: a wave or a metric, or, calibrated, a budget. None: moments are those that `model` was patched
-             with. If there are none, they are measured, once for each model, with one line on stderr that says
-             so
+             uses one: for a wave or a metric any, for a budget a calibrated one. None: the moments that `model` was
+             patched with. If there are none, they are measured, once for each model, and one line on stderr says so
     memory_limit  bytes that the cache never exceeds, such as "2 GiB" or a number; None: no limit. When memory runs
              short, layers fall to 3 and to 2 bits, the keys or values of a layer at a time, in the order that costs
              least (docs/memory.md, "A limit"). Where all are at 2 bits, a forward raises MemoryError and the cache
@@ -140,8 +139,8 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         moments: Moments | None = None,
         kinds: Sequence[tuple[str, dict[str, Any]]] = (),
     ) -> None:
-        """fingerprint: of the model's configuration (`models.identity.describe`). specs: of each layer that has
-        keys and values. kinds: of each layer (`states.kinds_of`); (): all have keys and values."""
+        """fingerprint: of the model's configuration (`models.identity.describe`). specs: of each layer that has keys
+        and values. kinds: of each layer (`models.kinds.kinds_of`); (): all have keys and values."""
         self.fingerprint = fingerprint
         self.kinds = list(kinds) or [("full_attention", {})] * len(specs)
         self._shared = Common(calibration, moments)
@@ -153,7 +152,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         self._hold(layers)
 
     def _checked_limit(self, most: int) -> MemoryLimit:
-        """A limit of so many bytes, if layers can fall."""
+        """Makes a limit of this many bytes, if layers can fall."""
         layers = self.packed_layers
         whole = all(layer.storage.has_values for layer in layers)
         if len(layers) != len(self.layers) or self.state_layers or not whole:
@@ -189,7 +188,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
     unread: Unread | None = None
 
     def was_read(self) -> None:
-        """Somebody uses what the cache holds."""
+        """Notes that the contents of the cache are used."""
         if self.unread is not None:
             self.unread.read = True
             self.unread = None
@@ -225,16 +224,16 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
 
     @property
     def shifts(self) -> tuple[int, ...]:
-        """How many positions later each sequence lies in the model than it is counted."""
+        """How many positions later the model places each sequence than it is counted."""
         first = self._shared.layer(0)
         return () if first is None else first.shifts
 
     def turn(
         self, shifts: Sequence[int], spread: tuple[NDArray[np.integer], NDArray[np.floating]] | None = None
     ) -> None:
-        """Before the first forward: the tokens of each sequence lie so many positions later than they are counted, one
-        number for each sequence or for all, (): none. spread: further shifts, beside these, and the weight of each,
-        where tokens of a sequence differ (`LayerMoments.averaged`)."""
+        """Says, before the first forward, how many positions later the model places the tokens of each sequence than
+        they are counted: one number for each sequence or for all, (): 0. spread: further shifts, beside these, and the
+        weight of each, where tokens of a sequence differ (`LayerMoments.averaged`)."""
         measured = self.measured_moments or self.moments
         self.measured_moments = None if spread is None else measured
         self.moments = measured if spread is None or measured is None else measured.averaged(*spread)
@@ -244,7 +243,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
     at_work = False
 
     def begin(self) -> None:
-        """A forward begins. RuntimeError if an earlier one failed and has left states ahead of packed layers."""
+        """Begins a forward. Raises RuntimeError if an earlier one failed and has left states ahead of packed layers."""
         if not self._shared.stateful:
             return
         if self.at_work and not self.get_seq_length():  # the first forward failed
@@ -321,13 +320,13 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
 
     @classmethod
     def join(cls, caches: Sequence[TurboQuantCache]) -> TurboQuantCache:
-        """A cache with the sequences of several, one after the other, such as forks of one prefix of which each has
-        read a text of its own. They go on as a batch with padding on the left: `attention_mask` masks as many positions
-        of each sequence as the longest has more. Pages of forks are shared, those of other caches copied; sinks, window
-        and states are copied.
+        """Returns a cache with the sequences of several, one after the other, such as forks of one prefix, each of
+        which has read a text of its own. They go on as a batch with padding on the left: `attention_mask` masks in
+        front of each sequence as many positions as the longest has more. Pages of forks are shared, those of other
+        caches copied; sinks, window and states are copied.
 
         Raises ValueError for caches of other models, specs, moments, dtypes or devices than the first, for empty ones
-        and for damaged ones; NotImplementedError for specs with outliers="prompt", which each cache has of its own.
+        and for damaged ones; NotImplementedError for latents, outliers="prompt" and a `memory_limit`.
         """
         caches = list(caches)
         _check_joined(caches)
@@ -368,11 +367,11 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         profile: Profile | str | os.PathLike[str] | None = None,
         device: torch.device | str | None = None,
     ) -> TurboQuantCache:
-        """The cache that `save` wrote: the same bytes on any device.
+        """Returns the cache that `save` wrote: the same bytes on any device.
 
         model         the model that will use it, or its configuration: the file must be of it. None: not compared
-        profile       that the file must have been made with. None: moments are not compared, and a spec that uses a
-                      calibration takes that of a patched `model`. The cache keeps the moments of the file
+        profile       the one that the file must have been made with. None: moments are not compared, and a spec that
+                      uses a calibration takes that of a patched `model`. The cache keeps the moments of the file
         device        where to put it; None: where the layers of `model` are, or else the CPU
         Raises FileNotFoundError; ValueError, with what is wrong, for a file that is truncated, damaged, foreign, of
         another version or another model. Holds no more memory than a small multiple of the file's bytes
@@ -488,7 +487,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
 
 
 def _describe_flag(flag: int) -> str:
-    """What the `flag` of `append` says, if it is not 0 (turboquant_cuda.h)."""
+    """Describes the `flag` of `append`, if it is not 0 (turboquant_cuda.h)."""
     side = "value" if flag >> 62 & 1 else "key"
     sequence, position = flag >> 32 & 0x3FFFFFFF, (flag & 0xFFFFFFFF) - 1
     return f"the {side} of position {position} of sequence {sequence} held a number that is not finite or above 16384"

@@ -1,5 +1,4 @@
-"""Packed keys and values that travel: bytes for a disk, for host memory or for another machine, which attention reads
-as they are.
+"""Packed keys and values as bytes, for a disk, host memory or another machine. Attention reads them as they are.
 
     codec = turboquant.Codec(model, "default")          # the plan of each layer; the same on both machines
     data = codec.encode(keys, values)                   # one [kv_heads, tokens, head_dim] a layer, on any device
@@ -55,7 +54,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True)
 class _Layer:
-    """How one layer is packed. index: among the layers that have keys."""
+    """How one layer is packed. index: its rank among the layers that have keys."""
 
     index: int
     spec: CacheSpec
@@ -66,7 +65,7 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Part:
-    """Tokens start .. start + tokens of a sequence: of each layer the pages, and sinks where start is 0."""
+    """Tokens of a sequence, from `start` on: the pages of each layer, and sinks where start is 0."""
 
     start: int
     tokens: int
@@ -123,12 +122,12 @@ class Codec:
         return self.spec.sinks
 
     def boundary(self, page: int) -> int:
-        """The position at which page `page` begins, where `start`, `cut` and `join` may divide a sequence; 0: 0."""
+        """Position at which page `page` begins, where `start`, `cut` and `join` may divide a sequence; 0 for page 0."""
         page = bounded("codec: `page`", page)
         return self.sinks + page * PAGE_TOKENS if page else 0
 
     def nbytes(self, tokens: int, dtype: torch.dtype = torch.bfloat16) -> int:
-        """Bytes of pages and sinks of a sequence of so many tokens; headers and padding are left out."""
+        """Bytes of pages and sinks of a sequence of this many tokens; headers and padding are left out."""
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ValueError(f"nbytes: `dtype` must be float32, float16 or bfloat16, got {dtype}")
         part = self._shape(0, bounded("codec: `tokens`", tokens), dtype)
@@ -137,7 +136,7 @@ class Codec:
     @cached_property
     def digest(self) -> str:
         """SHA-256, in hexadecimal digits, of what the bytes depend on: byte format, the plan and spec of each layer, KV
-        heads, sinks, and all that was measured. Matrices are made of these, and their last bits differ by CPU."""
+        heads, sinks, and all that was measured. Matrices follow from these, but their last bits differ by CPU."""
         shared = self._shared
         digest = hashlib.sha256(repr((FORMAT, FORMAT_VERSION, self.sinks)).encode())
         for layer in self._layers:
@@ -152,7 +151,7 @@ class Codec:
     # ---- plain tokens ----
 
     def encode(self, keys: Sequence[Tensor], values: Sequence[Tensor], start: int = 0) -> bytes:
-        """Keys after RoPE and values of consecutive tokens, as bytes.
+        """Encodes keys after RoPE and values of consecutive tokens as bytes.
 
         keys, values  [kv_heads, tokens, head_dim] of each layer, or one tensor with layers in front; float32, float16
                       or bfloat16, on one device
@@ -175,7 +174,7 @@ class Codec:
         return self._bytes(part)
 
     def _check_sides(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[int, torch.dtype]:
-        """(tokens, dtype) of what `encode` is given."""
+        """Checks the arguments of `encode`, and returns (tokens, dtype)."""
         sides = {"keys": keys, "values": values}
         for name, layers in sides.items():
             if not isinstance(layers, (Sequence, Tensor)):
@@ -207,8 +206,8 @@ class Codec:
         self, data: bytes | bytearray | memoryview, *, dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-        """(keys, values), each [kv_heads, tokens, head_dim] of each layer. dtype: None: that of what was encoded.
-        Raises ValueError for data that are damaged, truncated, or of another digest."""
+        """Returns (keys, values), for each layer [kv_heads, tokens, head_dim]. A dtype of None means that of what was
+        encoded. Raises ValueError for data that are damaged, truncated, or of another digest."""
         part = self._read(data)
         both = [ops.dequantize(one, dtype or part.dtype) for one in self._layers_of(part, torch.device(device))]
         return [k[0] for k, _ in both], [v[0] for _, v in both]
@@ -216,8 +215,8 @@ class Codec:
     # ---- packed tokens ----
 
     def packed(self, data: bytes | bytearray | memoryview, device: torch.device | str = "cpu") -> list[ops.PackedKV]:
-        """One `ops.PackedKV` of each layer, of one sequence: what `ops.attend` reads, without anything decoded. Its
-        positions count from the first token of `data`. Raises what `decode` raises."""
+        """Returns an `ops.PackedKV` of one sequence for each layer, which `ops.attend` reads without anything decoded.
+        Its positions count from the first token of `data`. Raises what `decode` raises."""
         return self._layers_of(self._read(data), torch.device(device))
 
     def _layers_of(self, part: _Part, device: torch.device) -> list[ops.PackedKV]:
@@ -243,13 +242,13 @@ class Codec:
         return layers
 
     def span(self, data: bytes | bytearray | memoryview) -> tuple[int, int]:
-        """(position of the first token, position behind the last one) of encoded data, whose tensors are not read."""
+        """Returns (first position, position behind the last token) of encoded data. Its tensors are not read."""
         start, tokens, *_ = self._header(data)
         return start, start + tokens
 
     def cut(self, data: bytes | bytearray | memoryview, start: int, end: int | None) -> bytes:
-        """Tokens start .. end of encoded data, as encoded data; end: None: to its last token. Raises ValueError where
-        start or end is neither a `boundary` nor an end of the data."""
+        """Returns the tokens from start up to, but not including, end as encoded data. An end of None is that of the
+        data. Raises ValueError where start or end is neither a `boundary` nor an end of the data."""
         start = self._starting("cut", start)
         part = self._read(data)
         last = part.start + part.tokens
@@ -263,7 +262,7 @@ class Codec:
                                    pages=[pages[first:behind] for pages in part.pages]))  # fmt: skip
 
     def join(self, parts: Sequence[bytes | bytearray | memoryview]) -> bytes:
-        """Encoded data of consecutive tokens as one. Raises ValueError where a part does not begin where the one before
+        """Joins encoded data of consecutive tokens. Raises ValueError where a part does not begin where the one before
         it ends, or begins within a page."""
         read = [self._read(data) for data in parts]
         if not read:
@@ -279,7 +278,7 @@ class Codec:
     # ---- places ----
 
     def _starting(self, call: str, start: Any, name: str = "start") -> int:
-        """`start`, which is 0 or a boundary."""
+        """Returns `start`, or raises ValueError if it is neither 0 nor a boundary."""
         at = integer_in(start, f"{call}: `{name}`", *BOUNDS["codec: `start`"])
         if at and (at <= self.sinks or (at - self.sinks) % PAGE_TOKENS):
             raise ValueError(f"{call}: `{name}` must be 0 or {self.sinks} + n * {PAGE_TOKENS} with n above 0, got {at}")
@@ -290,12 +289,12 @@ class Codec:
         return min(self.sinks, tokens) if start == 0 else 0
 
     def _pages(self, start: int, end: int) -> int:
-        """Pages that hold the tokens start .. end."""
+        """Pages that hold the packed ones of the tokens from start up to end."""
         return -(-(end - start - self._exact(start, end - start)) // PAGE_TOKENS)
 
     def _transforms(self, layer: _Layer, start: int, device: torch.device) -> dict[str, Tensor]:
-        """Of a layer whose first packed row is the token at position `start`. Those of a prompt's later parts are not
-        kept: there is one for each page."""
+        """The transforms of a layer for calls that count positions from `start` on. Those of a prompt's later parts are
+        not kept, because each page may have its own."""
         shared = self._shared
         parts = layer_transforms(layer.spec, layer.index, layer.head_dim, device, shared.calibration, shared.moments,
                                 later=-start, keep=start in (0, self.sinks))  # fmt: skip
@@ -329,7 +328,7 @@ class Codec:
         return b"".join([header_of(FORMAT, meta, placed), *(views.get(n, bytes(p.nbytes)) for n, p in placed.items())])
 
     def _header(self, data: bytes | bytearray | memoryview) -> tuple[int, int, torch.dtype, dict[str, Place], Any, int]:
-        """(start, tokens, dtype, places of tensors, their checksums, byte at which the tensors begin)"""
+        """Checks a header. Returns (start, tokens, dtype, tensors' places, checksums, byte where the tensors begin)."""
         if not isinstance(data, bytes | bytearray | memoryview):
             raise TypeError(f"`data` must be bytes that a Codec made, got {type(data).__name__}")
         try:
@@ -351,7 +350,7 @@ class Codec:
         return start, tokens, dtype, wanted, sums, begin
 
     def _read(self, data: bytes | bytearray | memoryview) -> _Part:
-        """ValueError, naming `data`, for anything that `_bytes` of an equal codec did not make."""
+        """Reads `data`. Raises ValueError, naming `data`, for anything that `_bytes` of an equal codec did not make."""
         start, tokens, dtype, places, sums, begin = self._header(data)
         view, tensors = memoryview(data).cast("B"), {}
         for name, place in places.items():

@@ -22,7 +22,7 @@ from .cache import TurboQuantCache
 
 __all__ = ["DecodeGraph", "ForwardWithGraphs"]
 
-AHEAD = 512  # positions to reserve at once: each time the step is recorded again, some milliseconds per layer
+AHEAD = 512  # positions to reserve at once; then the step is recorded again, some milliseconds per layer
 
 # Arguments of a forward that a replay follows, or that do not change its logits.
 _FOLLOWED = {"input_ids", "position_ids", *NAMES}
@@ -37,7 +37,7 @@ class DecodeGraph:
     """Steps of one token on a cache, replayed as a CUDA graph.
 
     cache     a TurboQuantCache on one CUDA device that holds tokens (after the prompt), without sliding windows and
-              without a memory limit, for which steps run one by one
+              without a memory limit, with which steps run one by one
     forward   the `forward` of a patched model
     weights   the model's parameters: a step is recorded again when the address of one changes
 
@@ -76,7 +76,7 @@ class DecodeGraph:
         )
 
     def step(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [batch, 1, vocabulary] after one more token of each sequence; stores its keys and values.
+        """Runs one more token of each sequence, stores its keys and values, and returns logits [batch, 1, vocabulary].
 
         ids         int64 [batch, 1] on the model's device
         positions   int64 [batch, 1], of the rotary embedding; None: those behind what is stored
@@ -151,7 +151,7 @@ class DecodeGraph:
 
 
 class ForwardWithGraphs:
-    """The `forward` of a model with decoding steps on a TurboQuantCache replayed; all other calls are as before.
+    """The `forward` of a model that replays decoding steps on a TurboQuantCache; all other calls are as before.
 
     Like a bound method it has a `__self__`, the model. Unlike one it survives a pickle of the model; graphs are not
     copied.

@@ -80,7 +80,7 @@ class LatentLayer(PackedLayer):
                                "cache.reset()")  # fmt: skip
 
     def _stored(self, joined: torch.Tensor) -> torch.Tensor:
-        """Stores [batch, 1, tokens, channels], and returns it for all tokens."""
+        """Stores joined, [batch, 1, tokens, channels], and returns the same of all tokens."""
         batch, _, new, channels = joined.shape
         heads = joined.view(batch, new, -1, self.head_dim).transpose(1, 2)
         nothing = heads[..., :0]

@@ -35,8 +35,8 @@ _UNKNOWN_OPTIONS = ("position_bias", "head_mask", "output_attentions")
 
 
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tensors of one device as SDPA would read them: under torch.autocast a rotary embedding may have made queries and
-    keys float32 again."""
+    """Casts tensors of one device as SDPA would: under torch.autocast a rotary embedding may have made queries and keys
+    float32 again."""
     kind = tensors[0].device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
@@ -44,7 +44,7 @@ def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def indices_of(argument: str, sequences: Any, masks: bool = False) -> torch.Tensor:
-    """A list or tensor of integers, and of bools if `masks`, as a tensor. TypeError for anything else."""
+    """Makes a tensor of a list or tensor of integers, or of bools if `masks`. Raises TypeError for anything else."""
     try:
         indices = torch.as_tensor(sequences)
     except (TypeError, ValueError, RuntimeError):
@@ -61,8 +61,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer of a TurboQuantCache. Models reach it through the cache; `attend` is called by the attention function.
 
     storage     its tokens
-    is_shared   later layers of the model read its keys and values too
-    chunk       a text is cut into chunks of so many tokens, and a token sees those of its own up to itself; 0: all
+    is_shared   whether later layers of the model read its keys and values too
+    chunk       tokens of a chunk of text: a token sees those of its own chunk, up to itself; 0: all tokens
     """
 
     is_compileable = False
@@ -82,7 +82,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def spec(self) -> CacheSpec:
-        """With the widths that its pages have now."""
+        """The layer's spec, with the widths that its pages have now."""
         return self.storage.spec
 
     @property
@@ -91,7 +91,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @is_initialized.setter
     def is_initialized(self, value: bool) -> None:
-        """The mixin's constructor sets it."""
+        """Ignores what the mixin's constructor sets."""
 
     @property
     def max_batch_size(self) -> int:
@@ -131,7 +131,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         return FreshKeys.of(key_states, self), value_states
 
     def _prepare(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """All that `update` checks and allocates."""
+        """Checks and allocates all that `update` needs."""
         refuse_transforms(NO_GRADIENT, key_states, value_states)
         stored, shape = self.storage, key_states.shape
         signature = (shape[0], shape[1], shape[-1], key_states.dtype, key_states.device)
@@ -157,7 +157,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.storage.tokens
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
-        """(positions, offset) of the mask of a forward that is about to add `query_length` (4.57: a tensor of them)."""
+        """(positions, offset) of the mask of a forward that is about to add `query_length` tokens (4.57: a tensor)."""
         new = query_length if isinstance(query_length, int) else query_length.shape[0]
         return self.storage.tokens + new, 0
 
@@ -217,11 +217,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         stored.crop_to(keep)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Sequence b becomes what sequence beam_idx[b] was. Full pages are shared, not copied; see `pages`."""
+        """Makes sequence b what sequence beam_idx[b] was. Full pages are shared, not copied; see `pages`."""
         self._select(indices_of("beam_idx", beam_idx).tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each sequence `repeats` times, one after the other."""
+        """Repeats each sequence `repeats` times, one after the other."""
         times = range(bounded("batch_repeat_interleave: `repeats`", repeats))
         self._select([b for b in range(self.max_batch_size) for _ in times])
 
@@ -280,7 +280,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             if self.storage.rank == 0:
                 self._check_model(call.module)
             refuse_transforms(NO_GRADIENT, call.query)
-            if call.query.dtype != call.key.dtype:  # `update` has seen to the keys
+            if call.query.dtype != call.key.dtype:  # `update` has cast the keys
                 (call.query,) = autocast(call.query)
             followed = call.query, call.key, call.value
             if torch.is_grad_enabled() and any(x.requires_grad for x in followed):
@@ -293,9 +293,9 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def attend_again(
         self, call: Call, seen: Seen, return_lse: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attends from the queries of a later layer of the same forward, which has no keys and values of its own, as
-        `attend` did. They may be on another device, and fewer than the new tokens: then they are those of the last.
-        Result as of `attend`, but for the last."""
+        """Attends, as `attend` did, from the queries of a later layer of the same forward, which has no keys and values
+        of its own. The queries may be on another device. If they are fewer than the new tokens, they are those of the
+        last ones. Returns out and lse as `attend` does."""
         query = call.query
         with self._undone_on_failure(seen.before.tokens), torch.no_grad():
             refuse_transforms(NO_GRADIENT, query)
@@ -319,7 +319,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @contextmanager
     def _undone_on_failure(self, before: int) -> Iterator[None]:
-        """An error takes all layers back to `before` positions, and its message names the layer."""
+        """Takes all layers back to `before` positions after an error, whose message gets the name of the layer."""
         try:
             yield
         except Exception as error:
@@ -340,7 +340,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             raise ValueError(f"`{CACHE}` must be a cache of this model's {layers} layers, got one of {own}")
 
     def _attend(self, call: Call, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None, Seen | None]:
-        """Padding behind the tokens of a sequence is moved to their front, and back in the result."""
+        """Moves padding behind the tokens of a sequence to their front, attends, and moves the result back."""
         padding, sliding = self._visible(call.mask, call.options, self.storage.tokens, call.key.shape[2])
         behind = call.mask.behind if type(call.mask) is MaskRequest else ()
         if not behind:
@@ -360,13 +360,13 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         return out, None if lse is None else moved(lse, back), seen
 
     def _is_exact_prefill(self, return_lse: bool) -> bool:
-        """Whether the model's own attention reads the tokens of this forward, which are the first."""
+        """Whether this is the first forward, and the model's own attention reads its tokens."""
         return self.storage.tokens == 0 and self.spec.prefill == "exact" and not return_lse
 
     def _attend_in_front(
         self, call: Call, left: Call, padding: tuple[int, ...], sliding: int, return_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, Seen | None]:
-        """`_attend` for padding in front. call: of the model; left: the same with all padding in front."""
+        """`_attend` for padding in front. call: of the model; left: the same with all padding moved to the front."""
         query, key, value, mask, options = left.query, left.key, left.value, call.mask, call.options
         stored, new = self.storage, key.shape[2]
         after = stored.tokens + new
@@ -403,7 +403,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         return out.transpose(1, 2).contiguous(), lse, seen
 
     def _check_padding_behind(self, mask: MaskRequest | torch.Tensor | None, sliding: int) -> None:
-        """Raises where padding between stored and new tokens is not known."""
+        """Raises NotImplementedError where padding between stored and new tokens, or behind these, is not supported."""
         why = {
             "a sliding window": sliding,
             "chunked attention": self.chunk,
@@ -428,8 +428,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         how: dict[str, Any],
         return_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`LayerStorage.store` of several tokens of a layer with chunks. With prefill="packed" tokens are stored and
-        read in pieces that end where a chunk of some sequence does."""
+        """Does what `LayerStorage.store` does, for several tokens of a layer with chunks. With prefill="packed" tokens
+        are stored and read in pieces that end where a chunk of some sequence does."""
         stored, before, after = self.storage, self.storage.tokens, self.storage.tokens + key.shape[2]
         if self.spec.prefill == "exact":
             lengths = self._shared.lengths(after, padding, stored.device)
@@ -473,8 +473,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         padding: tuple[int, ...],
         how: dict[str, Any],
     ) -> torch.Tensor:
-        """Attention in a pattern that the model makes, over stored tokens, decoded for the time of the call, and new
-        ones. stored: the layer before these. Other arguments and the result are those of `_attend`."""
+        """Attends in a pattern that the model makes, to stored tokens, decoded for the time of the call, and to new
+        ones. stored: the layer before it stores these. Returns out as `attend` does."""
         if self.spec.prefill == "packed":
             raise NotImplementedError(
                 "an attention pattern other than causal, such as images whose tokens all see each other, needs "
@@ -490,7 +490,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def _visible(
         self, mask: MaskRequest | torch.Tensor | None, options: dict[str, Any], before: int, new: int
     ) -> tuple[tuple[int, ...], int]:
-        """The padding of each sequence and the sliding window of a forward; raises for what `attend` does not know."""
+        """The padding of each sequence and the sliding window of a forward; raises for what `attend` cannot do."""
         stored = self.storage
         for name in _UNKNOWN_OPTIONS:
             if options.get(name) is not None and options[name] is not False:

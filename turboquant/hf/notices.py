@@ -1,8 +1,8 @@
-"""What happens without an error and a user may not expect: nothing is packed, logits show no quantisation, or keys lie
-at other positions than a wave can follow. Each is one warning, given once after each `patch` of a model.
+"""Warnings of what a user may not expect, and no error tells: nothing is packed, logits show no quantisation, or keys
+lie at other positions than a wave can follow. Each is given once after each `patch` of a model.
 
-`state` is that of a patched model (`patching.llama`). Its pre-hook sees its forwards, the attention function sees all
-others.
+`state` is that of a patched model (`patching.llama`). The model's pre-hook sees its own forwards, the attention
+function sees all others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..models.routing import adopt, patched_with
 __all__ = ["Unread", "foreign_cache", "foreign_keys", "named_cache", "positions_off", "quiet"]
 
 _KINDS = ("cache", "positions", "spec", "unread")
-FAR = 4  # positions. With 2 bits, 4 make the divergence of SmolLM2-135M 1.3 times as large, 16 make it 1.6 times
+FAR = 4  # positions. At 2 bits, 4 make the divergence of SmolLM2-135M 1.3 times as large, 16 make it 1.6 times
 
 _met: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # attention modules that `foreign_keys` has seen
 _told: set[type] = set()  # classes of those that belong to no patched model
@@ -36,7 +36,7 @@ def _say(said: set[str], kind: str, text: str) -> None:
 
 @contextmanager
 def quiet(model: Any) -> Iterator[None]:
-    """No warnings about a patched model, for programs that compare caches with one another."""
+    """Silences warnings about a patched model, for programs that compare caches with one another."""
     state = model._turboquant
     before, state.said = state.said, set(_KINDS)
     try:
@@ -47,7 +47,7 @@ def quiet(model: Any) -> Iterator[None]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def named_cache(model: Any, state: Any, kind: str) -> None:
-    """`generate` is about to make the cache that `cache_implementation` names."""
+    """Warns that `generate` is about to make the cache that `cache_implementation` names."""
     how = "call generate without it, and set model.generation_config.cache_implementation = None"
     why = f"because `cache_implementation` is {kind!r}"
     _say(state.said, "cache", f"{type(model).__name__}: nothing is packed, {why}: {how}")
@@ -55,7 +55,7 @@ def named_cache(model: Any, state: Any, kind: str) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def foreign_cache(model: Any, state: Any, kind: str = "cache of transformers") -> None:
-    """A patched model attends to the keys of a cache of class `kind`, which is not ours."""
+    """Warns that a patched model attends to the keys of a cache of class `kind`, which is not ours."""
     adopt(model)
     name = type(model).__name__
     why = f"because the caller, or a model around this one, brought a {kind}"
@@ -64,7 +64,7 @@ def foreign_cache(model: Any, state: Any, kind: str = "cache of transformers") -
 
 
 def foreign_keys(module: torch.nn.Module) -> None:
-    """The attention of `module` was called with more keys than queries, and they are not ours."""
+    """Warns that the attention of `module` was called with more keys than queries, and the keys are not ours."""
     if module in _met:
         return
     _met.add(module)
@@ -83,7 +83,7 @@ class Unread:
     else has read it: whoever wanted the logits alone may take them for those of a packed cache."""
 
     def __init__(self, model: Any, state: Any, last: LayerStorage) -> None:
-        """last: of the cache's layers."""
+        """last: the storage of the cache's last layer."""
         self.read, self._said, self._name, self._last = False, state.said, type(model).__name__, last
 
     def __del__(self) -> None:
@@ -95,8 +95,8 @@ class Unread:
 
 
 def positions_off(model: Any, state: Any, off: int, images: bool) -> None:
-    """Warns if tokens of a forward lie up to `off` positions from where the wave is turned, because of an image in a
-    later one (`images`) or because of `position_ids`."""
+    """Warns if tokens of a forward lie up to `off` positions from where the wave expects them, because of an image in a
+    later forward (`images`) or because of `position_ids`."""
     if off < FAR:
         return
     if images:

@@ -55,7 +55,7 @@ def _tensors(
     specs: list[CacheSpec], positions: int, dtype: str, batch: int, sizes: list[list[int]], pages: list[int]
 ) -> dict[str, Tensor]:
     """The tensors in the file of a cache of these sizes, in order. sizes: KV heads and head_dim of each layer; pages:
-    how many it has."""
+    how many pages each has."""
     tensors: dict[str, Tensor] = {}
     for i, (spec, (kv_heads, head_dim), n_pages) in enumerate(zip(specs, sizes, pages)):
         record_bytes = PAGE_TOKENS * spec.bytes_per_token(head_dim)
@@ -125,7 +125,7 @@ def moments_mark(moments: Moments | None) -> str | None:
 
 
 def _mark(model: Any) -> dict[str, Any]:
-    """The fingerprint in a file, of a model or its configuration."""
+    """Makes the fingerprint that a file gets, from a model or its configuration."""
     config = getattr(model, "config", model)
     if not hasattr(config, "num_hidden_layers") and not hasattr(config, "get_text_config"):
         raise TypeError(f"`model` must be a model, its configuration or None, got {model!r:.80}")
@@ -373,7 +373,7 @@ class _Reader:
         return _moments_tensors(shapes)
 
     def moments(self, cache: TurboQuantCache, places: dict[str, Tensor], tensors: dict[str, torch.Tensor]) -> Moments:
-        """The moments among the tensors, which are removed from `held`."""
+        """Takes the moments out of `tensors`."""
         arrays: dict[str, NDArray[Any]] = {}
         for name in [name for name in tensors if name.startswith("moments.")]:
             array = tensors.pop(name).numpy().view(numpy_dtype(places[name]))
@@ -456,7 +456,7 @@ class _Reader:
             stored.released, stored.sliding_window = header["released"][i], header["sliding_windows"][i]
 
     def check_rows(self, i: int, layer: PackedLayer, padding: list[int], released: int) -> int:
-        """How many pages layer i has. Every page must be in a row, and each row as long as its sequence needs."""
+        """Returns how many pages layer i has. Each must be in a row, and each row as long as its sequence needs."""
         rows = self.header["rows"]
         _want(isinstance(rows, list) and len(rows) > i and isinstance(rows[i], list), "`rows` is not of this cache")
         _want(len(rows[i]) == len(padding), f"`rows[{i}]` is not of this batch")
@@ -473,7 +473,7 @@ class _Reader:
 
     @outside_autograd
     def bytes_of(self, name: str, place: Tensor, sums: Any) -> torch.Tensor:
-        """The bytes of a tensor. Between the last one and it there may be only zeros."""
+        """Reads the bytes of a tensor. Only zeros may lie between the tensor before it and this one."""
         gap = self.file.read(self.start + place.start - self.file.tell())
         _want(not any(gap), f"something is written before `{name}`")
         buffer = torch.empty(place.nbytes, dtype=torch.uint8, device="cpu")
@@ -487,7 +487,7 @@ class _Reader:
 
 
 def _devices(model: Any, n_layers: int) -> list[torch.device]:
-    """The device of each layer, that of its attention's weights. The CPU without a model."""
+    """The device of each layer: that of its attention's weights, or the CPU without a model."""
     devices = [torch.device("cpu")] * n_layers
     if hasattr(model, "modules"):
         for module in decoder_of(model).modules():

@@ -1,7 +1,6 @@
-"""Where a model puts the tokens of a forward. The wave of keys follows the model's positions, as far as those of each
-sequence are one shift from what the cache counts (`kvcache.tensors`): in left-padded batches without `position_ids`,
-where a caller passes shifted ones, and behind an image in models with M-RoPE.
-"""
+"""Where a model places the tokens of a forward. The wave of keys follows the model's positions, as far as those of each
+sequence are shifted by one number from what the cache counts (`kvcache.tensors`): in left-padded batches without
+`position_ids`, where a caller passes shifted ones, and behind an image in models with M-RoPE."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ __all__ = ["follow", "padding_mask"]
 
 
 def padding_mask(mask: Any) -> torch.Tensor | None:
-    """[batch, positions], True for real tokens, of what a decoder gets as `attention_mask`: such a tensor, a request
-    for a mask, or one for each kind of layer. None where there is none."""
+    """Finds the padding mask [batch, positions], which is True for real tokens, in what a decoder gets as
+    `attention_mask`: such a tensor, a request for a mask, or one for each kind of layer. None if there is none."""
     if isinstance(mask, dict):
         mask = next(iter(mask.values()), None)
     if type(mask) is MaskRequest:
@@ -28,11 +27,12 @@ def padding_mask(mask: Any) -> torch.Tensor | None:
 
 
 def follow(cache: TurboQuantCache, new: int, positions: torch.Tensor | None, mask: torch.Tensor | None) -> int:
-    """A forward has `new` tokens of each sequence. The first one of a cache decides how the wave is turned: by the
-    shift of each sequence's last token, behind which the text goes on. If other tokens of a sequence have another one,
-    the wave becomes the mean of what it would be at all of them, half of it that of the last token: fast pairs of
-    channels then have little wave left, slow ones nearly all.
+    """Turns the wave to the positions of a cache's first forward, by the shift of each sequence's last token, behind
+    which the text goes on. If other tokens of a sequence have another shift, the wave becomes the mean of what it would
+    be at all of them, half of it that of the last token: fast pairs of channels then have little wave left, slow ones
+    nearly all. Later forwards do not turn it.
 
+    new         tokens of each sequence in the forward
     positions   int64 [batch or 1, new], or [axes, batch, new] with M-RoPE; None: the model counts from the first
                 position of the cache, padding included
     mask        [batch, stored and new], 0 for padding, or None

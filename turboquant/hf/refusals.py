@@ -81,7 +81,7 @@ def _cuts_heads(model: Any, text: Any) -> int:
     return ranks if by_heads and any(heads % ranks for heads, _ in layer_sizes(describe(text))) else 0
 
 
-# The same of a model and its text configuration.
+# What a model and its text configuration must not have, and why.
 _MODELS: tuple[tuple[Callable[[Any, Any], Any], str], ...] = (
     (lambda model, text: text.model_type in _ALIBI or getattr(text, "alibi", False), "its attention adds ALiBi biases"),
     (lambda model, text: _TYPES.get(text.model_type), "{}"),
@@ -107,8 +107,8 @@ _MODELS: tuple[tuple[Callable[[Any, Any], Any], str], ...] = (
 
 
 def checked_config(config: Any) -> Any:
-    """The configuration of the decoder, if its layers are of a kind that can be packed. TypeError for what is no
-    configuration, NotImplementedError for others."""
+    """Returns the configuration of the decoder, if its layers are of a kind that can be packed. Raises TypeError for
+    what is no configuration, NotImplementedError for other layers."""
     name = type(config).__name__
     if not hasattr(config, "get_text_config"):
         raise TypeError(f"`model` must be a model or its configuration (model.config), got {name}")
@@ -124,7 +124,7 @@ def checked_config(config: Any) -> Any:
 
 
 def check_model(model: Any) -> Any:
-    """The same for a model, whose name the NotImplementedError has."""
+    """Checks a model, and returns its decoder's configuration. The NotImplementedError names the class of the model."""
     name = type(model).__name__
     try:
         text = checked_config(model.config)
@@ -137,7 +137,7 @@ def check_model(model: Any) -> Any:
 
 
 def head_dims_of(model: Any, text: Any, layer: int | None = None) -> set[int]:
-    """The channels of a head, of all layers, or of one of those that have keys, where the configuration knows it."""
+    """The channels of a head: of all layers, or of one of those that have keys, where the configuration knows it."""
     known = layer_sizes(describe(text))
     if layer is not None and len({*known}) > 1:
         return {known[layer][1]}

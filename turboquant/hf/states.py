@@ -1,7 +1,7 @@
-"""Layers of a TurboQuantCache with a state of fixed size, as linear attention, state spaces and convolutions have one,
-instead of keys and values or beside them. States are kept as the model makes them.
+"""Layers of a TurboQuantCache with a state of fixed size, instead of keys and values or beside them, for linear
+attention, state-space models and convolutions. States are kept as the model makes them.
 
-A forward writes states in place, and nothing can take that back. A forward that fails leaves them ahead of the packed
+A forward writes states in place, and nothing can take that back. A forward that fails leaves them ahead of packed
 layers: `TurboQuantCache.begin` notices that in the next forward.
 """
 
@@ -41,7 +41,7 @@ def made_layer(kind: str, arguments: dict[str, Any], index: int, spec: CacheSpec
 
 
 class StateLayer(_LinearAttentionLayer):  # type: ignore[misc]
-    """transformers' layer of states, with what a TurboQuantCache needs beside."""
+    """transformers' layer of states, with what a TurboQuantCache needs in addition."""
 
     record_past: bool
 
@@ -67,7 +67,7 @@ class StateLayer(_LinearAttentionLayer):  # type: ignore[misc]
         return next((len(state) for state in self.states()), 0)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each sequence `repeats` times, one after the other."""
+        """Repeats each sequence `repeats` times, one after the other."""
         times = range(bounded("batch_repeat_interleave: `repeats`", repeats))
         self._select([b for b in range(self._batch) for _ in times])
 
@@ -83,7 +83,7 @@ class StateLayer(_LinearAttentionLayer):  # type: ignore[misc]
         self.has_previous_state[at] = True
 
     def join_states(self, parts: Sequence[StateLayer]) -> None:
-        """Holds the states of the sequences of all parts, one after the other; it has those of the first."""
+        """Joins the states of all parts, one sequence after the other; the layer already has those of the first."""
         for name in ("conv_states", "recurrent_states"):
             by_index = getattr(self, name)
             for i, state in by_index.items():
@@ -119,7 +119,7 @@ class BothLayer(StateLayer, PackedLayer):
         return PackedLayer.__repr__(self)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Of keys and values, which are positional arguments, or of a state."""
+        """Initialises keys and values, which are positional arguments, or a state."""
         (PackedLayer if args else _LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
 
     def reset(self) -> None:
@@ -156,7 +156,7 @@ class BothLayer(StateLayer, PackedLayer):
         self.record_past = True
 
     def crop(self, tokens: int) -> None:
-        """Refused where a token would be forgotten."""
+        """Raises NotImplementedError where a token would be forgotten."""
         if bounded("crop: `tokens`", tokens):
             raise NotImplementedError(f"crop: the state of layer {self.index} cannot be taken back")
 

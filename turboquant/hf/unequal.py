@@ -1,8 +1,8 @@
 """A cache layer whose values are narrower or wider than its keys (MiMo V2: keys of 192 channels, values of 128).
 
-A page stores keys and values of one size. So key and value of each token and KV head lie behind one another and are cut
-into pieces (`kvcache.pieces`). What a forward may see is decoded for the time of the call, and PyTorch's own attention
-reads it: that saves memory and no time. With prefill="packed" all tokens of a forward see the window of the last one.
+A page stores keys and values of one size. So key and value of each token and KV head are joined and cut into pieces
+(`kvcache.pieces`). What a forward may see is decoded for the time of the call, and PyTorch's own attention reads it:
+that saves memory and no time. With prefill="packed" all queries of a forward see the window of its last token.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class UnequalLayer(PackedLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`PackedLayer.update` of keys and values [batch, kv_heads, tokens, channels], which differ in channels."""
+        """`PackedLayer.update` for keys and values [batch, kv_heads, tokens, channels] that differ in channels."""
         key, value = autocast(key_states, value_states)
         try:
             right = key.dim() == value.dim() == 4 and key.shape[:3] == value.shape[:3] and key.dtype == value.dtype
@@ -59,7 +59,7 @@ class UnequalLayer(PackedLayer):
         return FreshKeys.of(key, self), value
 
     def _pieces(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """[batch, kv_heads * pieces, tokens, size]: those of a key, then those of its value."""
+        """Returns [batch, kv_heads * pieces, tokens, size]: the pieces of a key, then those of its value."""
         batch, heads, tokens, _ = key.shape
         joined = torch.cat((key, value), -1).view(batch, heads, tokens, -1, self.size)
         return joined.transpose(2, 3).reshape(batch, -1, tokens, self.size)
@@ -72,7 +72,7 @@ class UnequalLayer(PackedLayer):
     def _attend_in_front(
         self, call: Call, left: Call, padding: tuple[int, ...], sliding: int, return_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, Seen | None]:
-        """`PackedLayer._attend_in_front` by what is decoded."""
+        """Does what `PackedLayer._attend_in_front` does, with decoded tokens."""
         stored, key, value = self.storage, left.key, left.value
         before, new = stored.tokens, key.shape[2]
         if any(a > b for a, b in zip(padding, stored.padding) if b < before):
@@ -100,7 +100,7 @@ class UnequalLayer(PackedLayer):
         return out.transpose(1, 2).contiguous(), lse, None
 
     def _sides(self, pieces: torch.Tensor, key: torch.Size, value: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [batch, kv_heads, any, channels] of `_pieces`."""
+        """Reverses `_pieces`: keys and values [batch, kv_heads, any, channels] in the shapes `key` and `value`."""
         batch, heads, tokens, _ = pieces.shape
         joined = pieces.view(batch, key[1], heads // key[1], tokens, self.size)
         joined = joined.transpose(2, 3).reshape(batch, key[1], tokens, key[3] + value[3])

@@ -1,5 +1,5 @@
-"""Attention of later layers of a model to the tokens that an earlier layer has stored in the same forward: Gemma 4 and
-Gemma 3n have layers without keys and values of their own. They see what the earlier layer saw."""
+"""Attention of layers that have no keys and values of their own and read those of an earlier layer (Gemma 4, Gemma 3n).
+The earlier layer has stored the forward's tokens by then; the later ones see what it saw."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Seen:
     """A forward as a layer saw it, for later layers.
 
     before       the layer before it stored the tokens: its pages, and copies of what storing them overwrites
-    key, value   of the new tokens, [batch, kv_heads, tokens, head_dim]
-    lengths      int32 [batch], of the sequences with these tokens
-    padding      in front of each sequence
-    how          arguments of `LayerStorage.store`
+    key, value   keys and values of the new tokens, [batch, kv_heads, tokens, head_dim]
+    lengths      int32 [batch], lengths of the sequences with these tokens
+    padding      padding in front of each sequence
+    how          the argument of `LayerStorage.store`
     """
 
     before: LayerStorage
@@ -40,7 +40,7 @@ class Seen:
 
     @classmethod
     def of(cls, stored: LayerStorage, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> Seen:
-        """For a layer that is about to store tokens. If it is one token, nothing is copied."""
+        """Records a layer that is about to store tokens. If it is one token, nothing is copied."""
         if key.shape[2] > 1:
             stored.make_exact_room(stored.tokens + key.shape[2])
         before = copy(stored)
@@ -52,8 +52,8 @@ class Seen:
 def attend_again(
     stored: LayerStorage, seen: Seen, query: torch.Tensor, how: dict[str, Any], return_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out, lse) of queries [batch, query_heads, tokens, head_dim] of the last new tokens. stored: the layer with the
-    new tokens; how: as that of `LayerStorage.store`."""
+    """Returns (out, lse) for queries [batch, query_heads, tokens, head_dim] of the last new tokens. stored: the layer,
+    which now holds the new tokens; how: as in `LayerStorage.store`."""
     new, asked = seen.key.shape[2], query.shape[2]
     if 1 < asked < new:
         out, lse = attend_again(stored, seen, pad(query, (0, 0, new - asked, 0)), how, return_lse)
@@ -62,7 +62,7 @@ def attend_again(
         return attend_in_parts(seen.before, query, seen.key, seen.value, seen.lengths, seen.padding, how, return_lse)
     arguments, window_k, window_v = stored.arguments(), seen.before.window_k, seen.before.window_v
     if asked > 1 and window_k is not None and window_v is not None:
-        # The first of them see what the last ones push out of the window.
+        # The first queries see what the last new tokens push out of the window.
         window = {"window_k": window_k, "window_v": window_v}
         arguments = {**arguments, **window, "fresh_k": seen.key, "fresh_v": seen.value}
     assert stored.table is not None

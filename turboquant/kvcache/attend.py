@@ -25,7 +25,7 @@ _Attended = tuple[torch.Tensor, torch.Tensor | None]  # out, lse
 
 
 def reads_in_parts(stored: LayerTensors, new: int) -> bool:
-    """Whether the queries of a forward attend to its own tokens, not packed yet, and to stored ones separately."""
+    """Whether a forward's queries attend to its own tokens, not packed yet, and to stored tokens separately."""
     if stored.spec.prefill == "packed":
         return False
     if not stored.tokens:
@@ -43,11 +43,11 @@ def attend_in_parts(
     how: dict[str, Any],
     return_lse: bool = False,
 ) -> _Attended:
-    """Arguments and result are those of `LayerStorage.store`. If a sliding window hides some tokens, PyTorch's alone
-    reads those that are seen (`sliding`). `stored` may be empty."""
+    """Attends in parts; arguments and result are those of `LayerStorage.store`. If a sliding window hides some tokens,
+    the visible ones are decoded, and PyTorch's attention alone reads them (`sliding`). `stored` may be empty."""
     before, new, sliding_window = stored.tokens, key.shape[2], how["sliding_window"]
     scale, softcap = how["softmax_scale"], how["softcap"]
-    if sliding_window and before + new - min(padding) > sliding_window:  # which hides some of it from some queries
+    if sliding_window and before + new - min(padding) > sliding_window:  # it hides some tokens from some queries
         past = visible_past(stored, lengths, key, value, padding, sliding_window)
         query = wide_queries(query, stored, scale)
         return attention_behind_window(
@@ -57,9 +57,9 @@ def attend_in_parts(
     earlier = []
     packed = stored.packed(before, padding)
     decoded = min(packed) > 0 and decodes(stored, query, max(packed), softcap)
-    if stored.sinks + stored.window <= before - max(padding):  # every row holds a token: PyTorch may read them too
+    if stored.sinks + stored.window <= before - max(padding):  # all exact rows hold tokens: PyTorch can read them too
         sizes = {"sink": stored.sinks, "window": stored.window}
-        if stored.plan.wave_pairs and not decoded:  # the number of sinks gives `attend` the positions of packed tokens
+        if stored.plan.wave_pairs and not decoded:  # `attend` derives positions from the number of sinks
             if reads_packed_chunks(stored, query):
                 offset = stored.shared.offsets(stored.shifts, stored.device, more=stored.sinks)
                 arguments |= {} if offset is None else {"position_offset": offset}

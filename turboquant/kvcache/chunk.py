@@ -21,9 +21,8 @@ _Pair = tuple[torch.Tensor, torch.Tensor]  # (out, lse)
 
 
 def merged(a: _Pair, b: _Pair) -> torch.Tensor:
-    """One attention result from two over disjoint tokens, each (out, lse): lse [batch, heads, tokens] float32, natural
-    logarithms; b's are finite. Laid out as [batch, tokens, heads, head_dim].
-    """
+    """Merges two attention results (out, lse) over disjoint tokens, and returns out, laid out in memory as [batch,
+    tokens, heads, head_dim]. lse: float32 [batch, heads, tokens], natural logarithms; those of b must be finite."""
     (out_a, lse_a), (out_b, lse_b) = a, b
     weight = torch.sigmoid(lse_b - lse_a).to(out_a.dtype)
     batch, heads, tokens, channels = out_a.shape
@@ -40,28 +39,28 @@ def attention_in_chunk(
     softcap: float = 0.0,
     padding: tuple[int, ...] = (),
 ) -> _Pair:
-    """(out, lse) of the queries of a chunk over its tokens: each sees those up to its own, and all `earlier` ones.
+    """Returns (out, lse) of a chunk's queries. Each sees the chunk's tokens up to its own, and all `earlier` ones.
 
     earlier   keys and values of tokens before the chunk
     softcap   logits become softcap * tanh(logit / softcap); 0: as they are
-    padding   tokens in front of each sequence of the chunk that no query sees; (): none
+    padding   how many tokens in front of each sequence of the chunk no query sees; (): none
     lse is finite: about -3e38 for a query that sees nothing, whose out is 0.
     """
     if softcap or any(padding) or not _has_flash(query):
-        with torch.autocast(query.device.type, enabled=False):  # which would round float32 operands
+        with torch.autocast(query.device.type, enabled=False):  # it would round float32 operands
             return _plain(query, *_joined([*earlier, (key, value)]), scale, softcap, padding)
-    if query.device.type != "cpu":  # the causal mask ends at the last key
+    if query.device.type != "cpu":  # a GPU's causal mask ends at the last key
         out, lse, *_ = _flash(query, *_joined([*earlier, (key, value)]), 0.0, True, scale=scale)
         return out, lse
     own: _Pair = _flash_on_cpu(query, key, value, 0.0, True, scale=scale)
     if not earlier:
         return own
-    other = _flash_on_cpu(query, *_joined(earlier), 0.0, False, scale=scale)  # here it starts at the first key
+    other = _flash_on_cpu(query, *_joined(earlier), 0.0, False, scale=scale)  # a CPU's starts at the first key
     return merged(other, own), torch.logaddexp(other[1], own[1])
 
 
 def _has_flash(query: torch.Tensor) -> bool:
-    """Whether PyTorch has a kernel for this query that returns the log-sum-exp. Its head_dim can be packed."""
+    """Whether PyTorch has a kernel for this query that returns the log-sum-exp, for any head_dim that can be packed."""
     return query.device.type == "cpu" or query.dtype != torch.float32
 
 
@@ -74,7 +73,7 @@ def _joined(parts: Sequence[_Pair]) -> _Pair:
 def _plain(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float, padding: tuple[int, ...]
 ) -> _Pair:
-    """The definition in float32, some queries at a time. Padding is in front of the last tokens, the chunk's own."""
+    """Computes attention by definition in float32, some queries at a time. Padding lies before the chunk's tokens."""
     batch, heads, tokens, channels = query.shape
     kv_heads, seen = key.shape[1], key.shape[2]
     earlier, k, v = seen - tokens, key.float().transpose(2, 3), value.float()

@@ -1,6 +1,6 @@
 """Attention of many queries to packed tokens that all of them see: pages are decoded, a bounded number of tokens at a
-time, and PyTorch's own attention reads them. From some hundred query rows a KV head on that is faster than `attend`,
-which unpacks the pages once for every 32 rows, and computes a wave for each row.
+time, and PyTorch's own attention reads them. From some hundred query rows of a KV head on, that is faster than
+`attend`, which unpacks the pages once for every 32 rows, and computes a wave for each row.
 
 Tensors are [batch, heads, tokens, head_dim]; query head h reads KV head h // (query_heads / kv_heads).
 """
@@ -24,27 +24,27 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention.default
 _flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 
-MOST_CHANNELS = 256  # that csrc/cuda/dequantize_16bit.cu takes, and flash attention
+MOST_CHANNELS = 256  # limit of csrc/cuda/dequantize_16bit.cu and of flash attention
 SCRATCH_BYTES = 128 << 20  # keys and values that are decoded at once
 LEAST_TOKENS = {"cuda": 2048}  # for fewer packed tokens, launching the kernels takes longer than `attend`
-LEAST_ROWS = 512, 1024  # query rows a KV head, with a wave and without (H100, 32k tokens: benchmarks/chunks.py)
-# With a variance term, whose channels PyTorch's attention has to read as well (H200, 32k tokens). Without a wave
-# `attend` is faster up to 8,192 rows at least.
+LEAST_ROWS = 512, 1024  # query rows of a KV head: with a wave, without (H100, 32k tokens: benchmarks/chunks.py)
+# The same with a variance term, whose additional channels PyTorch's attention reads too (H200, 32k tokens). Without a
+# wave, `attend` is faster up to at least 8,192 rows.
 LEAST_ROWS_OF_TERM = 1536, 1 << 31
-# The same where `attend` decodes a page once for 128 rows (csrc/cuda/attend/chunk; H200). With a variance term it is
-# always faster, and for several sequences without a wave.
+# The same where `attend` decodes a page once for 128 rows (csrc/cuda/attend/chunk; H200). There `attend` is always
+# faster with a variance term, and for several sequences without a wave.
 LEAST_ROWS_OF_CHUNK, NO_ROWS = (1024, 4096), 1 << 31
-MOST_WAVE_BYTES = 128 << 20  # that it makes of a wave, at most
-# cuDNN takes 40 ms to plan a shape that it meets for the first time. So it gets blocks of as many keys, and queries in
-# multiples; flash attention, which plans nothing, takes the rest.
+MOST_WAVE_BYTES = 128 << 20  # of the wave's rows that it makes, at most
+# cuDNN takes 40 ms to plan each new shape. So it gets blocks of exactly this many keys, and queries padded to a
+# multiple of rows. Flash attention, which plans nothing, takes the remaining keys.
 BLOCK = 8192
-_ROWS = 128  # of a thread block of cuDNN's attention
+_ROWS = 128  # query rows of a thread block of cuDNN's attention
 
 _Pair = tuple[torch.Tensor, torch.Tensor]  # (out, lse)
 
 
 def decodes(stored: LayerTensors, query: torch.Tensor, packed: int, softcap: float) -> bool:
-    """Whether many queries attend to decoded tokens. packed: the most of a sequence."""
+    """Whether many queries attend to decoded tokens. packed: packed tokens of the longest sequence."""
     plan, kind = stored.plan, stored.device.type
     channels = plan.head_dim + more_channels(stored)
     is_fast = plan.is_plain and plan.group == GROUP and plan.head_dim % 16 == 0 and channels <= MOST_CHANNELS
@@ -60,8 +60,8 @@ def decodes(stored: LayerTensors, query: torch.Tensor, packed: int, softcap: flo
 
 
 def reads_packed_chunks(stored: LayerTensors, query: torch.Tensor) -> bool:
-    """Whether `attend`, without exact tokens, has a kernel for many queries that decodes a page once for all of them:
-    the conditions of csrc/cuda/attend/chunk/cut.cu."""
+    """Whether `attend`, without exact tokens, has a kernel for many queries that decodes a page once for all of them.
+    These are the conditions of csrc/cuda/attend/chunk/cut.cu."""
     plan = stored.plan
     if query.device.type != "cuda" or query.dtype == torch.float32 or not plan.is_plain or plan.group != GROUP:
         return False
@@ -76,8 +76,8 @@ def reads_packed_chunks(stored: LayerTensors, query: torch.Tensor) -> bool:
 
 
 def attend_to_decoded(stored: LayerTensors, query: torch.Tensor, packed: list[int], scale: float) -> _Pair:
-    """(out, lse) of queries that see the first packed[b] packed tokens of sequence b, all of them. packed: at least 1
-    each. lse: float32 [batch, query_heads, tokens], natural logarithms."""
+    """Returns (out, lse) of queries that all see the first packed[b] packed tokens of sequence b. packed: at least 1
+    for each sequence. lse: float32 [batch, query_heads, tokens], natural logarithms."""
     if len(set(packed)) == 1:
         return _attend(stored, query, slice(None), packed[0], scale)
     each = [_attend(stored, query[b : b + 1], slice(b, b + 1), count, scale) for b, count in enumerate(packed)]
@@ -86,7 +86,7 @@ def attend_to_decoded(stored: LayerTensors, query: torch.Tensor, packed: list[in
 
 
 def _attend(stored: LayerTensors, query: torch.Tensor, sequences: slice, packed: int, scale: float) -> _Pair:
-    """The same for sequences with equally many packed tokens."""
+    """Does the same for sequences with equally many packed tokens."""
     assert stored.table is not None
     batch, heads, tokens, channels = query.shape
     query = wide_queries(query, stored, scale)
@@ -115,8 +115,8 @@ def _joined(a: _Pair, b: _Pair) -> _Pair:
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> Iterator[_Pair]:
-    """(out, lse) of blocks of keys, by PyTorch's fastest kernels. All have as many heads, and every query sees every
-    key."""
+    """Yields (out, lse) for blocks of keys, by PyTorch's fastest kernels. Queries, keys and values have equally many
+    heads, and every query sees every key."""
     rows, tokens = query.shape[2], key.shape[2]
     blocks = tokens // BLOCK if _has_cudnn(query) else 0
     if blocks:
@@ -133,7 +133,7 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scal
 
 
 def _has_cudnn(query: torch.Tensor) -> bool:
-    """Whether cuDNN's attention is wanted, and faster than flash attention: from Hopper on, up to 128 channels
+    """Whether cuDNN's attention is enabled, and faster than flash attention: from Hopper on, with at most 128 channels
     and those of a variance term."""
     if query.device.type != "cuda" or not torch._C._get_cudnn_sdp_enabled():
         return False
@@ -141,7 +141,7 @@ def _has_cudnn(query: torch.Tensor) -> bool:
 
 
 def _by_cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> _Pair:
-    """A block of keys. Few rows of one sequence leave most of the GPU idle: then parts of the block are a batch."""
+    """Attends to a block of keys. With few rows of one sequence, parts of the block become a batch, to fill the GPU."""
     batch, heads, rows, channels = query.shape
     processors = torch.cuda.get_device_properties(query.device).multi_processor_count
     parts = 1

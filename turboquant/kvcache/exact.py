@@ -21,15 +21,15 @@ def exact_rows(spec: CacheSpec, positions: int) -> tuple[int, int]:
 
 
 def with_room(have: int, need: int, most: int) -> int:
-    """Rows to allocate when there are `have` and `need` are needed: the number doubles, so that all copies together
-    move at most twice the last size."""
+    """Rows to allocate where `have` rows exist and `need` are needed. The number at least doubles, up to `most`, so
+    that all copies together move at most twice the last size."""
     return have if have >= need else min(most, max(need, 2 * have, _LEAST))
 
 
 def laid_out(ring: torch.Tensor, rows: int, sinks: int) -> torch.Tensor:
-    """A ring [batch, kv_heads, any, head_dim] as one of `rows` rows, itself if it is of that size already.
+    """Lays out a ring [batch, kv_heads, any, head_dim] in `rows` rows. A ring of that size is returned as it is.
 
-    The tokens are those of positions `sinks` and on, and both sizes hold all of them.
+    It holds the tokens of positions `sinks` and on, and both sizes must have room for all of them.
     """
     batch, heads, have, channels = ring.shape
     if have == rows:

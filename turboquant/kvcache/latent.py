@@ -1,7 +1,7 @@
-"""The storage of a layer with latent attention (MLA): one latent and one rotary part a token, which all heads share and
-the model expands to keys and values itself. Both are cut into heads of equal size, which are packed as keys without
-values; sinks and window hold exact ones. Padding is stored like other tokens, because the model reads all of them.
-"""
+"""The storage of a layer with latent attention (MLA). All heads share one latent and one rotary part for each token;
+the model itself expands them to keys and values. Both are cut into heads of equal size, which are packed as keys
+without values. Sinks and window keep exact ones. Padding is stored like other tokens, because the model reads all of
+them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LatentStorage(PieceStorage):
     """Latents and rotary parts, [batch, heads, tokens, head_dim]."""
 
     def history(self) -> list[torch.Tensor]:
-        """All that is stored, decoded, in parts one behind the other: each [batch, heads, tokens, head_dim]."""
+        """Returns all stored tokens, decoded, in consecutive parts: each [batch, heads, tokens, head_dim]."""
         sinks = min(self.spec.sinks, self.tokens)
         window = min(self.spec.window, self.tokens - sinks)
         packed = self.tokens - sinks - window

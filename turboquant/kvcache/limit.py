@@ -1,5 +1,5 @@
-"""A limit for the bytes of a cache: when they run short, layers fall to fewer bits, the keys or values of one at a
-time, in the order that costs least for the bytes it frees."""
+"""A limit for the bytes of a cache. When they run short, layers fall to fewer bits, the keys or the values of one layer
+at a time: first those whose errors cost least for the bytes that this frees."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 __all__ = ["LEAST_BITS", "MemoryLimit", "can_fall"]
 
 LEAST_BITS = 2  # of keys and of values
-MOST_AFTER = 3  # after a fall: from 5 to 4 bits errors would be up to 20 % larger than those of rows packed at 4
+MOST_AFTER = 3  # bits after a fall: recoding 5 bits to 4 would make errors up to 20 % larger than packing at 4
 Widths = tuple[int, int]
 
 
 def can_fall(spec: CacheSpec) -> bool:
-    """Whether `ops.recode` takes the pages of a layer's spec: one width a side, a codebook and the EDEN scale."""
+    """Whether `ops.recode` takes the pages of a layer of this spec: one width a side, a codebook and the EDEN scale."""
     plain = spec.scale == "eden" and not spec.blocked and spec.group == GROUP
     return plain and not spec.calibrated and all(isinstance(bits, int) for bits in (spec.key_bits, spec.value_bits))
 
 
 class MemoryLimit:
-    """What a cache may hold, and the widths it began with.
+    """The bytes that a cache may hold, and the widths that it began with.
 
-    most    bytes of all tensors of the cache, those of a copy at work included: when pages are added or recoded, or
-            exact rows are, the old and the new ones of a layer are there at once
-    specs   of each layer before any fall
+    most    bytes of all tensors of the cache, temporary copies included: while pages or exact rows of a layer grow, or
+            pages are recoded, the old and the new ones exist at once
+    specs   the spec of each layer before any fall
     costs   [layers, 2] of `Moments.costs`; ones where they are not known
     """
 
@@ -44,16 +44,16 @@ class MemoryLimit:
         self.costs: list[list[float]] = known or [[1.0, 1.0] for _ in specs]
 
     def restore(self, layers: Sequence[LayerStorage]) -> None:
-        """Empty layers get the widths they began with."""
+        """Gives empty layers the widths that they began with."""
         for layer, spec in zip(layers, self.specs, strict=True):
             layer.spec = spec
 
     def make_room(self, shared: Common, now: LayerStorage, after: int, padding: Sequence[int]) -> None:
-        """Before layer `now` stores the tokens of a forward, up to `after` positions: lets layers fall until all fit.
-        Of a cache that holds tokens the first layer does so for all. In a first forward sizes of later layers are
-        those of `now`, until it is their turn.
+        """Lets layers fall until the tokens of a forward, up to `after` positions, fit. Called before layer `now`
+        stores them. If the cache holds tokens, the first layer does so for all. In a first forward the sizes of later
+        layers are not known yet, and count as those of `now`.
 
-        MemoryError where all that can fall is at `LEAST_BITS`: then nothing has changed.
+        Raises MemoryError if all that can fall is at `LEAST_BITS` and too little is free; nothing has changed then.
         """
         layers: list[LayerStorage] = shared.layers  # type: ignore[assignment]
         if now.tokens and (now.rank or all(layer.table is not None and after <= layer.ready for layer in layers)):
@@ -77,7 +77,7 @@ class MemoryLimit:
         )
 
     def described(self, layers: Sequence[LayerStorage]) -> str:
-        """What lies at which width, in a line."""
+        """Says in a line how many layers have which widths."""
         told = []
         for side, name in enumerate(("keys", "values")):
             widths = [_widths(layer.spec)[side] for layer in layers]
@@ -114,16 +114,16 @@ class _Room:
             pages, rows = self._pages(layer, like, after, padding)
             self.pages.append(pages)
             self.fixed -= layer.pages.untyped_storage().nbytes()
-            self.fixed += 4 * batch * rows  # of a new block table
+            self.fixed += 4 * batch * rows  # a new block table
             exact, grown = _exact_bytes(layer, like, after, batch)
             self.fixed += grown
             largest = max(largest, exact)
         self.exact = largest
-        self.fixed += 8 * batch * (after + PAGE_TOKENS)  # token ids and lengths, until there is no room again
+        self.fixed += 8 * batch * (after + PAGE_TOKENS)  # token ids and lengths, until pages are missing again
 
     @staticmethod
     def _pages(layer: LayerStorage, like: LayerStorage, after: int, padding: Sequence[int]) -> tuple[int, int]:
-        """Pages of the layer's pool, and of its longest row."""
+        """Pages that the layer's pool will have, and those of its longest row."""
         needed = [-(-count // PAGE_TOKENS) for count in like.packed(after, padding)]
         longest = max(needed, default=0)
         if layer.table is None:
@@ -141,12 +141,12 @@ class _Room:
         return self.pages[i] * like.kv_heads * PAGE_TOKENS * (GROUP // 8 * groups * sum(widths) + 4)
 
     def bytes_at(self, widths: Sequence[Widths]) -> int:
-        """With room for the largest part of a layer once more, while it grows or is recoded."""
+        """Bytes at these widths; the largest part of a layer twice, for its copy while it grows or is recoded."""
         pages = [self._layer_bytes(i, each) for i, each in enumerate(widths)]
         return self.fixed + sum(pages) + max(self.exact, *pages)
 
     def cheapest(self, widths: Sequence[Widths]) -> tuple[int, Widths] | None:
-        """The fall that costs least for the bytes it frees: (layer, its new widths)."""
+        """The fall that costs least for the bytes that it frees: (layer, its new widths). None if nothing can fall."""
         steps: list[tuple[float, int, int, Widths]] = []
         for i, layer in enumerate(self.layers):
             like = layer if layer.shape is not None else self.now
@@ -158,7 +158,7 @@ class _Room:
                     fewer = (to, widths[i][1]) if side == 0 else (widths[i][0], to)
                     freed = self._layer_bytes(i, widths[i]) - self._layer_bytes(i, fewer)
                     cost = added_cost(self.limit.costs[i][side], bits, to, int(layer.spec.tries), like.head_dim)
-                    steps.append((cost / freed, 1 - side, i, fewer))  # of equal ones values, then the first layer
+                    steps.append((cost / freed, 1 - side, i, fewer))  # ties: values first, then the first layer
         return min(steps)[2:] if steps else None
 
 

@@ -37,14 +37,14 @@ def outside_autograd(function: Callable[_Parameters, _Result]) -> Callable[_Para
 
 
 def in_place(tensor: torch.Tensor) -> torch.inference_mode:
-    """The mode in which `tensor` may be written: a cache copied in inference mode can only be written in it."""
+    """The mode in which `tensor` may be written: a cache copied in inference mode can only be written in that mode."""
     return torch.inference_mode(tensor.is_inference())
 
 
 class PagePool:
-    """Storage, uint8 [n_pages, kv_heads, record_bytes], and how many rows refer to each page; 0 is a free page.
+    """The storage, uint8 [n_pages, kv_heads, record_bytes], and how many rows refer to each page; 0: the page is free.
 
-    storage   every page must get a reference from the caller that makes the pool
+    storage   the caller that makes the pool must give every page a reference
 
     Growth replaces `storage`. A writer holds `lock` from reading it to the end of the write, so that several threads
     may use forks. (On CUDA they must use one stream.)
@@ -74,7 +74,7 @@ class PagePool:
         self.storage, self._references, self._free, self._used_before = state
 
     def take(self, count: int) -> list[int]:
-        """`count` free pages, zeroed, with one reference each. The storage grows by the missing pages or by 1/64."""
+        """Takes `count` free pages, zeroed, with a reference each. Storage grows by missing pages, at least by 1/64."""
         missing = count - len(self._free)
         if missing > 0:
             self._grow(max(missing, len(self._references) // 64))
@@ -107,7 +107,7 @@ class PagePool:
                     heapq.heappush(self._free, page)
 
     def copies(self, pages: Sequence[int]) -> list[int]:
-        """Copies of shared pages; each of these loses a reference."""
+        """Copies shared pages and returns the copies. Each shared page loses a reference."""
         own = self.take(len(pages))
         device = self.storage.device
         with in_place(self.storage):
@@ -118,8 +118,8 @@ class PagePool:
 
 
 def _tensor(rows: Sequence[Sequence[int]], device: torch.device, other: PageTable | None = None) -> torch.Tensor:
-    """Rows as the operators take them. Copied from another layer with the same rows on the device, which is quicker,
-    unless pages were released: their numbers may still stand there."""
+    """Makes the tensor of the rows for operators. If `other` has the same rows, its tensor is copied on the device,
+    which is quicker. Not after pages were released: their numbers may still stand there."""
     released = any(RELEASED in row for row in rows)
     if other is not None and not released and other.tensor.device == device and other.rows == rows:
         return other.tensor.clone()
@@ -134,7 +134,7 @@ class PageTable:
     """The pages of each sequence of a layer.
 
     rows     for each sequence the pages of its packed tokens, in order; `RELEASED` for those it gave back
-    tensor   int32 [sequences, longest row], the same for the operators; 0 where there is no page
+    tensor   int32 [sequences, longest row]: the rows for operators; 0 where there is no page
     ready    positions up to which an append needs no `reserve`: its pages are there, and no other row refers to them
     """
 
@@ -156,7 +156,7 @@ class PageTable:
     @classmethod
     @outside_autograd
     def joined(cls, tables: Sequence[PageTable]) -> PageTable:
-        """The rows of all tables, one after the other, in the pool of the first: pages of other pools are copied."""
+        """Joins the rows of all tables, one after the other, in the first one's pool. Other pools' pages are copied."""
         pool, rows = tables[0].pool, list[list[int]]()
         others = {id(table): table.packed() for table in tables if table.pool is not pool}  # one lock at a time
         taken: list[int] = []
@@ -197,7 +197,7 @@ class PageTable:
 
     @outside_autograd
     def packed(self, counts: Sequence[int] | None = None) -> tuple[torch.Tensor, list[list[int]]]:
-        """(pages, rows): a copy of the pages that the rows refer to, each once, and the rows renumbered to them.
+        """Returns (pages, rows): a copy of each page that the rows refer to, and the rows renumbered to these copies.
 
         counts   packed tokens of each sequence; pages behind them, reserved for more, are left out
         """
@@ -210,13 +210,13 @@ class PageTable:
         return pages, [[number[page] for page in row] for row in rows]
 
     def move(self, device: torch.device) -> None:
-        """Moves pages and table. Other tables of the pool stay where they are until they are used."""
+        """Moves pages and table. The tensors of the pool's other tables stay where they are until they are used."""
         with self.pool.lock:
             self.pool.storage, self.tensor = self.pool.storage.to(device), self.tensor.to(device)
 
     @outside_autograd
     def fork(self) -> PageTable:
-        """Another table of the same pages."""
+        """Makes another table of the same pages."""
         self.ready = -1
         return PageTable(self.pool, self.rows)
 
@@ -225,10 +225,9 @@ class PageTable:
         self, first: Sequence[int], packed: Sequence[int], other: PageTable | None = None
     ) -> Callable[[], None]:
         """Gives each row b pages for writing its packed tokens first[b] .. packed[b] - 1, and returns a function that
-        undoes this. `pool.lock` is held. Nothing is changed if memory runs out.
+        undoes this. The caller holds `pool.lock`, and sets `ready` afterwards. Nothing is changed if memory runs out.
 
-        other   the table of another layer, which may have come to the same rows
-        The caller sets `ready`.
+        other   the table of another layer, which may have the same new rows already
         """
         pool, before = self.pool, (self.rows, self.tensor, self.ready, self.pool.state())
         rows = [list(row) for row in self.rows]
@@ -244,7 +243,7 @@ class PageTable:
                 for i in range(max(start, 0) // PAGE_TOKENS, len(row))
                 if row[i] != RELEASED and pool.references(row[i]) > 1
             ]
-            for row, i in shared:  # one by one: the last reference that remains need not be copied
+            for row, i in shared:  # one by one: the row with the last reference that is left needs no copy
                 if pool.references(row[i]) > 1:
                     row[i] = pool.copies([row[i]])[0]
             missing = [max(0, -(-count // PAGE_TOKENS) - len(row)) for row, count in zip(rows, packed)]
@@ -259,7 +258,7 @@ class PageTable:
 
     @outside_autograd
     def select(self, sequences: Sequence[int], other: PageTable | None = None) -> None:
-        """Row b becomes what row sequences[b] was. No page is copied, but see `compact`. other: as in `reserve`."""
+        """Makes row b what row sequences[b] was. No page is copied, except by `compact`. other: as in `reserve`."""
         pool, before = self.pool, self.rows
         rows = [list(before[b]) for b in sequences]
         with pool.lock:
@@ -273,9 +272,9 @@ class PageTable:
 
     @outside_autograd
     def compact(self) -> None:
-        """Moves the pages together, and frees the rest, if more than 1/64 of the pool and one page for each row are
-        free. Does nothing while forks share the pool, or if there is no memory for both copies: it is optional, and the
-        caller may be undoing a forward that ran out of memory."""
+        """Moves the used pages together and frees the others, if more than 1/64 of the pool plus one page for each row
+        are free. Does nothing while forks share the pool, or if there is no memory for both copies: it is optional, and
+        the caller may be undoing a forward that ran out of memory."""
         pool = self.pool
         with pool.lock:
             if pool.tables > 1 or pool.free <= len(pool.storage) // 64 + len(self.rows):
@@ -301,7 +300,7 @@ class PageTable:
                     self.ready = -1
 
     def release_before(self, packed: Sequence[int]) -> None:
-        """Gives back the pages of row b that hold nothing but tokens before packed[b]. The tensor keeps their numbers:
+        """Gives back the pages of row b that hold only tokens before packed[b]. Their numbers stay in the tensor, where
         nothing reads them any more."""
         with self.pool.lock:
             for row, count in zip(self.rows, packed):

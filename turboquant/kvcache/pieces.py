@@ -1,7 +1,6 @@
-"""The storage of a layer whose keys and values are not two vectors of one size a token: latents, or values that are
-narrower than keys. What is stored of a token and a KV head is cut into pieces of equal size, which are packed as heads
-of keys without values.
-"""
+"""The storage of a layer whose keys and values are not two vectors of one size: it has latents, or values that are
+narrower or wider than keys. What is stored for a token and a KV head is cut into pieces of equal size, which are packed
+as heads of keys without values."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ __all__ = ["PieceStorage", "pieces_spec"]
 
 
 def pieces_spec(spec: CacheSpec, unequal: bool = False) -> CacheSpec:
-    """The spec of a layer with latents: the bits of keys, sinks and window, without a wave and a metric. unequal: of
-    one with keys and values of different sizes, which have as many bits. NotImplementedError for a spec whose keys are
-    not plain."""
+    """The spec of a layer with latents: the bits of keys, sinks and window, without a wave and a metric. unequal: the
+    layer has keys and values of different sizes instead, which must have the same bits. Raises NotImplementedError for
+    a spec whose keys are not plain."""
     off: dict[str, Any] = {"centre": "none", "metric": "none"}
     if spec.variance_term == AUTO:
         off["variance_term"] = False

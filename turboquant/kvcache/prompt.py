@@ -14,8 +14,8 @@ __all__ = ["prompt_rotations"]
 
 
 def _numbers(x: torch.Tensor) -> torch.Tensor:
-    """x in float32, with numbers that are not finite or too large replaced as `append` does on CUDA, so that they do
-    not spoil sums. On a CPU `append` refuses them."""
+    """Converts x to float32. Numbers that are not finite or too large are replaced as `append` does on CUDA, so that
+    they do not spoil sums. On a CPU `append` refuses them."""
     return x.to(torch.float32).nan_to_num(0.0, 0.0, 0.0).clamp_(-_core.MAX_INPUT, _core.MAX_INPUT)
 
 
@@ -23,10 +23,10 @@ def _numbers(x: torch.Tensor) -> torch.Tensor:
 def prompt_rotations(
     spec: CacheSpec, key: torch.Tensor, value: torch.Tensor, padding: tuple[int, ...]
 ) -> dict[str, torch.Tensor]:
-    """Rotations of the sides whose channels are split by their mean squares over the first `outlier_tokens` real tokens
-    of all sequences, by side: float32 [kv_heads, rows, head_dim], on the device of `key`.
+    """Rotations that split off outlier channels, by side: float32 [kv_heads, rows, head_dim], on the device of `key`.
+    Outliers have the largest mean squares over the first `outlier_tokens` real tokens of each sequence, taken together.
 
-    key, value   [batch, kv_heads, tokens, head_dim], padding in front of each sequence not counted
+    key, value   [batch, kv_heads, tokens, head_dim]; padding in front of each sequence is not counted
     """
     rotations = {}
     for side, x in (("key", key), ("value", value)):

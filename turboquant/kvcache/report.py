@@ -21,8 +21,8 @@ class LayerReport:
 
     layer     its index, from 0
     tokens    tokens of all sequences; padding is not stored
-    numbers   keys and values of these tokens
-    parts     bytes by part: pages, sinks, window, moments, ...
+    numbers   how many numbers their keys and values have
+    parts     bytes by part: pages, sinks, window, transforms, ...
     """
 
     layer: int
@@ -56,7 +56,7 @@ class CacheReport:
 
     @property
     def numbers(self) -> int:
-        """Keys and values stored, over all layers."""
+        """How many numbers the stored keys and values have, over all layers."""
         return sum(layer.numbers for layer in self.layers)
 
     @property
@@ -147,7 +147,7 @@ def layer_report(stored: LayerStorage) -> LayerReport:
 
 
 def bytes_by_part(tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    """Bytes of the storages behind tensors."""
+    """Sums the bytes of the storages behind tensors, by part."""
     parts: dict[str, int] = {}
     for part, tensor in tensors:
         parts[part] = parts.get(part, 0) + tensor.untyped_storage().nbytes()

@@ -13,28 +13,28 @@ from .exact import laid_out
 
 __all__ = ["PastWindows"]
 
-_DRAFT = 64  # tokens that a crop may take back of one forward, and with a longer window as many as that
-_MOST = 1 + _DRAFT  # snapshots: of forwards between two crops; as many as one forward leaves with a window of 1
+_DRAFT = 64  # tokens of one forward that a crop can take back; with a longer window, as many as it has
+_MOST = 1 + _DRAFT  # snapshots kept between two crops: as many as one forward leaves with a window of 1
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class PastWindows:
-    """Snapshots of one layer's window, keys and values, each [batch, kv_heads, window, head_dim]; older ones may have
-    fewer rows, as the window had then."""
+    """Snapshots of one layer's window, keys and values, each [batch, kv_heads, window, head_dim]. Older ones have fewer
+    rows if the window had fewer then."""
 
     def __init__(self) -> None:
         self.snapshots: list[tuple[int, _Pair]] = []  # (positions then, ring), oldest first
 
     def add(self, positions: int, ring: _Pair) -> None:
-        """Keeps `ring`, of this many positions. Nothing else may write to it."""
+        """Keeps `ring`, the window at this many positions. Nothing else may write to it."""
         self.snapshots = [*self.snapshots, (positions, ring)][-_MOST:]
 
     def add_fresh(self, before: int, fresh: _Pair, ring: _Pair, padding: tuple[int, ...]) -> None:
-        """Keeps the last tokens of a forward of more tokens than the window: some of them enter and leave it at once.
+        """Keeps snapshots within a forward of more tokens than the window, some of which enter and leave it at once.
 
-        fresh   its keys and values, [batch, kv_heads, tokens, head_dim], of positions `before` and on
-        ring    the window before it
+        fresh   keys and values of the forward, [batch, kv_heads, tokens, head_dim], at positions `before` and on
+        ring    the window before the forward
         """
         window, end = ring[0].shape[2], before + fresh[0].shape[2]
         for after in range(end - -(-_DRAFT // window) * window, end, window):
@@ -55,7 +55,7 @@ class PastWindows:
         return lowest <= max(keep - window, first)
 
     def ring(self, keep: int, positions: int, now: _Pair, padding: tuple[int, ...], sinks: int) -> _Pair:
-        """The ring of `keep` positions, with as many rows as now, if `reaches` is true."""
+        """Builds the ring of `keep` positions, with as many rows as `now` has. `reaches` must be true."""
         window_then, window = (now[0].clone(), now[1].clone()), now[0].shape[2]
         stop = min(keep, positions - window)  # the first position that is in `now`
         for then, (keys, values) in reversed(self.snapshots):

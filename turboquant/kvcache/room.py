@@ -29,7 +29,7 @@ class LayerRoom(LayerTensors):
 
     @outside_autograd
     def move(self, device: torch.device) -> None:
-        """Pages, table, sinks and window; forks that share the pages bring those back when they are used."""
+        """Moves pages, table, sinks and window. Forks that share the pages bring these back when they are used."""
         if self.table is None or self.pages.device == self.block_table.device == device:
             return
         moved = self._own(lambda tensor: tensor.to(device))
@@ -37,12 +37,12 @@ class LayerRoom(LayerTensors):
         self.__dict__.update(moved)
 
     def bring_back(self) -> None:
-        """To the device that it was made for."""
+        """Moves the layer to the device that it was made for."""
         if self.table is not None:
             self.move(self.device)
 
     def _own(self, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Sinks, window and flag, changed, by name."""
+        """Applies `change` to sinks, window and flag, and returns the results by name."""
         flag = {} if self.flag is None else {"flag": self.flag}
         return {name: change(tensor) for name, tensor in {**self.exact(), **flag}.items()}
 
@@ -66,7 +66,7 @@ class LayerRoom(LayerTensors):
 
     @outside_autograd
     def make_exact_room(self, positions: int) -> None:
-        """Rows of sinks and window for that many positions. A failure leaves them as they were."""
+        """Makes room for the exact tokens of that many positions. A failure leaves sinks and window as they were."""
         grown: dict[str, torch.Tensor] = {}
         sinks, window = exact_rows(self.spec, positions)
         nothing = torch.empty(
@@ -77,7 +77,7 @@ class LayerRoom(LayerTensors):
             for name in (f"{side}_{part}" for part in sides):
                 tensor = nothing if (present := getattr(self, name)) is None else present
                 if (rows := with_room(tensor.shape[2], need, most)) > tensor.shape[2]:
-                    if side == "sink":  # zeros behind the rows there are
+                    if side == "sink":  # zeros behind the present rows
                         grown[name] = torch.nn.functional.pad(tensor, (0, 0, 0, rows - tensor.shape[2]))
                     else:
                         grown[name] = laid_out(tensor, rows, self.spec.sinks)
@@ -95,7 +95,7 @@ class LayerRoom(LayerTensors):
         return undo
 
     def _table_before(self) -> PageTable | None:
-        """That of the layer before this one, which a forward comes to first."""
+        """The table of the layer before this one, which a forward reaches first."""
         before = self.shared.layer(self.rank - 1)
         return None if before is None else before.table
 
@@ -106,14 +106,14 @@ class LayerRoom(LayerTensors):
         self.table.release_before([self.released - pad - self.spec.sinks for pad in self.padding])
 
     def has_released(self, tokens: int) -> bool:
-        """Whether pages were freed that a sliding window of this many positions would see."""
+        """Whether the query behind `tokens` positions would see freed pages through the sliding window."""
         return bool(self.sliding_window) and max(0, tokens - self.sliding_window + 1) < self.released
 
     # ---- sequences ----
 
     @outside_autograd
     def select(self, sequences: Sequence[int]) -> None:
-        """Sequence b becomes what sequence sequences[b] was; RuntimeError where there is no memory for that."""
+        """Makes sequence b what sequence sequences[b] was. Raises RuntimeError if there is no memory for that."""
         self.bring_back()
         table = self.table
         assert table is not None and self.shape is not None

@@ -1,5 +1,5 @@
-"""Sequences of a layer one by one: forwards with padding between the tokens that are stored and the new ones or behind
-these, and sequences of several layers put together."""
+"""What is done to each sequence of a layer on its own: `store_rows`, for forwards with padding between stored and new
+tokens or behind the new ones, and `join`, which puts sequences of several layers together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _append_attend = torch.ops.turboquant.append_attend.default
 
 
 def moved(x: torch.Tensor, by: Sequence[int]) -> torch.Tensor:
-    """x [batch, heads, tokens, ..] with sequence b moved by[b] tokens to the right, and what leaves it put in front."""
+    """Shifts sequence b of x [batch, heads, tokens, ..] by by[b] tokens to the right, cyclically."""
     return torch.stack([row.roll(n, 1) for row, n in zip(x, by, strict=True)])
 
 
@@ -32,9 +32,9 @@ def store_rows(
     how: dict[str, Any],
     return_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`LayerStorage.store` of a layer without a sliding window, where the first padding[b] - stored.padding[b] of the
-    new tokens of sequence b are padding. Each sequence is a batch of its own. The result of padding is 0, its lse -inf.
-    """
+    """Does what `LayerStorage.store` does, for a layer without a sliding window where the first padding[b] -
+    stored.padding[b] new tokens of sequence b are padding. Each sequence is a batch of its own. Padding gets 0 as out
+    and -inf as lse."""
     table, new = stored.table, key.shape[2]
     assert table is not None
     after = stored.tokens + new
@@ -62,7 +62,7 @@ def store_rows(
                 )  # fmt: skip
                 if lse is not None:
                     lse[row, :, some] = part
-                if stored.flag is not None:  # of sequence 0, there
+                if stored.flag is not None:  # in `flag` this is sequence 0
                     stored.flag.copy_(torch.where((stored.flag == 0) & (flag != 0), flag + (b << 32), stored.flag))
         except BaseException:
             if begun:
@@ -83,7 +83,7 @@ def join(joined: LayerStorage, parts: Sequence[LayerStorage]) -> None:
     assert first.shape is not None
     for part in parts:
         part.bring_back()
-        part.make_exact_room(part.spec.sinks + part.spec.window)  # as many rows in each
+        part.make_exact_room(part.spec.sinks + part.spec.window)  # equally many rows in each
     tables = [part.table for part in parts]
     exact = [part.exact() for part in parts]
     state: dict[str, Any] = {name: torch.cat([tensors[name] for tensors in exact]) for name in exact[0]}

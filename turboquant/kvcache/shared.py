@@ -1,7 +1,7 @@
 """Tensors that the layers of one TurboQuantCache share; their bytes are counted once:
 
-lengths      int32 [batch] of each device: one tensor for all its layers
-offsets      int32 [batch] of each device, for a wave: by how many positions later tokens lie than they are counted
+lengths      int32 [batch] on each device: one tensor for all its layers
+offsets      int32 [batch] on each device, for a wave: how many positions later tokens lie than the cache counts
 schedule     how a step's attention is divided among a GPU's thread blocks, for all layers of the same sizes
 rotation     the random matrices of a spec (Haar, sketches) on each device
 """
@@ -62,7 +62,7 @@ class Layer(Protocol):
 
 
 class Limit(Protocol):
-    """What the caches of layers ask of a limit: see `limit.MemoryLimit`."""
+    """What caches and their layers ask of a limit: see `limit.MemoryLimit`."""
 
     most: int
     specs: list[CacheSpec]
@@ -75,12 +75,12 @@ class Limit(Protocol):
 class Common:
     """What the layers of a cache share.
 
-    calibration, moments   of all layers, or None
-    layers                 that have keys and values, in order
-    model_layers           of the model, those with a state or without a cache included; 0: not known
-    limit                  of the cache's bytes, or None
-    stateful               some layers have a state, which no failed forward can take back
-    shifts                 of the first forward (`LayerTensors.hold_shifts`): of each sequence, one for all, or (): 0
+    calibration, moments   those of all layers, or None
+    layers                 the layers that have keys and values, in order
+    model_layers           how many layers the model has, those with a state or without a cache included; 0: not known
+    limit                  the limit of the cache's bytes, or None
+    stateful               whether some layers have a state, which no failed forward can take back
+    shifts                 of the first forward (`LayerTensors.hold_shifts`): one a sequence, one for all, or (): 0
     """
 
     def __init__(self, calibration: Calibration | None, moments: Moments | None = None) -> None:
@@ -91,10 +91,10 @@ class Common:
         self.shifts: tuple[int, ...] = ()
         self._offsets: dict[tuple[torch.device, int], tuple[tuple[int, ...], torch.Tensor]] = {}
         self._lengths: dict[torch.device, tuple[int, tuple[int, ...], torch.Tensor]] = {}
-        self._earlier: dict[tuple[torch.device, int], torch.Tensor] = {}  # of the forward at work
+        self._earlier: dict[tuple[torch.device, int], torch.Tensor] = {}  # of the current forward
         self._rotations: dict[tuple[Any, ...], torch.Tensor] = {}
         self._equal: dict[torch.device, torch.Tensor] = {}
-        self._schedules: dict[tuple[Any, ...], tuple[Any, torch.Tensor]] = {}  # with the step that wrote each
+        self._schedules: dict[tuple[Any, ...], tuple[Any, torch.Tensor]] = {}  # each with the step that wrote it
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_layers": []}
@@ -135,7 +135,7 @@ class Common:
     ) -> torch.Tensor:
         if known is None or known[1] != padding:
             return _integers([after - p for p in padding], device)
-        if device.type == "cpu":  # in every step: torch's and NumPy's sums take several times as long
+        if device.type == "cpu":  # runs in every step: sums of torch and NumPy take several times as long
             numbers = known[2].numpy().data
             for i, pad in enumerate(padding):
                 numbers[i] = after - pad
@@ -200,7 +200,7 @@ class Common:
         return None if known is None else known[2]
 
     def replayed(self, device: torch.device) -> None:
-        """The lengths of a device have grown by one, without this class."""
+        """Counts a replayed step, which has increased the lengths of a device by one."""
         after, padding, lengths = self._lengths[device]
         self._lengths[device], self._earlier = (after + 1, padding, lengths), {}
         self._schedules = {where: (None, schedule) for where, (_, schedule) in self._schedules.items()}
@@ -222,12 +222,12 @@ class Common:
         return other
 
     def make_room(self, now: Layer, after: int, padding: tuple[int, ...]) -> None:
-        """Before layer `now` stores the tokens of a forward: `MemoryLimit.make_room`, if there is a limit."""
+        """Calls `MemoryLimit.make_room`, if there is a limit, before layer `now` stores the tokens of a forward."""
         if self.limit is not None:
             self.limit.make_room(self, now, after, padding)
 
     def undo(self, before: int) -> None:
-        """Back to `before` positions in every layer, after a forward that failed; a layer that cannot is marked."""
+        """Takes all layers back to `before` positions after a failed forward; one that cannot go back is damaged."""
         for layer in self.layers:
             if before == 0:
                 layer.reset()
@@ -239,7 +239,7 @@ class Common:
             self._lengths, self._earlier, self._schedules, self.shifts = {}, {}, {}, ()
         for device, (_, padding, _) in list(self._lengths.items()):
             padding = next((layer.padding for layer in self.layers if layer.tokens == before), padding)
-            self.lengths(before, padding, device)  # in place, as a rule: there may be no memory for more
+            self.lengths(before, padding, device)  # usually in place: there may be no memory for another tensor
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from (("lengths", known[2]) for known in self._lengths.values())

@@ -24,7 +24,7 @@ __all__ = ["attention_behind_window", "attention_under_mask", "chunk_starts", "v
 
 _dequantize = torch.ops.turboquant.dequantize.default
 
-_QUERIES = 1024  # queries at once; the fewer, the smaller keys and mask of a block
+_QUERIES = 1024  # queries of a block; with fewer, its keys and mask are smaller
 _NOWHERE = -(1 << 30)  # the position of a row that holds no token
 
 _Past = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # keys, values, positions [batch, tokens]
@@ -38,14 +38,15 @@ def visible_past(
     padding: tuple[int, ...],
     sliding_window: int,
 ) -> _Past:
-    """Keys and values, in the dtype of the storage, that a chunk after the stored tokens may see, and some more.
+    """Returns keys, values and positions of the stored tokens that a chunk behind them may see, and of some more. Keys
+    and values have the dtype of the storage.
 
-    lengths      int32 [batch], of the sequences with the tokens of the chunk
-    key, value   of the chunk, which are not stored yet; values have no channels where the storage has none
+    lengths      int32 [batch], lengths of the sequences with the tokens of the chunk
+    key, value   those of the chunk, which are not stored yet; values have no channels where the storage has none
     """
     sinks, window, before = stored.spec.sinks, stored.spec.window, stored.tokens
     device, new = stored.device, key.shape[2]
-    length = lengths.view(-1, 1) - new  # of each sequence, without waiting for the device
+    length = lengths.view(-1, 1) - new  # of each sequence; does not wait for the device
     pad = before - length
     parts: list[_Past] = [(key[:, :, :0], value[:, :, :0], length[:, :0])]
     if stored.sink_k is not None:
@@ -87,7 +88,7 @@ def visible_past(
 
 
 def chunk_starts(lengths: torch.Tensor, chunk: int) -> torch.Tensor:
-    """int32 [batch]: where the chunk of the last of so many tokens begins, without waiting for the device."""
+    """int32 [batch]: where the chunk of each sequence's last token begins. Does not wait for the device."""
     return lengths.sub(1).clamp_(min=0).div(chunk, rounding_mode="floor").mul_(chunk).to(torch.int32)
 
 
@@ -104,13 +105,13 @@ def attention_behind_window(
     return_lse: bool = False,
     chunked: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The queries of a chunk over `past` and the chunk's own tokens: each sees those of the last `sliding_window`
-    positions up to its own. Returns out, laid out as [batch, tokens, query_heads, head_dim], 0 for a query of
-    padding; and, with return_lse, lse float32 [batch, query_heads, tokens], -inf for it.
+    """Attends from a chunk's queries to `past` and to the chunk's own tokens: each sees the last `sliding_window`
+    positions up to its own. Returns out, laid out in memory as [batch, tokens, query_heads, head_dim], 0 for a query of
+    padding; and lse, float32 [batch, query_heads, tokens], -inf for padding, or None without return_lse.
 
-    key, value   of the chunk, none where `past` has them already
+    key, value   those of the chunk; none where `past` has them already
     before    positions in front of the chunk
-    lengths   int32 [batch], of the sequences with the chunk
+    lengths   int32 [batch], lengths of the sequences with the chunk
     softcap   logits become softcap * tanh(logit / softcap); 0: as they are
     chunked   each text is cut into parts of `sliding_window` tokens, from its first one on, and a query sees its part
     """
@@ -121,7 +122,7 @@ def attention_behind_window(
     pad = before + tokens - lengths.view(-1, 1)
     own = torch.arange(before, before + tokens, device=device).expand(batch, -1)
     own = torch.where(own >= pad, own, _NOWHERE)[:, : key.shape[2]]
-    if tokens == 1:  # the heads that share a KV head are its queries: nothing is repeated for them
+    if tokens == 1:  # query heads of a KV head become its queries, so no key is repeated
         query, heads_per_kv = query.reshape(batch, kv_heads, heads_per_kv, -1), 1
     out = query.new_empty((batch, tokens, heads, channels)).transpose(1, 2)
     lse = query.new_empty((batch, heads, tokens), dtype=torch.float32) if return_lse else None
@@ -155,9 +156,9 @@ def attention_under_mask(
     scale: float,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """The queries of a chunk over `past` and the chunk's own tokens, as mask, bool [batch or 1, 1, tokens, positions],
-    says: its last positions are the chunk. Returns [batch, tokens, query_heads, head_dim]; 0 for a query that sees
-    nothing."""
+    """Attends from a chunk's queries to those of `past` and of the chunk's own tokens that mask, bool [batch or 1, 1,
+    tokens, positions], shows. The last positions of mask are the chunk. Returns [batch, tokens, query_heads, head_dim];
+    0 for a query that sees nothing."""
     batch, heads, tokens, _ = query.shape
     heads_per_kv, after, channels = heads // key.shape[1], mask.shape[3], value.shape[-1]
     key = widened(key, query.shape[-1])
@@ -184,8 +185,9 @@ def _attention(
     softcap: float,
     lse: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The definition. Keys have as many heads as queries; seen: bool [batch, 1, queries, keys]. lse is written."""
-    with torch.autocast(query.device.type, enabled=False):  # which would round float32 operands
+    """Attends where seen, bool [batch, 1, queries, keys], is True: by SDPA, or with a soft-cap or lse by the definition
+    in float32. Keys have as many heads as queries. lse, if given, is written."""
+    with torch.autocast(query.device.type, enabled=False):  # it would round float32 operands
         if not softcap and lse is None:
             values = widened(value, query.shape[-1])
             out = scaled_dot_product_attention(query, key, values, attn_mask=seen, scale=scale)

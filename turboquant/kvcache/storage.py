@@ -30,11 +30,11 @@ _append_attend = torch.ops.turboquant.append_attend.default
 class LayerStorage(LayerRoom):
     """The tokens of one layer, and what is needed to go back.
 
-    record_past  whether every forward keeps a copy of the window
-    past         these copies
-    damaged      the contents are wrong: a write or its undoing failed half-way
-    owes_release a forward has kept pages that fell out of the sliding window, for layers behind this one
-    least        no crop to fewer positions: up to there was padding between tokens, which a shorter text has elsewhere
+    record_past   whether every forward keeps a copy of the window
+    past          these copies
+    damaged       whether the contents are wrong, because a write or its undoing failed half-way
+    owes_release  whether a forward has kept pages that fell out of the sliding window, for layers behind this one
+    least         no crop keeps fewer positions: padding between tokens up to there lies elsewhere in a shorter text
     """
 
     def __init__(self, index: int, spec: CacheSpec, shared: Common) -> None:
@@ -52,11 +52,11 @@ class LayerStorage(LayerRoom):
     # ---- writing ----
 
     def begin(self) -> None:
-        """A forward begins: `take_back` goes back to here."""
+        """Marks the beginning of a forward, to which `take_back` returns."""
         self._earlier = (self.padding, self.least), self.past.snapshots
 
     def abort(self) -> None:
-        """The forward failed before it stored anything here."""
+        """Restores past windows after a forward that failed before it stored anything here."""
         self.past.snapshots = self._earlier[1]
 
     def learn(self, key: torch.Tensor, value: torch.Tensor, padding: tuple[int, ...]) -> None:
@@ -79,10 +79,9 @@ class LayerStorage(LayerRoom):
         """Stores the tokens of a forward, and attends from their queries to all that is stored.
 
         query          [batch, query_heads, tokens, head_dim];  key, value [batch, kv_heads, tokens, head_dim]
-        lengths        int32 [batch], of the sequences with these tokens
-        padding, sliding_window   of the forward
-        how            softmax_scale, sliding_window and softcap of the operator `attend`, perhaps starts; None: store
-                       only
+        lengths        int32 [batch], lengths of the sequences with these tokens
+        padding, sliding_window   those of the forward
+        how            for `attend`: softmax_scale, sliding_window, softcap and perhaps starts; None: only store
         return_lse     also return the logarithms of the softmax's denominators
         keep           later layers read these tokens: pages that fall out of a sliding window stay until a later
                        forward
@@ -119,7 +118,7 @@ class LayerStorage(LayerRoom):
             try:
                 if how is not None:
                     schedule = None
-                    if "starts" not in how:  # with which a schedule must be made
+                    if "starts" not in how:  # a schedule would have to be made with them
                         schedule = self.shared.schedule(self, query, lengths, after, padding, sliding_window)
                 if how is None or apart:
                     _append(
@@ -148,7 +147,7 @@ class LayerStorage(LayerRoom):
 
     @outside_autograd
     def fall(self, key_bits: int, value_bits: int) -> None:
-        """Recodes the pages to fewer bits, into new memory; no other table refers to them."""
+        """Recodes the pages to fewer bits, into new memory. No other table may refer to them."""
         spec = self.spec
         self.spec = spec.with_(key_bits=key_bits, value_bits=value_bits)
         if self.table is None:
@@ -176,10 +175,10 @@ class LayerStorage(LayerRoom):
 
     @outside_autograd
     def crop_to(self, keep: int) -> None:
-        """`crop` to `keep` positions, 0 < keep; `can_crop_to(keep)` is true."""
+        """Keeps the first `keep` positions, 0 < keep. `can_crop_to(keep)` must be true."""
         if keep < self.tokens:
             if self.window_k is not None and self.past.snapshots:
-                self.bring_back()  # past windows have stayed where they were
+                self.bring_back()  # `move` leaves past windows where they are
                 now = self.ring()
                 assert now is not None
                 self.window_k, values = self.past.ring(keep, self.tokens, now, self.padding, self.spec.sinks)
@@ -194,7 +193,7 @@ class LayerStorage(LayerRoom):
         self.begin()  # so that `take_back` does not restore forgotten tokens
 
     def take_back(self, positions: int) -> None:
-        """Restores the layer at `positions`, before the forward that failed. It is damaged if that is not possible."""
+        """Takes the layer back to `positions`, before the failed forward. If that is impossible, it becomes damaged."""
         if self.tokens <= positions:
             return
         (self.padding, self.least), snapshots = self._earlier
@@ -209,14 +208,14 @@ class LayerStorage(LayerRoom):
     # ---- sequences ----
 
     def select(self, sequences: Sequence[int]) -> None:
-        """Sequence b becomes what sequence sequences[b] was; RuntimeError where there is no memory for that."""
+        """Makes sequence b what sequence sequences[b] was. Raises RuntimeError if there is no memory for that."""
         super().select(sequences)
         self.past = PastWindows()
         self.begin()
 
     @outside_autograd
     def fork(self, shared: Common) -> LayerStorage:
-        """The same tokens for another cache, whose layers have `shared` in common, without the copies of the window."""
+        """Returns a layer with the same tokens, without past windows, for another cache, whose layers have `shared`."""
         other = type(self)(self.index, self.spec, shared)
         other.record_past = self.record_past
         if self.table is not None:

@@ -1,9 +1,9 @@
 """The tensors of one layer of a TurboQuantCache, [ sinks | packed pages | window ] (turboquant.h, "the cache").
 
-Each sequence has its own length. Padding is never stored. It is counted as if it were all in front: token i of
-sequence b has position i - padding[b], and is padding if that is negative. Padding between a prefix and what follows
-(`rows`) moves the prefix of its sequence to the right. A model may put a sequence `shifts` positions later than that:
-then its wave is turned by so many more.
+Each sequence has its own length. Padding is never stored. It is counted as if it were all in front: token i of sequence
+b has position i - padding[b], and is padding if that is negative. Padding between a prefix and what follows (`rows`)
+moves the prefix of its sequence to the right. If the model places a sequence `shifts` positions later than that, its
+wave is turned by so many more.
 
     pages        uint8 [n_pages, kv_heads, record_bytes], zeros where nothing is stored
     block_table  int32 [batch, max_pages]: the page of each 128 packed tokens of a sequence
@@ -37,12 +37,12 @@ _NOTHING = torch.empty(0)  # the pages of an empty layer
 class LayerTensors(PackedKV):
     """The tokens of one layer, as the operators take them. Its pages are those of `table`, which other forks may move.
 
-    index           of the layer in the model
-    rank            among the layers of the model that have keys and values; calibration and moments count so
+    index           place of the layer in the model
+    rank            place among the layers that have keys and values, by which calibration and moments count
     tokens          positions seen, padding included: what transformers calls the sequence length
-    padding         how many of them are padding, which is not stored, of each sequence
-    shifts          how many positions later the tokens of each sequence lie than they are counted
-    sliding_window  of the last forward, 0: none
+    padding         how many of them are padding, which is not stored, for each sequence
+    shifts          how many positions later the model places the tokens of each sequence than they are counted
+    sliding_window  that of the last forward; 0: none
     released        the pages of positions before this one are freed
     shape           (batch, kv_heads, head_dim, dtype, device), None while there is nothing
     """
@@ -59,21 +59,21 @@ class LayerTensors(PackedKV):
         self.tokens = 0
         self.padding: tuple[int, ...] = ()
         self.shifts: tuple[int, ...] = ()
-        self.position_offset: torch.Tensor | None = None  # `shifts`, None: all 0
+        self.position_offset: torch.Tensor | None = None  # `shifts` for operators; None: all 0
         self.shape: tuple[Any, ...] | None = None
         self.table: PageTable | None = None
         self.sliding_window = 0
         self.released = 0
         self.sink_k = self.sink_v = self.window_k = self.window_v = None
         self.exact_ready = 0.0  # positions that sinks and window have rows for
-        self.flag: torch.Tensor | None = None  # of `append` on CUDA, int64 [1]
+        self.flag: torch.Tensor | None = None  # argument of `append` on CUDA, int64 [1]
         self.transforms = {}
-        self.own_transforms: dict[str, torch.Tensor] = {}  # those but for a rotation that all layers share
-        self.split: dict[str, torch.Tensor] = {}  # by side, views: rotations that split off outlier channels
+        self.own_transforms: dict[str, torch.Tensor] = {}  # without a rotation that all layers share
+        self.split: dict[str, torch.Tensor] = {}  # rotations that split off outlier channels, by side: views
 
     @outside_autograd
     def start(self, batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Empties the storage and fixes its shape. ValueError for a shape that the spec or the calibration refuses."""
+        """Empties the storage and fixes its shape. Raises ValueError for a shape that spec or calibration refuses."""
         plan = self.plan_for(kv_heads, head_dim)
         if device.type == "cuda" and head_dim > MAX_CUDA_BASELINE_DIM and not plan.is_plain:
             raise NotImplementedError(f"layer {self.index}: with this spec a GPU packs heads of at most "
@@ -124,7 +124,7 @@ class LayerTensors(PackedKV):
         self.shifts, self.position_offset = shifts, self.shared.offsets(shifts, self.device)
 
     def turned(self, sequences: slice = slice(None)) -> dict[str, torch.Tensor]:
-        """The transforms of these sequences and how far their waves are turned, as keyword arguments of operators."""
+        """The transforms of these sequences, and how far their waves are turned, as keyword arguments of operators."""
         offset = self.position_offset
         return self.transforms if offset is None else {**self.transforms, "position_offset": offset[sequences]}
 
@@ -166,7 +166,7 @@ class LayerTensors(PackedKV):
         yield from (("transforms", tensor) for tensor in self.own_transforms.values())
 
     def ring(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values of the window; values of no channels where none are stored. None: there is no window."""
+        """Keys and values of the window. Where no values are stored they have no channels. None: there is no window."""
         if self.window_k is None:
             return None
         return self.window_k, self.window_k[..., :0] if self.window_v is None else self.window_v

@@ -1,4 +1,4 @@
-"""What the vectors of a layer are transformed by, as operators take it (`turboquant.operators`, "transforms"): made
+"""The transforms of a layer's vectors, as operators take them (`turboquant.operators`, "transforms"). They are made
 once for each layer and device, and shared by all caches of a calibration and moments."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FIELDS = ("key_bits", "value_bits", "group", "rotation", "value_rotation", "out
 
 
 class _Absent:
-    """No calibration, or no moments, as a key of `_computed`."""
+    """Stands for no calibration, or no moments, as a key of `_computed`."""
 
 
 _ABSENT = _Absent()
@@ -48,11 +48,11 @@ def layer_transforms(
     prompt: Mapping[str, torch.Tensor] | None = None,
     keep: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """The operators' arguments of a layer, but for the `rotation` of a spec whose matrices are all random
-    (`random_rotation`). Not to be written to.
+    """Returns a layer's transforms as arguments of operators, without the `rotation` of a spec whose matrices are all
+    random (`random_rotation`). They must not be written to.
 
-    later   how many positions later each token is than when it was stored
-    prompt  the rotations of outliers="prompt", by side, when they are known: then made anew
+    later   tokens at position p + later get the centre that the moments have at position p
+    prompt  the rotations of outliers="prompt", by side, once they are known: the transforms are then made anew
     keep    False: made anew, and not kept
     """
     if prompt or not keep:
@@ -68,7 +68,7 @@ def layer_transforms(
 @outside_autograd
 def random_rotation(spec: CacheSpec, head_dim: int, device: torch.device) -> torch.Tensor | None:
     """The argument `rotation` of a spec whose matrices are all random, float32 [1, rows, head_dim], one for all layers:
-    Haar, a sketch, or Haar above a sketch, of keys and then of values. None if it needs no matrix or has others."""
+    of keys, then of values, a Haar matrix, a sketch, or the first above the second. None for other specs."""
     if any(_is_of_data(spec, side) for side in _SIDES):
         return None
     matrices = {f"{side}_rotation": side_matrix(spec, side, head_dim) for side in _SIDES}
@@ -104,7 +104,7 @@ def _parts(
         if not of_data[side] and any(of_data.values()):
             matrix = side_matrix(spec, side, head_dim)
             parts |= {} if matrix is None else {f"{side}_rotation": matrix}
-    if any(of_data[side] and f"{side}_rotation" not in parts for side in _SIDES):  # of a prompt that is still to come
+    if any(of_data[side] and f"{side}_rotation" not in parts for side in _SIDES):  # its prompt is still to come
         parts = {name: x for name, x in parts.items() if not name.endswith("_rotation")}
     if moments is not None:
         parts |= moments.layers[layer].later(later).transforms(spec.centre == "wave", spec.metric == "query")
@@ -114,8 +114,8 @@ def _parts(
 def _of_calibration(
     calibration: Calibration, spec: CacheSpec, layer: int, i: int, side: str
 ) -> dict[str, NDArray[Any]]:
-    """Rotation and steps of rotation="calibrated"; rotations by singular vectors or outliers, with the rows of a
-    sketch; the centre; a table of levels."""
+    """Returns what a side takes from a calibration: rotation and steps of rotation="calibrated"; rotations by singular
+    vectors or outliers, with the rows of a sketch; the centre; a table of levels."""
     arrays: dict[str, NDArray[Any]] = {}
     _, channels = calibration.sizes[layer]
     if spec.rotation == "calibrated":

@@ -1,6 +1,6 @@
-"""The variance term (turboquant.h, "VARIANCE TERM") where PyTorch's attention reads decoded keys. The term is a number
-of the query times one of the key, so more channels of both give scores that include it. Values get as many zeros,
-because PyTorch's fast kernels want them as wide as keys.
+"""The variance term (turboquant.h, "VARIANCE TERM") where PyTorch's attention reads decoded keys. The term is a product
+of one number of the query and one of the key. So both get more channels, and the scores include the term. Values get as
+many zeros, because PyTorch's fast kernels want them as wide as keys.
 
 Tensors are [batch, heads, tokens, channels]; query head h reads KV head h // (query_heads / kv_heads).
 """
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 __all__ = ["more_channels", "wide_keys", "wide_queries", "widened"]
 
-CHANNELS = 8  # of the term: PyTorch's kernels want a multiple of it
-_UNIT = 256.0  # of the key's number, so that float16 holds it for scales up to some hundreds
+CHANNELS = 8  # that the term adds: PyTorch's kernels want a multiple of 8
+_UNIT = 256.0  # divides the key's number, so that float16 holds it for scales up to some hundreds
 
 
 def more_channels(stored: LayerTensors) -> int:
-    """0 without a term."""
+    """Channels that the variance term adds to a head; 0 without a term."""
     return CHANNELS if stored.plan.variance_term else 0
 
 
 def widened(x: torch.Tensor, channels: int) -> torch.Tensor:
-    """Values, or exact keys: their channels of the term are zeros."""
+    """Appends zeros to values or exact keys, up to this many channels."""
     more = channels - x.shape[-1]
     return torch.nn.functional.pad(x, (0, more)) if more > 0 else x
 
@@ -37,8 +37,8 @@ def widened(x: torch.Tensor, channels: int) -> torch.Tensor:
 def wide_keys(
     key: torch.Tensor, stored: LayerTensors, pages: torch.Tensor, table: torch.Tensor, counts: torch.Tensor
 ) -> torch.Tensor:
-    """Decoded keys with their channels, if the plan has a term. counts: int32 [batch], tokens of each sequence in the
-    pages of `table`; keys behind them are zeros."""
+    """Appends the channels of the variance term to decoded keys, if the plan has a term. counts: int32 [batch], tokens
+    of each sequence in the pages of `table`; keys behind them are zeros."""
     if not stored.plan.variance_term:
         return key
     constant, first = _facts(stored.plan.words)
@@ -55,7 +55,7 @@ def wide_keys(
 
 
 def wide_queries(query: torch.Tensor, stored: LayerTensors, scale: float) -> torch.Tensor:
-    """Queries with their channels, if the plan has a term. scale: that of the softmax."""
+    """Appends the channels of the variance term to queries, if the plan has a term. scale: that of the softmax."""
     if not stored.plan.variance_term:
         return query
     batch, heads, *rest = query.shape
@@ -67,20 +67,20 @@ def wide_queries(query: torch.Tensor, stored: LayerTensors, scale: float) -> tor
 
 @cache
 def _facts(words: tuple[int, ...]) -> tuple[float, int]:
-    """K, and where the scales of keys begin in a record."""
+    """K, and where the scales of keys begin in a record, in bytes."""
     info = _core.plan_info(words)
     return info["variance"], info["key_scales_offset"]
 
 
 def _halves(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """x rounded to dtype, and what is left of it."""
+    """Rounds x to dtype; returns the result and the remainder."""
     most = torch.finfo(dtype).max
     high = x.clamp(-most, most).to(dtype)
     return high, (x - high.float()).clamp(-most, most).to(dtype)
 
 
 def _shrunk(rows: torch.Tensor, stored: LayerTensors) -> torch.Tensor:
-    """A^-1 q of queries [batch, kv_heads, .., head_dim], with the metric A of their head."""
+    """Computes A^-1 q for queries [batch, kv_heads, .., head_dim], with the metric A of their head."""
     rank, channels = stored.plan.metric, stored.head_dim
     if rank is None:
         return rows

@@ -36,8 +36,8 @@ Widths = NDArray[np.int64]
 class Budget:
     """What was chosen.
 
-    spec      with the bits of each layer as overrides
-    bits      their average over numbers of all layers
+    spec      the spec with the bits of each layer as overrides
+    bits      average bits of a number, over all layers
     tokens    of one sequence;  memory  bytes that its cache takes at most, exact tokens and tables included
     quality   the divergence of the next token that is expected, nats; None where it was not measured for one preset
     """
@@ -55,11 +55,11 @@ class Budget:
 
 
 def forecast(costs: NDArray[np.floating], widths: Widths, tries: int, channels: Sequence[int]) -> float:
-    """A number that the divergence of the next token is in proportion to, by model, for costs and widths [layers, 2],
-    with the exact tokens of the presets. channels: of a head, by layer.
+    """Returns a number that is proportional to the divergence of the next token, within one model, for costs and widths
+    [layers, 2] and the exact tokens of the presets. channels: of a head, by layer.
 
-    Sides count by cost^POWER, as they do where widths are chosen: what a sum of costs promises from sharing bits is
-    more than caches gain."""
+    Sides count by cost^POWER, as where widths are chosen: a plain sum promises more from sharing than caches gain.
+    """
     weights = np.maximum(costs.astype(np.float64), 1e-30) ** POWER
     errors = [distortions(tries, one) for one in channels]
     noise = np.array([[d[int(b)] / (1 - d[int(b)]) for b in row] for d, row in zip(errors, widths)])
@@ -76,14 +76,14 @@ def solve(
     quality: float | None = None,
     item_bytes: int = 2,
 ) -> Budget:
-    """The third of tokens of one sequence, bytes, and divergence in nats: the least divergence within a memory, the
-    least memory with a divergence, or the most tokens within both.
+    """Solves for the third of tokens of one sequence, bytes, and divergence in nats: the least divergence within a
+    memory, the least memory with a divergence, or the most tokens within both.
 
     spec    its exact tokens and method hold; its bits are replaced
     moments   of the model; without costs widths are uniform, and without a divergence none is forecast
     item_bytes   of a number of the model's dtype, in which exact tokens stay
-    ValueError for other than two of the three, for what no widths of 2 to 6 bits reach, and for a quality without
-    costs or divergence; NotImplementedError for a model whose packed cache is not counted.
+    Raises ValueError unless two of the three are given, for what no widths of 2 to 6 bits reach, and for a quality
+    without costs or divergence; NotImplementedError for a model whose packed cache is not counted.
     """
     limits = {"tokens": tokens, "memory": memory, "quality": quality}
     if sum(value is not None for value in limits.values()) != 2:
@@ -128,13 +128,13 @@ def solve(
 
 
 def unlike_presets(spec: CacheSpec) -> str:
-    """The first field that decides a divergence beside the widths and is not as in the presets; "": there is none."""
+    """The first field beside the widths that decides a divergence and is not as in the presets; "" if there is none."""
     names = ("sinks", "window", "centre", "metric")
     return next((name for name in names if getattr(spec, name) != getattr(CacheSpec(), name)), "")
 
 
 class _Choice:
-    """Widths by steps: a step is a bit of one side of one layer."""
+    """Widths by steps: a step is the sum of bits over both sides of all layers."""
 
     def __init__(self, model: Model, spec: CacheSpec, moments: Moments, item_bytes: int) -> None:
         self.model, self.spec, self.item_bytes = model, spec, item_bytes
@@ -147,7 +147,7 @@ class _Choice:
         self._known: dict[int, Widths] = {}
 
     def first(self, holds: Callable[[int], bool]) -> int | None:
-        """The least step for which a condition holds, that holds for all larger ones; None: for none."""
+        """The least step for which `holds` is true; None if there is none. It must stay true for larger steps."""
         low, high = self.steps[0], self.steps[-1] + 1
         while low < high:
             half = (low + high) // 2
@@ -177,8 +177,8 @@ class _Choice:
         return self.spec.with_(overrides=bits)
 
     def nbytes(self, step: int, tokens: int) -> int:
-        """Bytes at most: a cache that has grown token by token may hold a 64th more pages, and one; on a GPU a layer
-        has 8 bytes more."""
+        """The most bytes that a cache takes: one that has grown token by token may hold 1/64 more pages, and one; on a
+        GPU a layer has 8 bytes more."""
         parts = packed_parts(self.model, self.spec_of(step), 1, tokens, self.item_bytes)
         pages = packed_parts(self.model, self.spec_of(step), 1, self.spec.sinks + self.spec.window + 1, self.item_bytes)
         return sum(parts.values()) + -(-parts.get("pages", 0) // 64) + pages.get("pages", 0) + 8 * len(self.layers)

@@ -8,8 +8,8 @@ root of its mean variance). Bits are given greedily to the groups of all layers 
     sum over heads of (sum of sensitivity over the group's axes) * (mean variance of the group) * (E(b) - E(b + 1))
 
 is largest. This is reverse water-filling (Cover and Thomas, Elements of Information Theory, section 10.3.3). E(b) is
-the error of b bits (`errors`). The sensitivity is measured: the Kullback-Leibler divergence that a unit of squared
-error along an axis causes.
+the error of b bits (`distortion.errors`). The sensitivity is measured: the Kullback-Leibler divergence that a unit of
+squared error along an axis causes.
 
 Where layers differ in KV heads or head_dim (Gemma 4), a bit costs more bytes in some of them, and those may hold fewer
 tokens (sliding windows). So layers share bits with those of their own size alone: each size keeps to the average, and a
@@ -66,13 +66,12 @@ class Calibration:
     fingerprint   of the model (`models.identity.fingerprint`): a calibration serves the model it was made on.
     tokens        how many tokens were measured.  seed  of the Hadamard signs inside groups.
     source        which text it was, in the words of whoever calibrated.
-    tables        [layers, 2, kv_heads, 9] (`tables.kmeans_table`): of keys along their singular axes, and of plain
+    tables        [layers, 2, kv_heads, 9] (`kmeans.kmeans_table`): of keys along their singular axes, and of plain
                   values.
     moments       "model": of the model, as `turboquant.measure` finds them; "text": of the calibration's text and the
                   package's, each counted half. Empty where none were measured.
-    windows       for which costs were measured and methods tried: how many of the last tokens are exact, beside the
-                  sinks. A spec without a window takes what was found without one, another one what was found for the
-                  nearest.
+    windows       numbers of last tokens, exact beside sinks, for which costs were measured and methods tried. A spec
+                  without a window takes what was found without one; any other what was found for the nearest one.
     side_costs    [windows, layers, 2]: the share of a layer's keys or values in the KL divergence if each error were as
                   large as what is quantised, mean over parts of the text; with the moments of the model.
     trials        results of methods (`choice.Trial`); may be empty.
@@ -157,7 +156,7 @@ class Calibration:
         return [(shape[1], shape[2]) for shape in _shapes(self.centre)]
 
     def alike(self) -> list[list[int]]:
-        """The layers of each size."""
+        """The layers of each size, by index."""
         sizes = self.sizes
         return [[i for i, size in enumerate(sizes) if size == one] for one in dict.fromkeys(sizes)]
 
@@ -192,7 +191,7 @@ class Calibration:
         these bits: neighbours with the same bits are mixed by one Hadamard and share a step.
 
         Separate Hadamards would not reduce the squared error. One Hadamard spreads it evenly over the axes of both
-        groups, instead of where the variance and most of the query are.
+        groups, instead of leaving it where the variance and most of the query are.
         """
         steps = self.steps(layer, group)[side].astype(np.float64)
         _, channels = self.sizes[layer]
@@ -224,8 +223,8 @@ class Calibration:
         """Bits of each group of `group` channels, [layers, 2, groups] (`layered`), for an average of at most `average`
         code bits over all groups of the layers of each size.
 
-        Scales are not counted: 16 bits per token, head and side. ValueError for an average that no plan of this model
-        can have.
+        Scales are not counted: 16 bits per token, head and side. Raises ValueError for an average that no plan of this
+        model can have.
         """
         self._check_average("average", average, group)
         # Rare keys of ESM-2 lie far out, at 8 steps, along axes of little variance; zero bits would lose them.
@@ -243,7 +242,7 @@ class Calibration:
         """(method, channels of a group) of a spec with a budget: the method that it names, or the one that did best.
 
         That is the best for the spec's window (`windows`) at the nearest average that was tried, the lower one of two.
-        ValueError if nothing was tried.
+        Raises ValueError if nothing was tried.
         """
         assert spec.budget is not None
         average = spec.budget
@@ -263,7 +262,7 @@ class Calibration:
 
     def side_bits(self, average: float, method: str, window: int, tries: int = 0) -> list[list[int]]:
         """Bits of keys and values of each layer, [layers][2], for an average of at most `average` code bits over the
-        layers of each size, this many exact tokens at the end and an encoder with so many tries."""
+        layers of each size. window: exact tokens at the end. tries: of the encoder."""
         if not self.moments and method != "none":
             raise ValueError(f"`profile` must have moments for the method {method!r}, got one without: pass "
                              "`held_out` to turboquant.calibrate, of a model that can be measured")  # fmt: skip
@@ -277,7 +276,7 @@ class Calibration:
         return [[int(key), int(value)] for key, value in widths]
 
     def moments_of(self, spec: CacheSpec) -> Moments | None:
-        """The moments that a spec takes from here; None if it has no budget, or axes."""
+        """The moments that a spec takes from here; None if it has no budget, or its method is "axes"."""
         if spec.budget is None or not self.moments or (method := self.method(spec)[0]) == "axes":
             return None
         return self.moments["text" if "moments" in method else "model"]
@@ -286,7 +285,7 @@ class Calibration:
         """The `average` that makes one packed token take `bytes_per_token`: keys and values of all layers and heads,
         scales included.
 
-        ValueError if there is no plan that small.
+        Raises ValueError if there is no plan that small.
         """
         groups, heads = self.groups(group), [heads for heads, _ in self.sizes]
         scales = 2 * 2 * sum(heads)
@@ -298,8 +297,8 @@ class Calibration:
         return min(average, float(BUDGET_BITS))
 
     def check(self, fingerprint: Mapping[str, Any]) -> None:
-        """ValueError, naming what differs, unless `fingerprint` is of the model that this was measured on; see
-        `differences`."""
+        """Raises ValueError, naming what differs, unless `fingerprint` is of the model that this was measured on; see
+        `fingerprints.differences`."""
         differs = differences(self.fingerprint, fingerprint)
         if differs:
             raise ValueError(f"`profile` must be of this model, got one of another: this one has {', '.join(differs)}")
@@ -313,8 +312,8 @@ class Calibration:
         }
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """The arrays that are not None, by name; those of layer 0 alone, where layers differ in size, under "NAME.0";
-        moments of the text under "moments.text.0.NAME"."""
+        """The arrays that are not None, by name. Where layers differ in size, that of layer i is under "NAME.i".
+        Moments of the text are under "moments.text.i.NAME"."""
         arrays: dict[str, NDArray[Any]] = {}
         for name in (*_ARRAYS, *_OPTIONAL):
             held = getattr(self, name)
@@ -328,8 +327,8 @@ class Calibration:
 
     @classmethod
     def of_arrays(cls, described: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], model: Moments) -> Calibration:
-        """What `described` and `arrays` were made of, with the moments of the model. KeyError, TypeError or ValueError
-        for other contents."""
+        """Returns what `described` and `arrays` were made of, with the moments of the model. Raises KeyError, TypeError
+        or ValueError for other contents."""
         own: dict[str, Any] = {}
         for key, array in arrays.items():
             name, _, layer = key.partition(".")
@@ -379,13 +378,13 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _sums(of_axes: F32, group: int) -> NDArray[np.float64]:
-    """[.., head_dim] -> [.., groups], each over the axes of a group."""
+    """Sums of [.., head_dim] over the axes of each group, [.., groups]."""
     return np.add.reduceat(of_axes.astype(np.float64), np.arange(0, of_axes.shape[-1], group), axis=-1)
 
 
 def _nearest(windows: Iterable[int], window: int) -> int:
-    """The one of some windows whose costs serve another one best. Costs without a window are unlike all others, even
-    those of a window of 8 tokens (docs/calibration.md)."""
+    """The one of `windows` whose costs serve `window` best. Costs without a window are unlike all others, even those of
+    a window of 8 tokens (docs/calibration.md)."""
     return min(windows, key=lambda known: (bool(known) != bool(window), abs(known - window)))
 
 
@@ -395,11 +394,11 @@ def layer_specs(
     """The spec of each layer that has keys and values, its overrides applied, its bits known and nothing
     "auto".
 
-    n_layers   layers of the model, which overrides count
+    n_layers   layers of the model, by which overrides count
     packed     those that have keys and values; None: all. The calibration has only these
 
-    ValueError if the spec needs a calibration and there is none, if there is one that it does not need, and for a
-    calibration of other layers or without what the budget's method needs.
+    Raises ValueError if the spec needs a calibration and there is none, if there is one that it does not need, and for
+    a calibration of other layers or without what the budget's method needs.
     """
     each = [spec.for_layer(i, n_layers) for i in (range(n_layers) if packed is None else packed)]
     if calibration is None:
@@ -451,7 +450,7 @@ def allocate(
     is left. Every layer's keys and values get at least one group with a bit, because a side without any cannot be
     attended to; with `whole_keys`, every group of keys gets one, if there are enough. A group's bits gain less and
     less, so the greedy result is optimal, except for the last bits where a width costs several.
-    ValueError if the budget cannot be met.
+    Raises ValueError if the budget cannot be met.
     """
     least, most = energy[..., 0].size, energy.size * widths[-1]
     wider = dict(pairwise(widths))

@@ -4,7 +4,7 @@
     moments          the same widths, moments of the calibration's text and the model's together
     widths           moments of the model, and a width for each side of each layer
     moments+widths   both
-    axes             principal axes, and a width for each of their groups of 32 or 16 (`data.Calibration`)
+    axes             principal axes, and a width for each of their groups of 32 or 16 (`Calibration`)
 
 Sides get their widths greedily: each bit goes to the side where it reduces this sum most:
 
@@ -37,8 +37,8 @@ __all__ = ["METHODS", "WINDOWS", "Trial", "chosen", "side_widths", "table", "uni
 
 METHODS = ("none", "moments", "widths", "moments+widths", "axes")
 POWER = 0.7  # applied to a side's cost: costs of several sides do not simply add
-# At 1 bit the squared error is 0.57 times the squared norm, and costs more than in proportion. Where it counted
-# once, Gemma diverged 1.6 times as much on WikiText-2, at an average of 2 bits, as with the same width everywhere.
+# At 1 bit the squared error is 0.57 times the squared norm, and costs more than in proportion. If it counted once,
+# Gemma would diverge 1.6 times as much on WikiText-2, at an average of 2 bits, as with the same width everywhere.
 SECOND_BIT = 3
 WINDOWS = (0, CacheSpec().window)  # exact last tokens for which a decoder is calibrated: none, and as in the presets
 TOLERANCE = 0.05  # how much worse than "none" a method may be on any kind of text of the package
@@ -55,9 +55,9 @@ class Trial:
     average        bits of a code;  group  channels of a group, for axes
     window         last tokens that were exact, beside the sinks
     kl_divergence  mean over the held-out text, or all the text of the package if none was given, nats a token
-    elsewhere      the same divided by that of "none", geometric mean over all averages at which the method was tried,
-                   on the kind of text of the package (prose, source code, German, Japanese) where that is largest: a
-                   kind has some hundred tokens, on which one ratio scatters by 20 %. None where it was not measured
+    elsewhere      the divergence divided by that of "none", for the kind of text of the package (prose, source code,
+                   German, Japanese) where it is largest: geometric mean over all averages at which it was tried,
+                   since a kind has some hundred tokens, on which one ratio scatters by 20 %. None: not measured
     chosen         the best of this average and window
     """
 
@@ -104,7 +104,7 @@ def uniform_widths(average: float, layers: int) -> Widths:
 
 @cache
 def _errors(tries: int, channels: int) -> dict[int, float]:
-    """D / (1 - D) of each width that a side may have; of 1 bit so much more that the step to 2 bits counts SECOND_BIT
+    """D / (1 - D) of each width that a side may have. That of 1 bit is raised: the step to 2 bits counts SECOND_BIT
     times."""
     ratios = {b: d / (1 - d) for b, d in distortions(tries, channels).items() if LEAST_SIDE_BITS <= b <= MOST_SIDE_BITS}
     return {**ratios, 1: ratios[2] + SECOND_BIT * (ratios[1] - ratios[2])}
@@ -118,7 +118,7 @@ def side_widths(
     least: int = LEAST_SIDE_BITS,
     most: int = MOST_SIDE_BITS,
 ) -> Widths:
-    """[layers, 2] for costs [layers, 2]: `least` to `most` bits each, their mean at most `average`.
+    """Returns widths [layers, 2] for costs [layers, 2]: `least` to `most` bits each, their mean at most `average`.
     tries, channels: of the encoder and of a head, as `distortions` takes them."""
     errors = _errors(tries, channels)
     weights = np.maximum(costs.astype(np.float64), 1e-30) ** POWER
@@ -167,8 +167,8 @@ def _holds(trial: Trial) -> bool:
 
 
 def table(trials: Sequence[Trial], as_html: bool = False) -> str:
-    """Markdown or HTML: for each window averages by methods, divergence and in brackets `Trial.elsewhere`; below it
-    what was chosen, and why."""
+    """A table for each window, in Markdown or HTML: averages by methods, with the divergence and in brackets
+    `Trial.elsewhere`; below it what was chosen, and why."""
     parts = []
     for window in dict.fromkeys(trial.window for trial in trials):
         exact = f"The last {window} tokens exact" if window else "No token at the end exact"

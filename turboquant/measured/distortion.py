@@ -11,14 +11,14 @@ from ..plan import MAX_BITS, WIDE_BITS, WIDE_STEP, WIDTHS, Codebook, Plan, Rotat
 
 __all__ = ["distortions", "errors"]
 
-_VECTORS = 1024  # Gaussian ones, on which a search of scales is measured: its share of the noise is known to 0.5 %
+_VECTORS = 1024  # Gaussian vectors on which a search of scales is measured: they tell its share of the noise to 0.5 %
 
 
 @cache
 def distortions(tries: int = 0, channels: int = 128) -> dict[int, float]:
-    """D(b) for b = 0..6 and 8: mean squared error of the codebook for N(0, 1), by Simpson's rule over each level's
-    cell. With `tries`, that of vectors of `channels` numbers whose encoder tries so many scales (`CacheSpec.tries`):
-    the share of the noise D / (1 - D) that a search leaves is measured, at 1..6 bits."""
+    """D(b) for b = 0..6 and 8: mean squared error of the codebook for N(0, 1), by the trapezoidal rule. With `tries`,
+    that of vectors of `channels` numbers whose encoder tries so many scales (`CacheSpec.tries`): the share of the noise
+    D / (1 - D) that a search leaves is measured, at 1..6 bits."""
     if tries:
         shares = distortions()
         for bits in range(1, MAX_BITS + 1):

@@ -1,5 +1,5 @@
-"""Tables of 8 levels per head, made by K-means of a calibration's numbers: TurboESM (arXiv 2603.26110), which takes the
-right singular vectors of post-RoPE keys as their rotation, quantises rotated keys and plain values to the nearest of 8
+"""Tables of 8 levels per head, made by K-means of a calibration's numbers, as in TurboESM (arXiv 2603.26110). TurboESM
+rotates post-RoPE keys by their right singular vectors, quantises rotated keys and plain values to the nearest of 8
 K-means centres each, and adds sign(residual) times its mean magnitude to the keys."""
 
 from __future__ import annotations

@@ -117,8 +117,8 @@ class LayerMoments:
             raise ValueError(f"`pairs` must have each channel in one pair, got {self.pairs.tolist()}")
 
     def transforms(self, wave: bool, metric: bool) -> dict[str, NDArray[Any]]:
-        """Arguments of `turboquant.transforms.transforms` for a plan with this wave, or this metric, or both: those
-        that it takes of key_turns int32 [pairs, 3], key_moments float32 [kv_heads, n] and key_centre float32
+        """Returns arguments of `turboquant.transforms.transforms` for a plan with this wave, this metric, or both:
+        those that it takes of key_turns int32 [pairs, 3], key_moments float32 [kv_heads, n] and key_centre float32
         [kv_heads, head_dim]."""
         heads = len(self.centre)
         arrays: dict[str, NDArray[Any]] = {}
@@ -200,8 +200,8 @@ class Moments:
     tokens       how many tokens were counted.
     source       which tokens they were, in words.
     costs        float32 [layers, 2 (keys, values)]: the divergence of the next token in nats if each error of a packed
-                 vector were as large as what is quantised, with the exact tokens of the presets (`costs.side_costs`).
-                 None: not measured.
+                 vector were as large as what is quantised, with the exact tokens of the presets
+                 (`measuring.costs.side_costs`). None: not measured.
     no_costs     why there are no costs, in words; "" where there are, and in moments of a text of a calibration.
     divergence   of the next token with the preset compact, mean in nats, on the text that was measured
                  (`evaluation.forecast`): what budgets forecast from. None: not measured. It needs costs.
@@ -269,7 +269,7 @@ class Moments:
         return tuple(i for i, layer in enumerate(self.layers) if layer.kind == "not probed")
 
     def check(self, fingerprint: Mapping[str, Any]) -> None:
-        """ValueError, naming what differs, unless `fingerprint` is of the model that this was measured on."""
+        """Raises ValueError, naming what differs, unless `fingerprint` is of the model that this was measured on."""
         if differs := differences(self.fingerprint, fingerprint):
             raise ValueError(f"`profile` must be of this model, got one of another: this one has {', '.join(differs)}")
 
@@ -289,12 +289,12 @@ class Moments:
         return arrays if self.costs is None else {**arrays, "costs": self.costs}
 
     def without_costs(self) -> Moments:
-        """What decides how vectors are stored once widths are known."""
+        """The same without costs and divergence: what decides how vectors are stored once widths are known."""
         return replace(self, costs=None, no_costs="", divergence=None)
 
     @classmethod
     def of_arrays(cls, described: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Moments:
-        """What `described` and `arrays` were made of. KeyError, TypeError or ValueError for other contents."""
+        """What `described` and `arrays` were made of. Raises KeyError, TypeError or ValueError for other contents."""
         layers = (
             LayerMoments(kind, **{key: arrays[f"{i}.{key}"] for key in _ARRAYS})
             for i, kind in enumerate(described["kinds"])

@@ -87,7 +87,7 @@ class Profile:
         return self.moments.nbytes + sum(array.nbytes for array in calibrated)
 
     def check(self, fingerprint: Mapping[str, Any]) -> None:
-        """ValueError, naming what differs, unless `fingerprint` is of the model that this was measured on."""
+        """Raises ValueError, naming what differs, unless `fingerprint` is of the model that this was measured on."""
         self.moments.check(fingerprint)
 
     @classmethod
@@ -113,9 +113,9 @@ class Profile:
 
     @classmethod
     def from_hub(cls, name: str | os.PathLike[str], revision: str | None = None) -> Profile:
-        """The profile in a folder, or in a repository of the Hugging Face hub, where `to_hub` puts it; `revision` is a
-        branch, tag or commit of a repository. FileNotFoundError where there is none, and errors as of `load` and of
-        huggingface_hub."""
+        """Reads the profile in a folder, or in a repository of the Hugging Face hub, where `to_hub` puts it; `revision`
+        is a branch, tag or commit of a repository. Raises FileNotFoundError where there is none, and what `load` and
+        huggingface_hub raise."""
         folder = file_name(name, "name")
         if os.path.isdir(folder):
             if revision is not None:
@@ -131,8 +131,8 @@ class Profile:
             raise FileNotFoundError(f"`name` must be a folder or a repository of the hub, got {folder!r}") from error
 
     def to_hub(self, name: str | os.PathLike[str]) -> None:
-        """Puts the profile, as one file, into a folder, or into a repository of the hub that is there, for
-        `from_hub`. Beside the model's own files is a good place."""
+        """Puts the profile, as one file, into a folder, or into a repository of the hub that exists, for `from_hub`.
+        Beside the model's own files is a good place."""
         folder = file_name(name, "name")
         if os.path.isdir(folder):
             self.save(os.path.join(folder, FILE))
@@ -147,8 +147,8 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
-        """Reads a file that `save` wrote, with NumPy alone. FileNotFoundError if there is none, ValueError for one that
-        is damaged, foreign or of another version."""
+        """Reads a file that `save` wrote, with NumPy alone. Raises FileNotFoundError if there is none, ValueError for
+        one that is damaged, foreign or of another version."""
         name = file_name(path)
         try:
             described, arrays = read_arrays(name, FORMAT, "a profile")
@@ -168,12 +168,12 @@ class Profile:
 def used_by(
     spec: CacheSpec, profile: Profile | None, n_layers: int, packed: Sequence[int] | None = None
 ) -> tuple[list[CacheSpec], Calibration | None, Moments | None]:
-    """(the spec of each layer, the calibration, the moments) that a spec takes from a profile. The last two are None
-    where it takes none, or `profile` is None.
+    """Returns (the spec of each layer, the calibration, the moments) that a spec takes from a profile. The last two are
+    None where it takes none, or `profile` is None.
 
     packed   the layers that have keys; None: all
-    ValueError if the spec needs a calibrated profile and there is none, for a profile that it does not use, and what
-    `layer_specs` raises.
+    Raises ValueError if the spec needs a calibrated profile and there is none, for a profile that it does not use, and
+    what `layer_specs` raises.
     """
     each = [spec.for_layer(i, n_layers) for i in range(n_layers)]
     calibration = None
@@ -196,11 +196,11 @@ def used_by(
 def shared_widths(
     spec: CacheSpec, specs: Sequence[CacheSpec], moments: Moments | None, kinds: Sequence[str]
 ) -> list[CacheSpec]:
-    """The spec of each layer with its share of the bits that `spec` is an average of (`CacheSpec.uniform`); `specs` as
-    they are where widths are uniform.
+    """Returns the spec of each layer with its share of the bits of which `spec` names the average
+    (`CacheSpec.uniform`), or `specs` as they are where widths are uniform.
 
-    specs   as `used_by` returns them;  kinds  one for each of them: layers of a kind share bits, if they have as many
-            KV heads and channels, so that a cache has as many bytes as with uniform widths, however long it is
+    specs   as `used_by` returns them;  kinds  one for each of them. Layers of a kind with equally many KV heads and
+            channels share bits, so that a cache has as many bytes as with uniform widths, however long it is
     """
     average = spec.shared_bits
     if average is None or moments is None or moments.costs is None:

@@ -24,14 +24,14 @@ F64 = NDArray[np.float64]
 
 
 def side_costs(model: Any, ids: torch.Tensor, moments: Moments, seed: int, window: int = 0) -> F64:
-    """[layers, 2]: what a side costs, in nats per token, if the error of each vector is as large as what is quantised.
+    """Returns [layers, 2]: what errors of a side cost, in nats per token, if each is as large as the quantised vector.
 
     ids [1, tokens];  window  last tokens that a query sees exactly.
 
     Quantised are y = A (k - c_p) for keys, and v itself for values. The error spreads evenly over all channels, and
     that of y is multiplied by A^-1. So a token costs |A^-1 g|^2 |y|^2 / (2 head_dim), or |g|^2 |v|^2 / (2 head_dim),
     with g as of `passes.gradients`. Both factors are unusual for the same tokens, those that many others look at, so
-    the product of two means would be another number.
+    the mean of products is not the product of means.
     """
     skip, costs = family_of(model).skipped, np.zeros((len(moments.layers), 2))
     found = set()
@@ -55,11 +55,11 @@ def side_costs(model: Any, ids: torch.Tensor, moments: Moments, seed: int, windo
 
 
 def with_costs(moments: Moments, model: Any, texts: Sequence[torch.Tensor]) -> Moments:
-    """`moments` with costs on texts, each [1, tokens], with the exact tokens of the presets; or with the reason why the
-    model has none, and then all layers have the same widths.
+    """Returns `moments` with costs on texts, each [1, tokens], with the exact tokens of the presets; or with the reason
+    why the model has none, and then all layers have the same widths.
 
-    A text counts by its tokens, but in proportions: one token that costs as much as thousands counts no more than
-    another text.
+    Each text contributes the shares of its sides in its costs, with equal weight: a text with one token that costs as
+    much as thousands counts no more than another. The sum of all costs is the geometric mean of the texts' sums.
     """
     window = CacheSpec().window
     long = [ids for ids in texts if ids.shape[1] > SINKS + window]
@@ -81,7 +81,7 @@ def with_costs(moments: Moments, model: Any, texts: Sequence[torch.Tensor]) -> M
 
 
 def _refused(model: Any) -> str:
-    """Why no costs can be measured; "": they can, as far as is known before."""
+    """Why no costs can be measured; "" if they can, as far as is known before."""
     if model.get_output_embeddings() is None:
         return "it has no head, which gives the next token's logits"
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:

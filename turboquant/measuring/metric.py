@@ -1,4 +1,4 @@
-"""Computes the wave and the metric of a layer from its sums, in float64."""
+"""Computes a layer's wave from its mean key, and its metric from its queries' second moment, in float64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Metric(NamedTuple):
 
 
 def turn_back(x: torch.Tensor, rotary: Rotary, positions: torch.Tensor) -> torch.Tensor:
-    """x [heads, tokens, head_dim] at `positions` [tokens] with RoPE undone, float64."""
+    """Undoes RoPE in x [heads, tokens, head_dim] at `positions` [tokens], in float64."""
     out = x.to(torch.float64)
     if not len(rotary.pairs):
         return out
@@ -90,7 +90,7 @@ def metric_of(moment: torch.Tensor, rank: int = MAX_RANK) -> Metric:
 
 
 def chosen_pairs(mean: np.ndarray, rotary: Rotary) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(pairs, increments, amplitudes, centre) of `LayerMoments` for the mean [kv_heads, head_dim] of un-turned keys.
+    """(pairs, increments, amplitudes, centre) of `LayerMoments` for the mean [kv_heads, head_dim] of keys before RoPE.
 
     The pairs of most energy, as many as hold 99.5 % of it over all heads together, and more up to a multiple of 8.
     """

@@ -1,7 +1,7 @@
 """`measure`: a forward over about 2,048 tokens shows where a model's keys lie and where its queries look. Forward and
 backward passes over short texts show what errors cost (`costs`).
 
-The tap sees keys and queries after RoPE, which is undone with the angles that `rotary` found. Two sums are kept for
+The tap sees keys and queries after RoPE, which is undone with the angles that `rotary` found. Two means are kept for
 each layer and KV head: of the keys, and of the outer products of the queries.
 """
 
@@ -49,9 +49,9 @@ def measure_model(
     costs: bool = True,
     before: Moments | None = None,
 ) -> Moments:
-    """As `measure`.
+    """Measures moments as `measure` does.
 
-    read, write  whether a file of the cache folder may be used, or made
+    read, write  whether a file of the cache folder may be read, or written
     costs        whether costs are measured, where no file has them; never for ESM-2
     before       moments of these weights without costs: costs alone are measured
     """
@@ -104,7 +104,7 @@ def measure_with_text(model: Any, windows: Sequence[torch.Tensor], tokenizer: An
 
 
 def positions_of(model: Any) -> int:
-    """How many positions a model has, for all that is measured."""
+    """How many positions of a model may be used to measure it."""
     most = getattr(text_config(model), "max_position_embeddings", None) or TOKENS + 1
     learned = (part for name, part in model.named_modules() if name.endswith("position_embeddings"))
     before = getattr(next(learned, None), "padding_idx", None)  # RoBERTa counts positions from behind its padding token
@@ -145,8 +145,8 @@ def _measured(model: Any, parts: Sequence[tuple[torch.Tensor, float]], limit: in
                 f"({type(error).__name__}: {str(error).partition(chr(10))[0]}). turboquant.Profile.load reads one"
             ) from error
 
-    sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each attention, in the order of calls
-    means: list[tuple[torch.Tensor, torch.Tensor]] = []  # the same, over all parts
+    sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # means of each attention, in the order of calls
+    means: list[tuple[torch.Tensor, torch.Tensor]] = []  # their weighted sums over the parts so far
     slots: list[Any] = []
     with torch.random.fork_rng(sorted(cuda)), tapped(model) as tap:
         rotaries = probe(tap, body, parts[0][0], run, limit)
@@ -179,7 +179,7 @@ def _measured(model: Any, parts: Sequence[tuple[torch.Tensor, float]], limit: in
         order = np.argsort(slots).tolist()
     if len(own) == layers:
         return tuple(_layer(i, rotaries[call], *means[call]) for i, call in enumerate(order))
-    readers = [[call for call in order if sources[slots[call]] == i] for i in own]  # of each layer's keys, itself first
+    readers = [[call for call in order if sources[slots[call]] == i] for i in own]  # each layer's own call, then others
     moments = [torch.stack([means[call][1] for call in calls]).mean(0) for calls in readers]
     return tuple(
         _layer(i, rotaries[calls[0]], means[calls[0]][0], moment)
@@ -188,7 +188,7 @@ def _measured(model: Any, parts: Sequence[tuple[torch.Tensor, float]], limit: in
 
 
 def _of_proteins(model: Any, parts: Sequence[tuple[torch.Tensor, float]]) -> tuple[LayerMoments, ...]:
-    """The same for an ESM-2 model, which reads one protein after the other."""
+    """Does the same for an ESM-2 model, which reads one protein after the other."""
     base = base_of(model)
     known = Rotary.of_esm(model.config.hidden_size // model.config.num_attention_heads)
     of_layers: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(describe(model.config)["layers"])]

@@ -51,7 +51,7 @@ def real_mask(batch: Batch) -> torch.Tensor | None:
 
 
 def forward(model: Any, batch: Batch) -> torch.Tensor:
-    """What errors change, [batch, tokens, ...]: see `Family.forward`."""
+    """Returns the output that errors change, [batch, tokens, ...]: see `Family.forward`."""
     device = device_of(model)
     inputs = {name: tensor.to(device) for name, tensor in batch.items()}
     return family_of(model).forward(model, inputs, real_mask(batch) is not None)
@@ -64,8 +64,8 @@ def _score(model: Any, output: torch.Tensor, real: torch.Tensor | None, seed: in
 
 
 def layer_read(model: Any) -> Callable[[torch.nn.Module, int], int]:
-    """Of an attention module and its place in the order of calls: which layer's keys and values it reads, counted among
-    the layers that have some. Its own, where layers share none."""
+    """Returns a function of an attention module and its place in the order of calls. It says which layer's keys and
+    values the module reads, counted among the layers that have some: its own, where layers share none."""
     sources = sources_of(text_config(model))
     if sources == list(range(len(sources))):
         return lambda module, call: call
@@ -74,9 +74,9 @@ def layer_read(model: Any) -> Callable[[torch.nn.Module, int], int]:
 
 
 def of_tokens(gradient: torch.Tensor, ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
-    """[1, kv_heads, n, head_dim] of a gradient [batch, kv_heads, tokens, head_dim]: summed over equal tokens of a
-    sequence. Values of the first layer depend on the token alone. Equal tokens have equal values and equal errors,
-    which do not average out."""
+    """Sums a gradient [batch, kv_heads, tokens, head_dim] over equal tokens of a sequence: [1, kv_heads, n, head_dim].
+    Values of the first layer depend on the token alone. Equal tokens have equal values and equal errors, which do not
+    average out."""
     sums = []
     for i, row in enumerate(ids.to(gradient.device)):
         which_real = slice(None) if real is None else real[i].to(gradient.device)
@@ -89,8 +89,8 @@ def of_tokens(gradient: torch.Tensor, ids: torch.Tensor, real: torch.Tensor | No
 def gradients(
     model: Any, tap: Tap, batch: Batch, seed: int, window: int = 0
 ) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
-    """(layer, side, keys or values, gradient of `_score` with respect to them) of all layers that have some, layer by
-    layer; tensors [batch, kv_heads, tokens, head_dim]. What several layers read has one error in all of them.
+    """Yields (layer, side, keys or values, gradient of `_score` with respect to them) for all layers that have some, in
+    order; tensors [batch, kv_heads, tokens, head_dim]. What several layers read has the same error in all of them.
 
     window   how many of the last tokens a query sees without errors; 0: errors are everywhere. With a window, the first
              SINKS tokens have none either.
@@ -103,7 +103,7 @@ def gradients(
     ) -> tuple[torch.Tensor, torch.Tensor]:
         layer = read(module, call)
         for side, x in enumerate((key, value)):
-            if (layer, side) not in tensors:  # or the layer runs again, in the backward pass, or another one reads them
+            if (layer, side) not in tensors:  # else the layer runs again, in the backward pass, or another reads them
                 tensors[layer, side] = x.detach(), torch.zeros_like(x, requires_grad=True)
         return key + tensors[layer, 0][1], value + tensors[layer, 1][1]
 
@@ -125,9 +125,9 @@ def gradients(
 
 
 def _kept(model: Any, tap: Tap) -> AbstractContextManager[Any]:
-    """What the backward pass needs of the forward pass: each layer's input, from which the layer runs again. If weights
-    are offloaded, all tensors, in main memory, because weights are among them and would not fit on their device
-    together."""
+    """Chooses what the backward pass gets of the forward pass: each layer's input, from which the layer runs again. If
+    weights are offloaded, it gets all tensors, in main memory: weights are among them, and would not fit on their
+    device together."""
     return torch.autograd.graph.save_on_cpu() if is_offloaded(model) else _layers_run_again(model, tap)
 
 

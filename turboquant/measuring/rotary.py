@@ -45,7 +45,7 @@ class Rotary:
 
     @classmethod
     def of_esm(cls, head_dim: int) -> Rotary:
-        """Of every ESM-2 model: channels i and i + head_dim / 2 turn by 10,000^(-2 i / head_dim) radians a position."""
+        """ESM-2's rotation: channels i and i + head_dim / 2 turn by 10,000^(-2 i / head_dim) radians a position."""
         first = np.arange(head_dim // 2)
         angles = 10000.0 ** (-2 * first / head_dim)
         return cls(np.stack([first, first + head_dim // 2], 1), np.round(angles / TURN * 2**32).astype(np.uint32))
@@ -212,7 +212,7 @@ def _embedding_at(call: _Call, positions: list[int]) -> tuple[torch.Tensor, ...]
     try:
         return _tensors(call.module(*args, **kwargs))
     except (TypeError, ValueError, RuntimeError, IndexError):
-        return None  # a signature of its own
+        return None  # its signature is another one
     finally:
         for name in vars(call.module).keys() - state.keys():
             delattr(call.module, name)
@@ -222,8 +222,8 @@ def _embedding_at(call: _Call, positions: list[int]) -> tuple[torch.Tensor, ...]
 def _applied(
     module: torch.nn.Module, embedding: tuple[torch.Tensor, ...], head_dim: int, positions: int
 ) -> Iterator[np.ndarray]:
-    """[positions, channels, channels]: unit vectors, as columns, turned by the functions of the module's file, for each
-    number of channels that might turn. Models whose attention splits a head turn its first channels."""
+    """Yields [positions, channels, channels]: unit vectors, as columns, turned by the functions of the module's file,
+    for each number of channels that might turn. If attention splits a head, only its first channels turn."""
     scope = inspect.unwrap(type(module).forward).__globals__
     functions = [
         f for name, f in scope.items() if name.startswith("apply_rotary") and callable(f) and "vision" not in name

@@ -32,20 +32,20 @@ class Tap:
 
     exact   (sinks, window), as of a CacheSpec: how many of the first and of the last tokens, its own among them, each
             query sees as they are. It sees the others as the hook replaces them. None: it sees all as replaced
-    tile    beside them, a query sees as they are the tokens of its own tile of so many; 0: none
+    tile    tokens of a tile: a query also sees the tokens of its own tile as they are; 0: no tiles
     """
 
     def __init__(self) -> None:
         self.exact: tuple[int, int] | None = None
         self.tile = 0
-        self.order: dict[int, int] = {}  # by id of the attention module: layers in the order in which they are called
+        self.order: dict[int, int] = {}  # layers, numbered in the order of calls, by id of the attention module
         self.hook: Hook | None = None
         self.thread = threading.get_ident()
-        self._again: int | None = None  # the thread of autograd's in which a layer runs again
+        self._again: int | None = None  # autograd's thread, while a layer runs again in it
 
     @contextmanager
     def running_again(self) -> Iterator[None]:
-        """While a layer of a forward of this tap runs again in a backward pass: on GPUs that is in another thread."""
+        """Marks that a layer of this tap's forward runs again in a backward pass: on GPUs that is in another thread."""
         self._again = threading.get_ident()
         try:
             yield
@@ -64,7 +64,7 @@ class Tap:
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if threading.get_ident() not in (self.thread, self._again):
-            attend = getattr(type(key), "attention", own_attention)  # new keys of a packed cache have their own
+            attend = getattr(type(key), "attention", own_attention)  # new keys of a packed cache have one
             past: tuple[torch.Tensor, torch.Tensor | None]
             past = attend(Call(module, query, key, value, attention_mask, scaling, dropout, options))
             return past
@@ -78,9 +78,9 @@ class Tap:
 
 
 def _either(mask: Any, queries: int, key: torch.Tensor, sinks: int, window: int, tile: int) -> torch.Tensor:
-    """The model's mask for twice the tokens of key [batch, kv_heads, tokens, head_dim], of which `queries` are the last
-    ones: bool [.., queries, 2 * tokens]. A query sees each token that it saw, once: sinks, its window and its tile
-    among the first half, others in the second."""
+    """Returns the model's mask for the tokens of key [batch, kv_heads, tokens, head_dim] and the same tokens replaced,
+    for the last `queries` tokens: bool [.., queries, 2 * tokens]. A query sees each token that it saw, once: sinks, its
+    window and its tile among the first half, others in the second."""
     at = torch.arange(key.shape[2], device=key.device)
     own = at[-queries:, None]
     back = own - at

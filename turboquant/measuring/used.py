@@ -27,8 +27,8 @@ _WAY_OUT = 'pass a `profile` from a file (turboquant.Profile.load), or use a spe
 
 @dataclass
 class _Measured:
-    """What was measured of a model, for a tokenizer: the moments of the weights that it had then, and those of other
-    weights that it had before, by a digest of theirs, at most `_KEPT` in all. costs: whether they were asked for."""
+    """What was measured of a model for a tokenizer: moments of the weights `identity`, with costs if they were asked
+    for (`costs`); and in `others` those of weights that it had before, by digest. At most `_KEPT` moments in all."""
 
     tokenizer: Any
     identity: Identity
@@ -37,15 +37,15 @@ class _Measured:
     others: dict[str, Moments]
 
 
-_KEPT = 8  # of a model whose adapters are switched back and forth
+_KEPT = 8  # moments of a model whose adapters are switched back and forth
 _measured: weakref.WeakKeyDictionary[torch.nn.Module, _Measured] = weakref.WeakKeyDictionary()
 
 
 def moments_for(model: Any, specs: Sequence[CacheSpec], moments: Moments | None = None) -> Moments | None:
-    """The moments for `model`, with one spec per layer; None if no spec uses any. Those measured now have costs only if
-    a spec needs them, for widths by layer: costs take as long as all else.
+    """Returns the moments for `model`, with one spec per layer; None if no spec uses any. If they are measured now,
+    they get costs only if a spec needs them, for widths by layer: costs take as long as all else.
 
-    model   the model, or its configuration if `given` is not None
+    model   the model, or its configuration if `moments` are given
     Raises TypeError for another object, ValueError for moments that are missing or of another model,
     NotImplementedError for a model that cannot be measured.
     """
@@ -76,7 +76,7 @@ def moments_for(model: Any, specs: Sequence[CacheSpec], moments: Moments | None 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def own_moments(model: Any, tokenizer: Any, costs: bool = True) -> Moments:
-    """Measured once for the weights that the model has now, with costs or without (where they may be there too)."""
+    """Returns moments of the present weights of a model, measured once. costs: they must have costs; else they may."""
     body = model.base_model  # the same with every head
     known = _measured.get(body)
     if not _holds(known, body, tokenizer, costs):
@@ -93,7 +93,7 @@ def own_moments(model: Any, tokenizer: Any, costs: bool = True) -> Moments:
 
 
 def keep_moments(model: Any, moments: Moments) -> None:
-    """Keeps more about a model than `own_moments` has measured of it."""
+    """Replaces what `own_moments` has measured of a model by moments that hold more."""
     _measured[model.base_model].moments = moments
 
 
@@ -120,7 +120,7 @@ def _measured_anew(model: Any, tokenizer: Any, known: _Measured | None, costs: b
         assert moments is not None
         costs = moments.costs is not None or bool(moments.no_costs)
     else:
-        which = f" ({_some(changed)})" if changed else ""  # other ranks may have more
+        which = f" ({_some(changed)})" if changed else ""  # empty if other ranks alone have changes
         log.info("weights of %s have changed%s: its moments are measured anew", type(model).__name__, which)
         # Not kept in a file: a model in training has other weights for each cache.
         moments = _measure(model, tokenizer, costs, read=seen, write=False)
@@ -129,8 +129,8 @@ def _measured_anew(model: Any, tokenizer: Any, known: _Measured | None, costs: b
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def warn_of_changes(state: Any, model: torch.nn.Module) -> None:
-    """Warns, once, if weights have changed since a model was patched with a profile, which is still
-    used. state: `model._turboquant`, whose `identity` is None without one."""
+    """Warns, once, if weights have changed since a model was patched with a profile, which is still used. state:
+    `model._turboquant`, whose `identity` is None without one."""
     was = state.identity
     if was is None or was.holds(model):
         return

@@ -25,8 +25,8 @@ class MaskRequest:
     padding_mask   [batch, positions so far] bool, True for real tokens, or None: no padding
     local_size     sliding window in positions, 0: none
     positions      columns of the mask: the stored ones of the cache's first layer of this kind, and the new ones
-    causal         False where the model changes the pattern, as by images whose tokens all see each other. Only `made`
-                   has that pattern
+    causal         False where the model changes the pattern, as by images whose tokens all see each other. Only
+                   the mask of `of_kind` has that pattern
     behind         how many new positions of each sequence are padding behind its tokens, found by `padding`; (): none
     last           how many of the last queries it is for; 0: all. Models ask for that with mask[:, :, -last:, :]
     """
@@ -56,7 +56,7 @@ class MaskRequest:
         self.last = 0
 
     def __getattr__(self, name: str) -> Any:
-        """Another attention function than ours asks for something of the tensor."""
+        """Raises, because only another attention function than ours asks for something of the tensor."""
         raise AttributeError(f"`{name}` of an attention mask: {_CHANGED}")
 
     def __getitem__(self, where: Any) -> MaskRequest:
@@ -76,24 +76,24 @@ class MaskRequest:
     def of_kind(self, kind: str) -> torch.Tensor | None:
         """The mask as transformers makes it for its attention `kind`: "sdpa" or "eager"."""
         if kind not in self._masks:
-            more = {} if self.last <= 1 else {"allow_is_causal_skip": False}  # of fewer queries SDPA's own is not right
+            more = {} if self.last <= 1 else {"allow_is_causal_skip": False}  # SDPA's own is wrong for fewer queries
             mask = AttentionMaskInterface()[kind](**self._arguments | more)
             self._masks[kind] = mask[:, :, -self.last :] if mask is not None and self.last else mask
         return self._masks[kind]
 
     def contiguous(self) -> torch.Tensor | None:
-        """The tensor: `generate` calls this on masks that it makes ahead, for caches of fixed size (never ours)."""
+        """Returns the tensor: `generate` calls this on masks made ahead, for caches of fixed size (never ours)."""
         return self.of_kind("sdpa")
 
     def padding(self, before: int, tokens: int, known: tuple[int, ...]) -> tuple[int, ...]:
-        """Masked positions of each sequence, with those of this forward: they are not stored. They are in front of a
-        sequence's new tokens, or `behind` them.
+        """How many positions of each sequence are masked, those of this forward included. Masked positions are not
+        stored. They lie in front of a sequence's new tokens, or `behind` them.
 
         before, tokens   positions of each sequence before this forward, and new ones
-        known            masked positions so far; those of an empty cache are unknown: zeros, as many as sequences
+        known            masked positions of each sequence so far; zeros for an empty cache, of which they are unknown
 
-        Checked once per forward, but not in a step of one token on a GPU. Raises ValueError for masked positions
-        between new tokens, and where others of the stored positions are masked than were padding, by their number.
+        Reads the mask once per forward, but not in a step of one token on a GPU. Raises ValueError for masked positions
+        between new tokens, and if another number of stored positions is masked than were padding.
         """
         if self._padding is None:
             self._padding = self._masked_positions(before, tokens, known)
@@ -109,7 +109,7 @@ class MaskRequest:
         if before and tokens == 1 and mask.device.type != "cpu" and all(pad < before for pad in known):
             return known  # reading the mask would wait for the device in every step
         new = mask[:, before:]
-        runs = (new[:, 1:] & ~new[:, :-1]).sum(1) + new[:, 0]  # of real tokens, one after the other
+        runs = (new[:, 1:] & ~new[:, :-1]).sum(1) + new[:, 0]  # runs of real tokens
         behind = (~new).flip(1).long().cumprod(1).sum(1) * (runs > 0)
         counts = (~mask[:, :before]).sum(1), (~mask).sum(1), behind, runs
         stored, padding, ends, n_runs = torch.stack(counts).tolist()
@@ -152,8 +152,8 @@ class Call:
 
 
 def own_attention(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The model's attention without this package: SDPA, or its eager function for what SDPA does not support: a
-    soft-cap, learned sinks, or if weights are wanted. Returns [batch, tokens, query_heads, head_dim], and weights."""
+    """Runs the model's attention without this package: SDPA, or the model's eager function for what SDPA does not do (a
+    soft-cap, learned sinks, weights as output). Returns [batch, tokens, query_heads, head_dim], and weights."""
     options, mask = call.options, call.mask
     eager = options.get("softcap") is not None or options.get("s_aux") is not None or options.get("output_attentions")
     if isinstance(mask, MaskRequest):
@@ -181,14 +181,14 @@ class _NoGradient(torch.autograd.Function):
 
 
 def without_gradient(out: torch.Tensor, why: str, *sources: torch.Tensor) -> torch.Tensor:
-    """`out` as a result of the tensors `given`. A backward pass through it raises RuntimeError with the text `why`:
-    packed keys and values have no gradient."""
+    """Returns `out` as a result of the tensors `sources`. A backward pass through it raises RuntimeError with the text
+    `why`: packed keys and values have no gradient."""
     return _NoGradient.apply(out, why, *sources)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def refuse_transforms(why: str, *tensors: torch.Tensor) -> None:
-    """RuntimeError with the text `why` for tensors that a transform of torch.func or forward-mode differentiation
-    follows: its result would lack what packed keys and values contribute."""
+    """Raises RuntimeError with the text `why` for tensors that a transform of torch.func or forward-mode
+    differentiation follows: its result would lack what packed keys and values contribute."""
     functorch = torch._C._functorch
     if functorch.peek_interpreter_stack() is not None and any(map(functorch.is_functorch_wrapped_tensor, tensors)):
         raise RuntimeError(f"{why} (it was called inside a transform of torch.func)")

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 __all__ = ["checkpoint_digest", "checkpoint_folder", "profile_file"]
 
-_RUNS, _RUN = 8, 64  # bytes of a large tensor that count
+_RUNS, _RUN = 8, 64  # runs of a large tensor that count, and bytes of each
 _WHOLE = 1024
 _MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _OF_NO_WEIGHT = ("_name_or_path", "transformers_version")  # entries of config.json
@@ -24,7 +24,7 @@ _OF_NO_WEIGHT = ("_name_or_path", "transformers_version")  # entries of config.j
 
 def checkpoint_folder(model: str, revision: str | None = None) -> Path:
     """The folder that holds a model's files: `model` itself, or where the Hugging Face hub's cache has it. Nothing is
-    downloaded. FileNotFoundError if it is neither."""
+    downloaded. Raises FileNotFoundError if it is neither."""
     if os.path.isdir(model):
         return Path(model)
     from transformers.utils import cached_file
@@ -37,8 +37,8 @@ def checkpoint_folder(model: str, revision: str | None = None) -> Path:
 
 
 def checkpoint_digest(folder: str | os.PathLike[str]) -> str:
-    """32 hexadecimal digits. FileNotFoundError for a folder without config.json or safetensors files, ValueError for
-    damaged ones."""
+    """Returns 32 hexadecimal digits. Raises FileNotFoundError for a folder without config.json or safetensors files,
+    ValueError for damaged ones."""
     root = Path(folder)
     config = root / "config.json"
     if not config.is_file():

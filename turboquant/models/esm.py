@@ -42,7 +42,7 @@ def attentions(model: Any) -> list[Any]:
 def checked_model(model: Any) -> Any:
     """The EsmModel in `model`, if it is an ESM-2 encoder with rotary positions.
 
-    TypeError for anything but a transformers model; NotImplementedError, naming the class, for another one.
+    Raises TypeError for anything but a transformers model; NotImplementedError, naming the class, for another one.
     """
     name = type(model).__name__
     if not isinstance(model, torch.nn.Module) or not hasattr(getattr(model, "config", None), "model_type"):
@@ -73,7 +73,7 @@ def tokenise(sequence: str | Sequence[str], config: Any, argument: str = "sequen
 
     sequence   upper-case letters of the ESM-2 alphabet, as a string, or as a list, whose entries may be "<mask>" too.
 
-    ValueError for no residues, another letter, or more tokens than the model has positions (its
+    Raises ValueError for no residues, another letter, or more tokens than the model has positions (its
     ``max_position_embeddings - 2``, 1,024 for the published models).
     """
     most = config.max_position_embeddings - 4
@@ -99,7 +99,7 @@ def letter_tokens(sequence: str | Sequence[str], argument: str = "sequence") -> 
 
 
 def integers(numbers: Iterable[Any], argument: str) -> list[int]:
-    """Whatever counts as an integer (NumPy's, tensors of one), as int. TypeError for anything else."""
+    """Converts whatever counts as an integer (NumPy's, tensors of one) to int. Raises TypeError for anything else."""
     if not isinstance(numbers, Iterable):
         raise TypeError(f"`{argument}` must be a list of integers, got {quoted(numbers)}")
     return [integer(number, f"`{argument}[{i}]`") for i, number in enumerate(numbers)]
@@ -120,8 +120,8 @@ def padded(tokens: Sequence[Sequence[int]], device: Any) -> tuple[torch.Tensor, 
 def embed(base: Any, ids: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """Embeddings [batch, tokens, hidden] of token ids; factor [batch] scales them for `token_dropout`.
 
-    ESM-2 sets masked tokens to 0 and scales the others of a sequence by the share that is masked. That of a few tokens
-    alone would be nonsense (a lone ``<mask>`` divides 0 by 0), so `dropout_factor` takes the whole sequence.
+    ESM-2 sets masked tokens to 0 and scales the others of a sequence by the share that is masked. The share of a few
+    tokens alone would be nonsense (a lone ``<mask>`` divides 0 by 0): `dropout_factor` takes the whole sequence.
     """
     rows: torch.Tensor = base.embeddings.word_embeddings(ids)
     if not base.config.token_dropout:

@@ -1,4 +1,4 @@
-"""The families of models, `family_of` a model: what it reads, what its output is, and what cannot be measured.
+"""The families of models (`family_of`): what a model of each reads, what its output is, and what cannot be measured.
 
 A decoder reads text and predicts the next token. ESM-2 reads proteins, in both directions.
 """
@@ -47,7 +47,7 @@ class Decoder:
         return AutoModelForCausalLM if text else getattr(transformers, "AutoModelForMultimodalLM", AutoModelForCausalLM)
 
     def check(self, model: Any, done: str) -> None:
-        """NotImplementedError for a model that cannot be `done`: "measured" or "calibrated"."""
+        """Raises NotImplementedError for a model that cannot be `done`: "measured" or "calibrated"."""
         for refused, why in _NOT_MEASURED + (_NOT_CALIBRATED if done == "calibrated" else ()):
             if refused(model):
                 raise NotImplementedError(f"{type(model).__name__} cannot be {done}: {why}")
@@ -57,19 +57,19 @@ class Decoder:
         return sample(model, tokenizer, text, limit)
 
     def kinds(self, model: Any, tokenizer: Any) -> list[torch.Tensor]:
-        """The kinds of text of the package, which there may be none of: `texts.kinds`."""
+        """Tokens of each kind of text of the package, perhaps none: `texts.kinds`."""
         return kinds(model, tokenizer)
 
     def forward(self, model: Any, inputs: Mapping[str, torch.Tensor], padded: bool) -> torch.Tensor:
-        """What errors change, [batch, tokens, ...], of inputs on the model's device: the logits."""
+        """Returns the output that errors change, [batch, tokens, ...], for inputs on the model's device: the logits."""
         if padded and "position_ids" not in inputs:  # as `generate` numbers the tokens of padded batches
             inputs = {**inputs, "position_ids": (inputs["attention_mask"].long().cumsum(-1) - 1).clamp(min=0)}
         logits: torch.Tensor = model(**inputs, use_cache=False).logits
         return logits
 
     def scores(self, output: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """A random number of each token, [batch, tokens], whose gradient g has E[g g^T] / 2 = the quadratic form of the
-        divergence that a change of the output costs: log p(y), y drawn from p."""
+        """Returns a random number for each token, [batch, tokens]: log p(y), y drawn from p. Its gradient g has E[g
+        g^T] / 2 = the quadratic form of the divergence that a change of the output costs."""
         levels = torch.rand((*output.shape[:2], 1), generator=generator, dtype=torch.float32, device="cpu")
         scores: torch.Tensor = DrawnTokens.apply(output, levels.to(output.device))  # type: ignore[no-untyped-call]
         return scores
@@ -99,8 +99,8 @@ class Esm(Decoder):
         return states
 
     def scores(self, output: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """<r, h> / |h| with r ~ N(0, 1) orthogonal to h, because 1 - cos(h, h + e) is half the squared norm of e's part
-        orthogonal to h, over |h|^2."""
+        """Returns <r, h> / |h| with r ~ N(0, 1) orthogonal to h, because 1 - cos(h, h + e) is half the squared norm of
+        e's part orthogonal to h, over |h|^2."""
         fixed = output.detach().float()
         length = fixed.norm(dim=-1, keepdim=True)
         # Always on the CPU and in float32, to draw the same numbers whatever torch's defaults.

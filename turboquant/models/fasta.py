@@ -40,16 +40,16 @@ class Entries(NamedTuple):
 
 
 def read_fasta(path: str | os.PathLike[str]) -> list[Protein]:
-    """All entries of a file or pipe, plain or compressed by gzip or xz, in order, read once. Lower-case letters (soft
-    masking) become upper-case, blanks and the "*" of a stop codon at the end are left out; whether letters are of a
-    model's alphabet is for the model to say. Lines end with LF, CR LF or CR and nothing else; a byte order mark in
-    front is left out.
+    """Reads all entries of a file or pipe, plain or compressed by gzip or xz, in order, once. Lower-case letters (soft
+    masking) become upper-case; blanks and the "*" of a stop codon at the end are left out. It is for the model to say
+    whether letters are of its alphabet. Lines end with LF, CR LF or CR and nothing else; a byte order mark in front is
+    left out.
 
-    FileNotFoundError if there is none. ValueError, naming the line, for a file without entries, text in front of the
-    first, an entry without a sequence, or one with a character that is not printable ASCII: upper case of others may be
-    several letters. ValueError for a damaged gzip or xz file, and UnicodeDecodeError for text that is not UTF-8.
-    UserWarning for sequences that look like DNA or RNA, and for headers of a PIR file, whose titles would be read as
-    residues.
+    Raises FileNotFoundError if there is no file. Raises ValueError, naming the line, for a file without entries, text
+    in front of the first, an entry without a sequence, or one with a character that is not printable ASCII, whose upper
+    case may be several letters. Raises ValueError for a damaged gzip or xz file, and UnicodeDecodeError for text that
+    is not UTF-8. Gives a UserWarning for sequences that look like DNA or RNA, and for headers of a PIR file, whose
+    titles would be read as residues.
     """
     proteins, errors = read_entries(path)
     if errors:
@@ -62,7 +62,7 @@ def read_fasta(path: str | os.PathLike[str]) -> list[Protein]:
 def read_entries(path: str | os.PathLike[str]) -> Entries:
     """As `read_fasta`, but returns errors for bad entries beside the good ones, and does not warn.
 
-    ValueError for what is no FASTA file at all: no entries, text in front of the first, damaged gzip or xz.
+    Raises ValueError for what is no FASTA file at all: no entries, text in front of the first, damaged gzip or xz.
     """
     name = file_name(path)
     if os.path.isdir(name) or not os.path.exists(name):
@@ -124,7 +124,7 @@ def doubts(proteins: Sequence[Protein]) -> list[str]:
 
 
 def _of_nucleotides(sequence: str) -> bool:
-    """Whether a sequence has three or more kinds of nucleotides and little else. Few proteins have: of 20 letters 5."""
+    """Whether a sequence is of three or more nucleotides and little else. Of 20 amino acids 5 have such letters."""
     letters = set(sequence)
     if len(sequence) < LEAST_NUCLEOTIDES or not letters <= NUCLEOTIDE_CODES or len(letters & set("ACGTU")) < 3:
         return False

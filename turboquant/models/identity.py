@@ -4,7 +4,7 @@ values depend on.
     describe       the configuration
     fingerprint    `describe` and a few numbers of the sample, for files: it survives another dtype
     weight_sums    a CRC-32 of the sample of each weight, by name: exact
-    Identity       the weights of a model in this process, which tells cheaply whether they are still those
+    Identity       the weights of a model in this process; it tells cheaply whether they are still the same
 
 The keys of the last layer depend on the embeddings, on all layers below, and on the last layer's weights up to its key
 and value projections. A tensor of up to 16384 numbers counts whole, a longer one with 16 runs of 4 numbers, spread over
@@ -33,12 +33,12 @@ from .wrappers import base_model
 __all__ = ["Identity", "active_adapters", "changed_weights", "describe", "fingerprint", "layer_sizes",
            "weight_sums"]  # fmt: skip
 
-_WHOLE = 2**14  # numbers of a tensor
-_RUNS, _RUN = 16, 4  # few places: each is a page to fetch where weights are mapped from a file
-_TOLD_TENSORS, _TOLD_NUMBERS = 8, 16  # in a fingerprint
+_WHOLE = 2**14  # numbers of a tensor that counts whole, at most
+_RUNS, _RUN = 16, 4  # few runs: each is a page to fetch where weights are mapped from a file
+_TOLD_TENSORS, _TOLD_NUMBERS = 8, 16  # tensors in a fingerprint, and numbers of each
 
-# Parts of names of weights in the last layer that its queries, keys and values do not depend on, of those that queries
-# alone depend on, and of modules after that layer. Weights with other names count.
+# Parts of names: of weights in the last layer that its queries, keys and values do not depend on; of weights that its
+# queries alone depend on; and of modules after that layer. Weights with other names count.
 _BEHIND_QUERIES = ("o_proj", "mlp", "post_", "feedforward", "ffn", "feed_forward", "experts")
 _OF_QUERIES = ("q_proj", "q_norm")
 _BEHIND_LAYERS = ("norm.", "final_layernorm.", "ln_f.", "final_norm.", "emb_layer_norm_after.")
@@ -48,8 +48,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def describe(config: Any) -> dict[str, Any]:
-    """The part of a fingerprint that a configuration has: type, numbers of layers and KV heads, channels of a head,
-    rotary embedding, and, if it says so, which layers have none. The same in transformers 4.57 and 5."""
+    """The part of a fingerprint that comes from the configuration: type, numbers of layers and KV heads, channels of a
+    head, rotary embedding, and, if it says so, which layers have none. The same in transformers 4.57 and 5."""
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     rope = dict(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {})
     if getattr(text, "rope_theta", None) is not None:
@@ -107,11 +107,11 @@ def fingerprint(model: Any) -> dict[str, Any]:
 
 
 def weight_sums(model: Any, queries: bool = False) -> dict[str, str]:
-    """CRC-32, 8 hexadecimal digits, by name, for a model of transformers or the PeftModel around one.
+    """CRC-32 of the sample of each weight, 8 hexadecimal digits, by name. model: one of transformers, or a PeftModel.
 
-    queries   also of what only the queries of the last layer depend on
-    Active adapters and tuned prompts count; merged adapters are part of the weights. ValueError for weights that are on
-    the meta device and not offloaded.
+    queries   also of weights that only the queries of the last layer depend on
+    Active adapters and tuned prompts count; merged adapters are part of the weights. Raises ValueError for weights that
+    are on the meta device and not offloaded.
     """
     decoder = base_model(model).base_model
     where = _places_of_layers(decoder)
@@ -157,7 +157,7 @@ class Identity:
 
     @property
     def digest(self) -> str:
-        """Of `sums`."""
+        """SHA-256 of `sums`, in hexadecimal digits."""
         return hashlib.sha256(repr(self.sums).encode()).hexdigest()
 
     def holds(self, model: Any) -> bool:
@@ -166,8 +166,8 @@ class Identity:
         return _glance(model) == self.glance
 
     def changes(self, now: Identity) -> list[str]:
-        """Names of what has changed since. A weight that was written to counts even if its sample is the same; one that
-        another tensor has replaced, as on a move to another device, by its sample alone."""
+        """Names of what has changed since. A weight that was written to counts even if its sample is the same. A weight
+        that another tensor has replaced, as on a move to another device, counts by its sample alone."""
         written = [
             name
             for name, (of, version) in now.versions.items()
@@ -180,7 +180,7 @@ class Identity:
 
 
 def _weights(decoder: Any, queries: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, weight) of all that keys and values, and perhaps queries, depend on."""
+    """Yields (name, weight) of all that keys and values depend on, and with `queries` also what queries depend on."""
     where = _places_of_layers(decoder)
     idle = tuple(_idle_adapters(decoder))
     for name, tensor in decoder.state_dict(keep_vars=True).items():
@@ -219,7 +219,7 @@ def _matters(name: str, queries: bool, decoder: str, layers: str, last: str) -> 
 
 
 def _used_adapters(module: Any) -> set[str] | None:
-    """Those that a module computes with; None for a module that can have none."""
+    """The adapters that a module computes with; None for a module that can have none."""
     if not hasattr(type(module), "adapter_layer_names") or not hasattr(module, "active_adapters"):
         return None
     return set() if module.disable_adapters else {*module.active_adapters} - {*module.merged_adapters}
@@ -241,7 +241,7 @@ def _tuned_prompt(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def active_adapters(model: Any) -> dict[str, str]:
-    """Of each module that computes with adapters, by its name: their names and scalings, as text."""
+    """The names and scalings of adapters, as text, by the name of the module that computes with them."""
     return {name: _told(module, used) for name, module in model.named_modules() if (used := _used_adapters(module))}
 
 
@@ -255,7 +255,7 @@ def _told(module: Any, used: set[str]) -> str:
 
 @lru_cache(maxsize=256)
 def _places(numbers: int) -> tuple[int, ...]:
-    """Where the runs of a long tensor begin: evenly, and seldom in the same columns of a matrix."""
+    """Where the runs of a long tensor begin: evenly spaced, and seldom in the same columns of a matrix."""
     step = (numbers - _RUN) // (_RUNS - 1)
     return tuple(i * step for i in range(_RUNS))
 
@@ -281,7 +281,7 @@ def _sample(part: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(flat: torch.Tensor) -> bytes:
-    """Of a dense tensor [numbers], of any dtype."""
+    """The bytes of a dense tensor [numbers] of any dtype."""
     return flat.view(torch.uint8).cpu().numpy().tobytes() if flat.numel() else b""
 
 
@@ -305,7 +305,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _read(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Some of the sample of a dense tensor in main memory. An operation of torch would take microseconds."""
+    """Reads some of the sample of a dense tensor in main memory, without torch: its operations take microseconds."""
     numbers, start = tensor.numel(), tensor.data_ptr()
     if numbers <= _WHOLE:
         return (ctypes.string_at(start, numbers * tensor.itemsize),)
@@ -315,9 +315,9 @@ def _read(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 @torch.no_grad()
 def _glance(model: Any) -> tuple[list[Any], list[Any]]:
-    """Which weights there are, how often each was written to, and the sample of each. Writes through `Tensor.data` do
-    not count as such, so the sample is needed; a write to a few numbers may miss it. Weights that are offloaded cannot
-    be written to."""
+    """Which weights there are, how often each was written to, and the sample of each. The sample is needed because
+    writes through `Tensor.data` are not counted; it may miss a write to a few numbers. Weights that are offloaded
+    cannot be written to."""
     marks: list[Any] = []
     read: list[Any] = []
     others: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}

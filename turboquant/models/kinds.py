@@ -18,13 +18,13 @@ _read_kinds = getattr(cache_utils, "get_layer_types_and_kwargs", None)  # transf
 
 
 def kinds_of(text: Any) -> list[tuple[str, dict[str, Any]]]:
-    """The kind of each layer of a text configuration ("dummy": a layer without a cache), and what else is to be known,
-    integers: number_of_states; is_shared, 1 if later layers read its keys and values; chunk, of chunked attention;
-    latent, `latent_size`; unequal, `unequal_size`."""
+    """The kind of each layer of a text configuration ("dummy": a layer without a cache), and what else is to be known
+    of it, integers by name: number_of_states; is_shared, 1 if later layers read its keys and values; chunk, tokens of a
+    chunk in chunked attention; latent, `latent_size`; unequal, `unequal_size`."""
     if _read_kinds is None:
         kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
         return [(kind, {}) for kind in kinds]
-    kinds, arguments = _read_kinds(text)  # up to some release the same arguments for all layers
+    kinds, arguments = _read_kinds(text)  # older releases: the same arguments for all layers
     each = [arguments] * len(kinds) if isinstance(arguments, dict) else arguments
     each = [_numbers(kind, one) for kind, one in zip(kinds, each, strict=True)]
     for i, source in enumerate(sources_of(text)):
@@ -47,7 +47,7 @@ def latent_size(text: Any) -> int:
 
 
 def unequal_size(text: Any) -> int:
-    """The same of keys and values whose heads differ in size (MiMo V2); 0 where they do not, or with latents."""
+    """The same for keys and values whose heads differ in size (MiMo V2); 0 where they do not, or with latents."""
     value = getattr(text, "v_head_dim", None)
     if not value or getattr(text, "kv_lora_rank", None):
         return 0
@@ -66,7 +66,7 @@ def _common_size(one: int, other: int) -> int:
 
 
 def _numbers(kind: str, arguments: dict[str, Any]) -> dict[str, int]:
-    """What `kinds_of` tells of a layer, of the arguments of transformers' class."""
+    """What `kinds_of` tells of a layer, from the arguments of transformers' class."""
     if kind == _CHUNKED:
         return {"chunk": arguments["sliding_window"]}
     return {name: arguments[name] for name in ("number_of_states",) if name in arguments}

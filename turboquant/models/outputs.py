@@ -21,9 +21,9 @@ def token_divergence(reference: torch.Tensor, logits: torch.Tensor) -> torch.Ten
 
 
 class DrawnTokens(torch.autograd.Function):
-    """log p(y) [batch, tokens] of logits [batch, tokens, vocabulary], for the y at which the cumulated distribution
-    reaches a level, [batch, tokens, 1]. In slices: torch.log_softmax would hold several tensors as large as the logits.
-    """
+    """Returns log p(y) [batch, tokens] for logits [batch, tokens, vocabulary], with y the token at which the cumulative
+    distribution reaches a level, [batch, tokens, 1]. In slices: torch.log_softmax would hold several tensors as large
+    as the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
@@ -50,5 +50,5 @@ class DrawnTokens(torch.autograd.Function):
 
 
 def _slices(logits: torch.Tensor) -> list[tuple[int, slice]]:
-    """Places of 256 tokens of one sequence each, which together are all of logits [batch, tokens, vocabulary]."""
+    """Indices of at most 256 tokens of one sequence each, which together cover logits [batch, tokens, vocabulary]."""
     return [(b, slice(start, start + 256)) for b in range(len(logits)) for start in range(0, logits.shape[1], 256)]

@@ -14,7 +14,7 @@ __all__ = ["device_of", "is_offloaded", "loaded", "on_all_ranks", "weight_of"]
 def device_of(module: torch.nn.Module) -> torch.device:
     """The device on which a module's first weights are used, which is where its inputs go.
 
-    ValueError for a module without weights, or whose weights are on the meta device and in no hook.
+    Raises ValueError for a module without weights, or whose weights are on the meta device and in no hook.
     """
     for part in module.modules():
         for weight in part.parameters(recurse=False):
@@ -32,8 +32,8 @@ def is_offloaded(model: torch.nn.Module) -> bool:
 
 
 def loaded(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The weight `tensor` of this name, wherever it is: this rank's part of a sharded one, and the dequantised numbers
-    of a quantised one of torchao. ValueError if it is on the meta device and not offloaded."""
+    """The numbers of the weight `tensor` of this name, wherever it is: this rank's part of a sharded one, dequantised
+    if torchao has quantised it. Raises ValueError if it is on the meta device and not offloaded."""
     whole = weight_of(model, name, tensor)
     local: Callable[[], torch.Tensor] | None = getattr(whole, "to_local", None)
     if local is not None:
@@ -43,8 +43,8 @@ def loaded(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> torch.Ten
 
 
 def weight_of(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The weight `tensor` of this name, or the one that is offloaded in its place. ValueError if it is on the meta
-    device and not offloaded."""
+    """The weight `tensor` of this name, or the one that is offloaded in its place. Raises ValueError if it is on the
+    meta device and not offloaded."""
     if not tensor.is_meta:
         return tensor
     path, _, leaf = name.rpartition(".")

@@ -23,8 +23,8 @@ __all__ = ["TAP", "Previous", "adopt", "attention_modules", "check_route", "deco
 
 _patched: weakref.WeakSet[Any] = weakref.WeakSet()  # models whose state, model._turboquant, has `previous`
 
-# Held while a model is routed through a tap (`measuring.tap`), which all models have under one name. `calibrate` holds
-# it for minutes, so only those wait for it who have to.
+# Held while a model is routed through a tap (`measuring.tap`), because all taps have one name. `calibrate` holds it for
+# minutes, so only those wait for it who have to.
 tap_lock = threading.RLock()
 TAP = "turboquant_tap"
 
@@ -49,8 +49,8 @@ def attention_modules(model: Any) -> list[Any]:
 
 
 def uses_interface(model: Any) -> bool:
-    """Whether each layer of the text decoder asks AttentionInterface for its attention. The code says so; the flag
-    `_supports_attention_backend` is False on many models that do."""
+    """Whether each layer of the text decoder asks AttentionInterface for its attention. That is read from the code: the
+    flag `_supports_attention_backend` is False on many models that do."""
     names_used = [inspect.unwrap(type(part).forward).__code__.co_names for part in attention_modules(model)]
     return bool(names_used) and all("ALL_ATTENTION_FUNCTIONS" in names for names in names_used)
 
@@ -63,12 +63,12 @@ def routed_configs(model: Any) -> list[Any]:
 
 
 def set_name(config: Any, name: str | None) -> None:
-    """Has one configuration, without those inside it, name an attention function."""
+    """Makes one configuration, without those inside it, name an attention function."""
     config._attn_implementation = {"": name}
 
 
 def route(model: Any, name: str) -> Previous:
-    """Has the text decoder of `model` use the attention function `name`; the caller keeps what is returned in
+    """Makes the text decoder of `model` use the attention function `name`. The caller keeps the result in
     model._turboquant.previous."""
     previous: Previous = [(config, _before(config)) for config in routed_configs(model)]
     for config, _ in previous:
@@ -94,7 +94,7 @@ def _patched_now() -> list[tuple[Any, Previous]]:
 
 
 def check_route(model: Any, name: str) -> None:
-    """RuntimeError if the configuration of a routed model now names another attention than `name`."""
+    """Raises RuntimeError if the configuration of a routed model now names another attention than `name`."""
     text = text_config(model)
     if text._attn_implementation == name:
         return
@@ -118,7 +118,7 @@ def restore(model: Any) -> None:
 
 @contextmanager
 def routed(model: Any, name: str) -> Iterator[None]:
-    """Has the model's configuration name `name` for the time of a call, whether or not the model is patched."""
+    """Makes the model's configuration name `name` for the time of a call, whether or not the model is patched."""
     before = model.config._attn_implementation
     model.config._attn_implementation = name
     try:

@@ -20,7 +20,7 @@ __all__ = ["PACKAGE", "TOKENS", "Sample", "check_tokenizer", "cost_texts", "foun
 TOKENS = 2048  # beside BOS
 PACKAGE = "the text of the package"
 OF_A_KIND = 1024  # tokens of each kind of text of the package, at most
-OF_COSTS = 384  # of these, the tokens that costs are measured on, at most: few, so that a backward pass takes seconds
+OF_COSTS = 384  # tokens of each text that costs are measured on, at most: few, so that a backward pass takes seconds
 LEAST = 16
 _TEXTS = Path(__file__).resolve().parents[1] / "data" / "moments"
 _PARTS = {"prose.txt": 0.34, "source.txt": 0.34, "german.txt": 0.16, "japanese.txt": 0.16}
@@ -34,7 +34,7 @@ class Sample(NamedTuple):
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """TypeError for what is neither a tokenizer nor None, such as the name of one."""
+    """Raises TypeError for what is neither a tokenizer nor None, such as the name of one."""
     if tokenizer is not None and not callable(tokenizer):
         raise TypeError(f"`tokenizer` must be a tokenizer of transformers or None, got {type(tokenizer).__name__}")
 
@@ -71,8 +71,8 @@ def sample(model: Any, tokenizer: Any, text: str | None, limit: int) -> Sample:
 
 
 def kinds(model: Any, tokenizer: Any) -> list[torch.Tensor]:
-    """Token ids [1, at most OF_A_KIND] of each kind of text of the package, behind BOS where the tokenizer has one; []
-    without a tokenizer, which is looked for as `sample` does. Errors as of `sample`."""
+    """Token ids [1, at most OF_A_KIND] of each kind of text of the package, behind BOS where the tokenizer has one. []
+    without a tokenizer, which is looked for as in `sample`. Raises what `sample` raises."""
     check_tokenizer(tokenizer)
     tokenizer = tokenizer or found_tokenizer(model)[0]
     if tokenizer is None:
@@ -88,14 +88,14 @@ def kinds(model: Any, tokenizer: Any) -> list[torch.Tensor]:
 
 def cost_texts(model: Any, tokenizer: Any, drawn: Sample) -> list[torch.Tensor]:
     """Token ids [1, at most OF_COSTS] of the texts that costs are measured on: each kind of text of the package, or the
-    text of the user; [] for random ids. Arguments as of `sample`, given: what it has made of them."""
+    text of the user; [] for random ids. drawn: what `sample` has returned for the other arguments."""
     texts = kinds(model, tokenizer) if drawn.source == PACKAGE else [] if drawn.source == RANDOM_IDS else drawn.ids
     return [ids[:, :OF_COSTS] for ids in texts]
 
 
 def protein_sample(model: Any, tokenizer: Any = None, text: str | None = None) -> Sample:
-    """The proteins of the package for an ESM-2 model, cut where it has fewer positions. ValueError for a tokenizer or
-    text, of which it takes none."""
+    """The proteins of the package for an ESM-2 model, cut where it has fewer positions. Raises ValueError for a
+    tokenizer or a text, since it takes none."""
     for name, argument in (("tokenizer", tokenizer), ("text", text)):
         if argument is not None:
             raise ValueError(f"`{name}` must be None for an ESM-2 model, which is measured on proteins, got one")
@@ -118,7 +118,7 @@ def tokenizer_at(name: str, called: str = "", local_files_only: bool = False) ->
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local_files_only)
-        if {*_tokens(tokenizer, "The quick brown fox")} <= {*tokenizer.all_special_ids}:  # made of no file
+        if {*_tokens(tokenizer, "The quick brown fox")} <= {*tokenizer.all_special_ids}:  # made without a file
             return None, f"the tokenizer at {called}{name!r} knows no words"
         return tokenizer, ""
     except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:

@@ -12,8 +12,8 @@ _INTEGERS = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, tor
 
 
 def token_ids(ids: Any, wants: str) -> torch.Tensor:
-    """A tensor of two dimensions and any integer dtype as int64, the only dtype that all operations of a model take.
-    TypeError for another object; it says what was wanted, `wants`, and what it was."""
+    """Converts a tensor of two dimensions and any integer dtype to int64, the only dtype that all operations of a model
+    take. Raises TypeError for another object, with the text `wants` and what was given."""
     if not isinstance(ids, torch.Tensor):
         raise TypeError(f"{wants}, got {type(ids).__name__}")
     if ids.dim() != 2 or ids.dtype not in _INTEGERS:
@@ -22,8 +22,8 @@ def token_ids(ids: Any, wants: str) -> torch.Tensor:
 
 
 def check_vocabulary(ids: torch.Tensor, model: Any, argument: str) -> None:
-    """ValueError unless all ids are in the vocabulary of the model. On CUDA, one outside would make every later call
-    of the process fail."""
+    """Raises ValueError unless all ids are in the vocabulary of the model. On CUDA, one outside would make every later
+    call of the process fail."""
     if not ids.numel():
         return
     known, least, most = vocabulary(model), int(ids.min()), int(ids.max())

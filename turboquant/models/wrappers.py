@@ -20,8 +20,8 @@ def base_model(model: Any) -> Any:
 
 
 def checked_base_model(model: Any, tuned: bool = False) -> transformers.PreTrainedModel:
-    """As `base_model`. TypeError for anything but a model of transformers, NotImplementedError for prefix tuning unless
-    `tuned`."""
+    """Returns what `base_model` does. Raises TypeError for anything but a model of transformers, NotImplementedError
+    for prefix tuning unless `tuned`."""
     base, name = base_model(model), type(model).__name__
     if not isinstance(base, transformers.PreTrainedModel):
         inner = model.modules() if isinstance(model, torch.nn.Module) else ()
@@ -34,8 +34,8 @@ def checked_base_model(model: Any, tuned: bool = False) -> transformers.PreTrain
 
 
 def refuse_prefix(model: Any) -> None:
-    """NotImplementedError if a wrapper that tunes a prefix calls `generate` of a patched model. It is found because the
-    wrapper's `prepare_inputs_for_generation` then replaces the model's own."""
+    """Raises NotImplementedError if a wrapper that tunes a prefix calls `generate` of a patched model. It is found
+    because the wrapper's `prepare_inputs_for_generation` then replaces the model's own."""
     _refuse(getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None))
 
 

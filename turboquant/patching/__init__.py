@@ -52,10 +52,11 @@ def patch(
               "calibrated-3"; else of `turboquant.measure` or `turboquant.calibrate`. None: what the spec takes is
               measured when the first cache is made, on text that ships with the package; for ESM-2 now, on proteins
     uniform   True: all layers have the same widths (`CacheSpec.uniform`)
-    memory, tokens, quality   two of them choose the bits of each layer, in place of the spec's own: a number of bytes
-              or a text such as "8 GiB", which the cache of one sequence never exceeds, exact tokens included; its
-              tokens; and the divergence of the next token that it may have, in nats. The third is solved from the
-              costs in the moments, which are measured now. One line on stderr says what was chosen and is expected
+    memory, tokens, quality   two of them choose the bits of each layer, in place of the spec's own. memory: bytes, as a
+              number or a text such as "8 GiB", that the cache of one sequence never exceeds, exact tokens included.
+              tokens: those of that sequence. quality: the divergence of the next token that is allowed, in nats. The
+              third follows from the costs in the moments, which without a profile are measured now. One line on
+              stderr says what was chosen and is expected
     prefill   "exact" or "packed" instead of the spec's own; None: the spec's. With "exact", the default of specs and
             presets, the first forward on an empty cache gives the full cache's logits: its loss says nothing about
             quantisation. With "packed" it does
@@ -68,8 +69,8 @@ def patch(
     From then on `generate`, and a forward with use_cache=True or without gradients, create a `TurboQuantCache` unless
     they are given `cache` (or `past_key_values`, with any version of transformers), which may be a `TurboQuantCache`
     made by hand or carried over from an earlier turn. With any other cache, and in a forward without one (training,
-    use_cache=False), the model attends by SDPA as without a patch. What packs nothing without an error, such as another
-    cache, is one warning after each call of `patch` (docs/troubleshooting.md). Patching again replaces the spec.
+    use_cache=False), the model attends by SDPA as without a patch. If nothing is packed and no error says so, as with
+    another cache, there is one warning after each `patch` (docs/troubleshooting.md). Patching again replaces the spec.
     Existing caches keep theirs; a cache of another spec or profile than the model's warns once. Models that share
     one configuration object share its attention setting, but not the spec.
 
@@ -115,7 +116,7 @@ def _chosen(spec: CacheSpec | str | float, bits: float | None, uniform: bool, pr
 
 
 def _check_dtype(model: Any) -> None:
-    """NotImplementedError for weights whose keys and values could not be stored."""
+    """Raises NotImplementedError for weights whose keys and values could not be stored."""
     if getattr(model, "dtype", None) == torch.float64:
         raise NotImplementedError(f"{type(model).__name__} cannot be patched: its weights are float64; use float32, "
                                   "bfloat16 or float16 (model.to(torch.float32))")  # fmt: skip

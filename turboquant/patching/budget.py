@@ -29,8 +29,8 @@ def budgeted(
     memory: int | str | None,
     quality: float | None,
 ) -> CacheSpec:
-    """The spec with the bits of each layer that two of the last three choose (`turboquant.patch`). Measures the model,
-    if no profile is given."""
+    """Returns the spec with the bits of each layer that two of tokens, memory and quality choose (`turboquant.patch`).
+    Measures the model, if no profile is given."""
     if family_of(model).proteins:
         raise NotImplementedError(f"{type(model).__name__}: a budget is for decoders, ESM-2 keeps no cache")
     llama.check(model, spec, profile)
@@ -46,8 +46,8 @@ def budgeted(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _budget_moments(model: Any, tokenizer: Any, measured: Moments | None) -> Moments:
-    """The moments given, or the model's own, with the divergence that a forecast starts from, where they have costs. It
-    is measured if it is missing, and kept with the model's own moments, in memory."""
+    """Returns the moments given, or the model's own. If they have costs, they get the divergence that a forecast starts
+    from. If it is missing it is measured, and kept in memory with the model's own moments."""
     moments = own_moments(model, tokenizer) if measured is None else measured
     complete = with_divergence_of(moments, model, tokenizer)
     if measured is None and complete is not moments:

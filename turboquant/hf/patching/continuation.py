@@ -36,15 +36,15 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     out = getattr(type(model), METHOD)(model, *args, **kwargs)
     texts = out if isinstance(out, torch.Tensor) else out["sequences"]
     used = cache if isinstance(out, torch.Tensor) else given_cache(out)
-    # None: beams were reordered; another number: several texts for each prompt.
+    # known_ids: None after beams were reordered; of another length with several texts for each prompt.
     if isinstance(used, TurboQuantCache) and used.known_ids is not None and len(used.known_ids) == len(texts):
         used.known_ids = texts.to(torch.int32) if isinstance(ids, torch.Tensor) else None
     return out
 
 
 def check(cache: TurboQuantCache, ids: torch.Tensor) -> None:
-    """Of ids [batch, tokens] for a filled cache: ValueError if they are no more than it holds, a warning if they begin
-    with others. Reads the device once."""
+    """Checks ids [batch, tokens] against a filled cache. Raises ValueError if they are no longer than what it holds,
+    and warns if they begin with other tokens. Reads the device once."""
     stored, known = cache.get_seq_length(), cache.known_ids
     if not stored:
         return

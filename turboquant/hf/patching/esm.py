@@ -33,11 +33,11 @@ class _Patch:
     hook: Any  # handle of `_with_pass`
     spec: CacheSpec
     profile: Profile | None  # that given to `patch`
-    identity: Identity | None  # of the weights that the profile, or what was measured, is of
+    identity: Identity | None  # of the weights, if a profile or measured moments are used
 
     @property
     def moments(self) -> Moments | None:
-        """What other caches of the model take, unless they are given a profile."""
+        """The moments that other caches of the model take, unless they are given a profile."""
         return None if self.profile is None else self.profile.moments
 
 
@@ -83,12 +83,12 @@ def _with_pass(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 
 
 def _check_weights(base: Any) -> None:
-    """Has the layers use moments of the weights that the model has now, if these have changed."""
+    """If weights have changed: gives the layers moments of the new ones, or warns where a profile is used."""
     state = base._turboquant
     if state.identity is None or state.identity.holds(base):
         return
     if state.profile is None:
-        state.identity = Identity.of(base)  # before anything is measured, by a forward
+        state.identity = Identity.of(base)  # first, because measuring runs forwards, which check again
         for module, layer in zip(attentions(base), packed_layers(base, state.spec)):
             module._turboquant = layer
     else:

@@ -1,5 +1,5 @@
-"""Patching decoders: Llama, Mistral, Qwen2, Qwen3 and all others that use transformers' AttentionInterface alike, also
-inside models that read images or sound.
+"""Patching decoders: Llama, Mistral, Qwen2, Qwen3 and all others that use transformers' AttentionInterface in the same
+way, also inside models that read images or sound.
 
 What changes in a model: the attention that its configuration names, methods of generation (`_METHODS`), one forward
 pre-hook or two, and `expand_kv` of attention with latents. Nothing is patched in a class or in transformers.
@@ -49,15 +49,15 @@ class _Patch:
 
     described: dict[str, Any]  # the model's configuration (`models.identity.describe`)
     spec: CacheSpec
-    profile: Profile | None  # that was given
+    profile: Profile | None  # the one that was given
     calibration: Calibration | None  # what the spec takes from it
     moments: Moments | None  # None: measured when the first cache is made
     tokenizer: Any  # to measure with
-    identity: Identity | None  # of the weights when it was patched with a profile
+    identity: Identity | None  # of the weights, when it was patched with a profile
     previous: Previous
     cache_name: str  # of the argument of forward that takes a cache
-    cache_position: int  # of that argument
-    cuda_graphs: bool  # model.forward is `graph.with_graphs` of its class's
+    cache_position: int  # place of that argument
+    cuda_graphs: bool  # whether model.forward is a `ForwardWithGraphs`
     handles: list[Any]  # of the hooks of forward
     said: set[str]  # what `notices` has warned of since the last `patch`
 
@@ -111,7 +111,7 @@ def _prepare(model: Any, spec: CacheSpec) -> None:
     model._turboquant = _Patch(described, spec, None, None, None, None, None, previous, name, at, False, handles, set())
     for method, ours in _METHODS.items():
         if hasattr(model, method):
-            setattr(model, method, partial(ours, model))  # pickle makes a method the class's again
+            setattr(model, method, partial(ours, model))  # pickle would make a bound method the class's
     for module in attention_modules(model):
         if hasattr(module, _EXPAND):
             setattr(module, _EXPAND, partial(absorbed.pass_on, module))
@@ -140,8 +140,8 @@ def unpatch(model: Any) -> None:
 
 
 def check(model: Any, spec: CacheSpec, profile: Profile | None) -> tuple[Calibration | None, Moments | None]:
-    """What the spec takes from a profile. Raises what `patch` raises for a model that cannot be packed in this way.
-    Without a profile, weights may be on the meta device."""
+    """Returns what the spec takes from a profile. Raises what `patch` raises for a model that cannot be packed in this
+    way. Without a profile, weights may be on the meta device."""
     text = check_model(model)
     if profile is not None and profile.calibration is not None:
         profile.check(fingerprint(model))
@@ -149,7 +149,7 @@ def check(model: Any, spec: CacheSpec, profile: Profile | None) -> tuple[Calibra
     if piece_size(text):
         specs = [pieces_spec(one, unequal_size(text) > 0) for one in specs]
     if moments is not None:
-        moments_for(model, specs, moments)  # the configuration first: its differences are told in words
+        moments_for(model, specs, moments)  # first: it says in words how configurations differ
     if profile is not None and profile.calibration is None:
         profile.check(fingerprint(model))
     for i, one in enumerate(specs):
@@ -166,7 +166,7 @@ def _new_cache(model: Any) -> TurboQuantCache:
 def _prepare_cache_for_generation(
     self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """`generate` calls it to make its cache: ours, unless one is given, none is wanted, or another kind is named."""
+    """Makes the cache for `generate`: ours, unless one is given, none is wanted, or another kind is named."""
     kind = getattr(generation_config, "cache_implementation", None)
     cache = given_cache(model_kwargs)
     wanted = cache is None and generation_config.use_cache is not False
@@ -234,7 +234,7 @@ def _new_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 def _give_cache(
     model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Gives a forward without a cache one, if it wants one, or if it would make its own and needs no gradient."""
+    """Gives a forward a cache if it has none and wants one, or would make its own and needs no gradient."""
     state = getattr(model, "_turboquant", None)
     if state is None:  # another thread has just called `unpatch`
         return None
@@ -265,14 +265,14 @@ def _give_cache(
         cache.unread = notices.Unread(model, state, cache.packed_layers[-1].storage)
     if len(args) > at:
         return (*args[:at], cache, *args[at + 1 :]), kwargs
-    others = {name: x for name, x in kwargs.items() if name not in NAMES}  # a name with None: both together raise
+    others = {name: x for name, x in kwargs.items() if name not in NAMES}  # drops a name with None: both together raise
     return args, {**others, state.cache_name: cache}
 
 
 def _follow(
     model: Any, names_of_arguments: list[str], decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """The text decoder of `model` runs. If it is a part, only here are the positions of an image's tokens known."""
+    """Follows the text decoder's positions. If it is a part of `model`, only here are those of image tokens known."""
     arguments = {**dict(zip(names_of_arguments, args)), **kwargs}
     state, cache = getattr(model, "_turboquant", None), given_cache(arguments)
     if state is None or not isinstance(cache, TurboQuantCache) or not cache.waves:
@@ -286,14 +286,14 @@ def _turn(model: Any, state: _Patch, cache: TurboQuantCache, arguments: dict[str
     positions, new, first = arguments.get("position_ids"), _new_tokens((), arguments), not cache.get_seq_length()
     images = getattr(positions, "ndim", 0) == 3
     if positions is not None and images:
-        positions = positions[-3:]  # some models have their own count in front
+        positions = positions[-3:]  # some models put another count in front
     off = follow(cache, new, positions, padding_mask(arguments.get("attention_mask"))) if new else 0
     if not (images and first):
         notices.positions_off(model, state, off, images)
 
 
 def _ended(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """A forward has ended without an error. Only for models with recurrent states."""
+    """Notes that a forward has ended without an error. Only for models with recurrent states."""
     at = model._turboquant.cache_position
     cache = next((x for x in args[at : at + 1] if x is not None), given_cache(kwargs))
     if isinstance(cache, TurboQuantCache):
