@@ -167,6 +167,25 @@ def test_exact_tokens_of_lengths_that_differ_run_in_the_kernel_of_the_pages(
     assert ["fused" in words[0] for words in table(lines=lines)] == [batch == 16, True, True]
 
 
+@pytest.mark.parametrize("rotation", ["hadamard", "dense"])
+@pytest.mark.parametrize("head_dim,page_tokens", [(128, 128), (128, 64), (96, 32), (320, 128), (512, 64)])
+def test_blocks_around_split_have_whole_tiles(head_dim: int, page_tokens: int, rotation: str, table: Run) -> None:
+    """Rows of a block of `prepare` or `combine` divide those of a tile: otherwise rows would be left out."""
+    side = Side(3, rotation=rotation)
+    plan = turboquant.Plan(head_dim, side, side, page_tokens=page_tokens)
+    lines = [
+        line(plan, batch, tokens, group, 1, 16, hopper=hopper, even=False)
+        for hopper in (0, 1, 2)
+        for batch in (1, 64, 512)
+        for group in (1, 4, 5)
+        for tokens in range(1, 35)
+    ]
+    for asked, (name, *numbers) in zip(lines, table(lines=lines), strict=True):
+        rows, prepared, combined = map(int, numbers[-3:])
+        if "split" in name or "_many_rows" in name and "fused" not in name:
+            assert rows % prepared == 0 and rows % combined == 0, (asked, name)
+
+
 @pytest.mark.parametrize("hopper,most", [(1, 232448), (0, 166912), (2, 101376)])
 def test_launches_fit_the_device(hopper: int, most: int, table: Run) -> None:
     rng = random.Random(0)
@@ -188,7 +207,7 @@ def test_launches_fit_the_device(hopper: int, most: int, table: Run) -> None:
         for _ in range(5000)
     ]
     for text, words in zip(lines, table(lines=lines), strict=True):
-        name, blocks, threads, shared, sharing, cluster = words[0], *map(int, words[1:])
+        name, blocks, threads, shared, sharing, cluster = words[0], *map(int, words[1:6])
         assert blocks > 0 and 0 < threads <= 1024 and threads % 32 == 0 and 0 < shared <= most, (text, words)
         assert ("fused" in name) == (sharing > 0) and (not sharing or sharing % cluster == 0), (text, words)
 

@@ -254,6 +254,16 @@ static void add_wide_heads(std::vector<Case> *cases)
                 c.tokens = tokens, c.head_dim = d, c.lengths = {500, 190, 20}, c.causal = c.fresh = tokens != 5;
                 c.sinks = 3, c.window = 40, c.pairs = tokens == 2 ? 0 : 64, c.query_size = 1;
             });
+        for (int tokens :
+             {5, 7}) { /* 20 and 28 rows, whose blocks of prepare have four, though there are many rows or a matrix */
+            add(std::to_string(tokens) + " queries of 16 sequences" + tag, [=](Case &c) {
+                c.tokens = tokens, c.head_dim = d, c.heads = 8, c.lengths.assign(16, 200), c.lengths[3] = 700;
+                c.sinks = tokens == 5 ? 0 : 3, c.window = tokens == 5 ? 0 : 16;
+            });
+            add(std::to_string(tokens) + " queries, a dense rotation" + tag, [=](Case &c) {
+                c.tokens = tokens, c.head_dim = d, c.rotation = TQ_ROTATION_DENSE, c.lengths = {600, 33};
+            });
+        }
         add("long" + tag, [=](Case &c) { c.head_dim = d, c.heads = 1, c.group = 8, c.lengths = {20000}; });
         add("all values the largest" + tag, [=](Case &c) {
             c.same_values = true, c.query_size = 0, c.head_dim = d, c.key_bits = "8", c.lengths = {3000};

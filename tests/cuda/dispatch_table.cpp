@@ -8,7 +8,8 @@
 //   dispatch_table         for each line of integers on stdin
 //                              processors hopper (1; 0: compute capability 8.0, 2: 8.6) large_clusters batch query_tokens query_heads kv_heads max_pages sinks window
 //                              sliding_window causal dtype schedule_kind words...
-//                          a line: the name of the kernel, thread blocks, threads, shared bytes, blocks that share a segment, cluster
+//                          a line: the name of the kernel, thread blocks, threads, shared bytes, blocks that share a segment, cluster,
+//                          rows of a tile, of a block of prepare, of one of combine
 #include <cstdio>
 #include <cstring>
 #include <iostream>
@@ -93,7 +94,7 @@ static std::string choose(const std::vector<int64_t> &x, const Gpu *gpu)
     if (chooses_chunk(plan, p, device, KERNELS[l.kernel.row].strategy)) name_chunk(plan, p, name);
     std::ostringstream line;
     line << name << ' ' << l.blocks << ' ' << l.threads << ' ' << l.shared_bytes << ' ' << l.args.fused.sharing << ' '
-         << l.args.fused.cluster;
+         << l.args.fused.cluster << ' ' << l.args.tile_rows << ' ' << l.args.prepare_rows << ' ' << l.args.combine_rows;
     return line.str();
 }
 

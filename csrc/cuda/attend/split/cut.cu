@@ -85,7 +85,8 @@ tq_status cut_ends(const Device &device, Launch *l, tq_error *error)
 {
     AttendArgs &a = l->args;
     bool dense = a.rotation == TQ_ROTATION_DENSE;
-    int most = a.tile_rows <= END_ROWS ? a.tile_rows : a.tile_rows % END_ROWS ? END_ROWS / 2 : END_ROWS;
+    int most = a.tile_rows < END_ROWS ? a.tile_rows : END_ROWS;
+    while (a.tile_rows % most) most /= 2; /* tiles of 20 and 28 rows have fours of rows */
     int64_t rows = l->segments * a.tile_rows;
     /* Few rows are spread over more blocks: four rows for each block of prepare, one for each of combine. */
     a.prepare_rows = rows <= 16 * device.processors && most > 4 && !dense ? 4 : most;
