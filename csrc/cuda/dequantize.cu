@@ -146,6 +146,9 @@ tq_status tq_cuda_dequantize_workspace_bytes(const tq_plan *plan, int32_t kv_hea
     tq_layer layer = {};
     layer.kv_heads = kv_heads;
     TQ_CUDA_TRY(tq_check_dequantize_sizes(plan, &layer, 0, error));
+    if (!bytes) return fail(error, TQ_E_VALUE, "bytes", -1, 0, "a pointer, not NULL");
+    if (dtype < TQ_F32 || dtype > TQ_BF16)
+        return fail(error, TQ_E_TYPE, "dtype", -1, dtype, "0 (float32), 1 (float16) or 2 (bfloat16)");
     *bytes = dtype != TQ_F32 && takes_16bit(*plan) ? bytes_16bit(*plan, kv_heads) : 0;
     return TQ_OK;
 }
@@ -165,6 +168,10 @@ tq_status tq_cuda_dequantize(const tq_plan *plan, const tq_layer *layer, int32_t
                     "at least tq_cuda_dequantize_workspace_bytes");
     if (needed && (uintptr_t)workspace % 256)
         return fail(error, TQ_E_VALUE, "workspace", -1, (double)((uintptr_t)workspace % 256), "256-byte aligned");
+    for (const void *x : {k, v})
+        if (needed && (uintptr_t)x % 16)
+            return fail(error, TQ_E_VALUE, x == k ? "k" : "v", -1, (double)((uintptr_t)x % 16),
+                        "aligned to 16 bytes on CUDA (got: bytes behind)");
     if (!l.batch || !l.kv_heads || !max_tokens) return TQ_OK;
     if (needed) return dequantize_16bit(*plan, l, max_tokens, dtype, k, v, workspace, (cudaStream_t)stream, error);
     if (!tq_is_plain(plan)) {

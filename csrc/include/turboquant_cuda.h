@@ -45,7 +45,7 @@ extern "C" {
  *  is nothing to do. csrc/cuda/README.md lists the names. Helper kernels (prepare, combine, merge_parts, copy_exact)
  *  have no name here.
  *  params   as for the call. Of pointers it uses the alignment of k, v, window_k and window_v (append) and whether
- *           steps are NULL. Nothing is queued.
+ *           steps and query_start_loc are NULL. Nothing is queued.
  *  gpu      NULL: the current device. Otherwise a GPU that csrc/cuda/attend/choose/gpus.h lists, such as "h100", with
  *           kernels compiled for it. The call then needs no device and does not read TURBOQUANT_CUDA_PATH. Names for
  *           appending do not depend on the GPU: if it has too little shared memory for append_prefill, append_general
@@ -129,6 +129,7 @@ TQ_API tq_status tq_cuda_rotate(const tq_plan *plan, const float *matrix, int in
  *  Accuracy   float32: as on the host. fp16 and bf16 of plain plans with groups of 32 channels and a head_dim that is a
  *             multiple of 16: values within 1e-3 of a row's norm; A (k - c_p), keys less the wave and after the metric,
  *             within 2e-3 of its norm; plus the rounding to `dtype`. Other plans: float32, rounded.
+ *  k, v       16-byte aligned if the workspace has bytes.
  *  workspace  256-byte aligned, on the device; contents lost. */
 TQ_API tq_status tq_cuda_dequantize_workspace_bytes(const tq_plan *plan, int32_t kv_heads, tq_dtype dtype,
                                                     size_t *bytes, tq_error *error);

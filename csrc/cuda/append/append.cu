@@ -46,6 +46,11 @@ tq_status check_limits(const tq_plan &plan, const tq_append_params &p, tq_error 
     return TQ_OK;
 }
 
+bool has_tokens(const tq_append_params &p)
+{
+    return p.layer.batch && p.layer.kv_heads && p.tokens && (!p.query_start_loc || p.total_tokens);
+}
+
 // ---- arguments ----
 
 AppendSide side_of(const tq_plan &plan, const tq_append_params &p, bool is_value)
@@ -191,7 +196,7 @@ tq_status tq_cuda_append(const tq_plan *plan, const tq_append_params *params, in
     TQ_CUDA_TRY(tq_check_append(plan, params, error));
     const tq_append_params &p = *params;
     TQ_CUDA_TRY(check_limits(*plan, p, error));
-    if (!p.layer.batch || !p.layer.kv_heads || !p.tokens || (p.query_start_loc && !p.total_tokens)) return TQ_OK;
+    if (!has_tokens(p)) return TQ_OK;
     AppendArgs args;
     TQ_CUDA_TRY(make_args(*plan, p, flag, &args, error));
     const cudaStream_t stream = (cudaStream_t)stream_pointer;
@@ -212,7 +217,7 @@ tq_status tq_cuda_append_kernel(const tq_plan *plan, const tq_append_params *par
     TQ_CUDA_TRY(tq_check_append_sizes(plan, params, error));
     TQ_CUDA_TRY(check_limits(*plan, *params, error));
     if (!name) return fail(error, TQ_E_VALUE, "name", -1, 0, "a pointer, not NULL");
-    const bool any = params->layer.batch && params->layer.kv_heads && params->tokens;
-    snprintf(name, TQ_CUDA_KERNEL_NAME_BYTES, "%s", any ? NAMES[(int)choose_kernel(*plan, *params)] : "");
+    snprintf(name, TQ_CUDA_KERNEL_NAME_BYTES, "%s",
+             has_tokens(*params) ? NAMES[(int)choose_kernel(*plan, *params)] : "");
     return TQ_OK;
 }

@@ -1,6 +1,4 @@
 /* tq_cuda_attend: checks the arguments that the host can see, chooses a kernel, cuts the work and queues it. */
-#include <math.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -124,21 +122,22 @@ tq_status check_alignment(const tq_attend_params *p, tq_error *error)
                         "aligned to four of its numbers (got: bytes behind)");
     const struct {
         const char *name;
+        const void *at;
         int64_t stride, length; /* of one dimension; the stride does not matter if length is 1 */
-    } strides[] = {{"q", p->q_stride_batch, p->layer.batch},
-                   {"q", p->q_stride_head, p->query_heads},
-                   {"q", p->q_stride_token, p->query_start_loc ? p->total_tokens : p->query_tokens},
-                   {"fresh_k", p->fresh_k_stride_batch, p->layer.batch},
-                   {"fresh_k", p->fresh_k_stride_head, p->layer.kv_heads},
-                   {"fresh_k", p->fresh_k_stride_token, p->query_tokens},
-                   {"fresh_v", p->fresh_v_stride_batch, p->layer.batch},
-                   {"fresh_v", p->fresh_v_stride_head, p->layer.kv_heads},
-                   {"fresh_v", p->fresh_v_stride_token, p->query_tokens},
-                   {"out", p->out_stride_batch, p->layer.batch},
-                   {"out", p->out_stride_head, p->query_heads},
-                   {"out", p->out_stride_token, p->query_start_loc ? p->total_tokens : p->query_tokens}};
+    } strides[] = {{"q", p->q, p->q_stride_batch, p->layer.batch},
+                   {"q", p->q, p->q_stride_head, p->query_heads},
+                   {"q", p->q, p->q_stride_token, p->query_start_loc ? p->total_tokens : p->query_tokens},
+                   {"fresh_k", p->fresh_k, p->fresh_k_stride_batch, p->layer.batch},
+                   {"fresh_k", p->fresh_k, p->fresh_k_stride_head, p->layer.kv_heads},
+                   {"fresh_k", p->fresh_k, p->fresh_k_stride_token, p->query_tokens},
+                   {"fresh_v", p->fresh_v, p->fresh_v_stride_batch, p->layer.batch},
+                   {"fresh_v", p->fresh_v, p->fresh_v_stride_head, p->layer.kv_heads},
+                   {"fresh_v", p->fresh_v, p->fresh_v_stride_token, p->query_tokens},
+                   {"out", p->out, p->out_stride_batch, p->layer.batch},
+                   {"out", p->out, p->out_stride_head, p->query_heads},
+                   {"out", p->out, p->out_stride_token, p->query_start_loc ? p->total_tokens : p->query_tokens}};
     for (auto &x : strides)
-        if (x.length > 1 && x.stride % 4)
+        if (x.at && x.length > 1 && x.stride % 4)
             return fail(error, TQ_E_VALUE, x.name, -1, (double)x.stride, "of strides that are multiples of 4 on CUDA");
     return TQ_OK;
 }

@@ -131,7 +131,8 @@ tq_status name_of_choice(const tq_plan &plan, const tq_attend_params &params, co
                          tq_error *error)
 {
     Launch launch;
-    snprintf(name, TQ_CUDA_KERNEL_NAME_BYTES, "%s", tq_is_plain(&plan) ? "" : "attend_baseline");
+    const bool rows = params.layer.batch && params.layer.kv_heads && params.query_heads && params.query_tokens;
+    snprintf(name, TQ_CUDA_KERNEL_NAME_BYTES, "%s", rows && !tq_is_plain(&plan) ? "attend_baseline" : "");
     if (!tq_is_plain(&plan)) return TQ_OK;
     TQ_CUDA_TRY(fill_args(plan, params, &launch, error));
     if (!launch.args.rows) return TQ_OK;
