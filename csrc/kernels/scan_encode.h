@@ -86,12 +86,11 @@ static int scan_centre(const float *x, const float *mean, int32_t n, int unit, f
 
 /* ---- dense rotation: 32 outputs of several rows at a time, in registers ---- */
 
-enum { OUT_VECTORS = 32 / TQ_LANES, ROWS_TOGETHER = TQ_LANES == 16 ? 8 : TQ_LANES == 8 ? 2 : 2 };
+enum { OUT_VECTORS = 32 / TQ_LANES, ROWS_TOGETHER = TQ_LANES == 16 ? 8 : 2 };
 
 typedef float eight_floats __attribute__((vector_size(32)));
 
 typedef uint16_t lane_bfloats __attribute__((vector_size(2 * TQ_LANES)));
-typedef uint32_t lane_words __attribute__((vector_size(4 * TQ_LANES)));
 typedef uint16_t eight_bfloats __attribute__((vector_size(16)));
 typedef uint32_t eight_words __attribute__((vector_size(32)));
 
@@ -99,7 +98,7 @@ TQ_INLINE tq_floats load_bfloats(const uint16_t *p)
 {
     lane_bfloats x;
     memcpy(&x, p, sizeof x);
-    return (tq_floats)(__builtin_convertvector(x, lane_words) << 16);
+    return (tq_floats)(__builtin_convertvector(x, tq_words) << 16);
 }
 
 /** sum += eight numbers times x. */

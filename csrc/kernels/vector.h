@@ -149,25 +149,5 @@ TQ_INLINE float tq_max_lanes(tq_floats x)
 #endif
 }
 
-/** Returns table[x] for every byte x, which must be below 16. */
-TQ_INLINE tq_words tq_look_up(const uint8_t table[16], tq_words x)
-{
-#if defined(__AVX512BW__)
-    __m512i t = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table));
-    return (tq_words)_mm512_shuffle_epi8(t, (__m512i)x);
-#elif defined(__AVX2__)
-    __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
-    return (tq_words)_mm256_shuffle_epi8(t, (__m256i)x);
-#elif defined(__ARM_NEON)
-    return (tq_words)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)x);
-#else
-    uint8_t bytes[4 * TQ_LANES];
-    memcpy(bytes, &x, sizeof x);
-    for (size_t i = 0; i < sizeof bytes; i++) bytes[i] = table[bytes[i]];
-    memcpy(&x, bytes, sizeof x);
-    return x;
-#endif
-}
-
 TQ_INLINE tq_ints tq_magnitude_bits(tq_floats x) { return (tq_ints)x & 0x7fffffff; }
 #endif

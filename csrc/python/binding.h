@@ -35,6 +35,7 @@ int read_i64(const char *op, const char *name, PyObject *object, int64_t low, in
 int read_i32(const char *op, const char *name, PyObject *object, int32_t low, int32_t high, int32_t *out);
 int read_u64(const char *op, const char *name, PyObject *object, uint64_t *out);
 int read_f32(const char *op, const char *name, PyObject *object, float *out);
+int read_f64(const char *op, const char *name, PyObject *object, double *out);
 
 /* ---- arrays.c ---- */
 enum { DENSE = 0, ROWS = 1, WRITE = 2 }; /* ROWS: only the last dimension must be dense */

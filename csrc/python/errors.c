@@ -1,4 +1,4 @@
-/* Raises for a status or for an argument. index.c raises a few ValueErrors itself; torch/checks.h has its own.
+/* The only place of this binding that raises for a status or for an argument. torch/checks.h has its own.
  *   append: `block_table[3]` must be in 0..7, got 8
  *   attend: `q` must be of shape [*, *, *, 64], got [2, 8, 64]
  *   `key_bits[0]` must be in 0..6 or 8, got 9     (errors of Plan itself name no operation)

@@ -64,10 +64,9 @@ static int get_space(const char *op, PyObject *tuple, read_space *out)
     for (int i = 0; i < 9; i++) item[i] = PyTuple_GetItem(tuple, i);
     if (read_plan(op, item[0], &out->plan) < 0 || read_i32(op, "dim", item[1], 1, TQ_MAX_DIM, &space->dim) < 0 ||
         read_i32(op, "metric", item[2], TQ_INDEX_IP, TQ_INDEX_L2, &space->metric) < 0 ||
+        read_f64(op, "sigmas", item[8], &space->sigmas) < 0 ||
         get_layout(op, space->dim, item[3], item[4], item[5], &space->layout, &out->row_bytes, &out->planes) < 0)
         return -1;
-    space->sigmas = PyFloat_AsDouble(item[8]);
-    if (space->sigmas == -1 && PyErr_Occurred()) return -1;
     space->plan = &out->plan.plan;
     npy_intp dim = space->dim, square[2] = {space->layout.channels, space->layout.channels};
     space->mean = NULL;
@@ -86,13 +85,16 @@ static int get_row_lists(const char *op, PyObject *object, npy_intp n, const tq_
 {
     *lists = NULL;
     if (object == Py_None && !space->n_lists) return 0;
-    if (!space->n_lists) return raise_type(op, "lists", "None, because the space has no lists", object) ? 0 : -1;
+    if (!space->n_lists) {
+        raise_type(op, "lists", "None, because the space has no lists", object);
+        return -1;
+    }
     PyArrayObject *array = read_array(op, "lists", object, NPY_INT32, DENSE, 1, &n);
     if (!array) return -1;
     *lists = PyArray_DATA(array);
     for (npy_intp i = 0; i < n; i++)
         if ((*lists)[i] < 0 || (*lists)[i] >= space->n_lists) {
-            PyErr_Format(PyExc_ValueError, "%s: `lists` must be in 0..%d, got %d", op, space->n_lists - 1, (*lists)[i]);
+            raise_value(op, "lists", "in 0..%d, got %d", space->n_lists - 1, (*lists)[i]);
             return -1;
         }
     return 0;
@@ -228,8 +230,11 @@ FUNCTION(index_decode)
     z = PyArray_SimpleNew(2, dims, NPY_FLOAT32);
     if (!z) return NULL;
     tq_error error = {0};
-    tq_status status = tq_index_decode(&layout, PyArray_DATA(codes), PyArray_DATA(signs), PyArray_DATA(scales), dims[0],
-                                       PyArray_DATA((PyArrayObject *)z), &error);
+    tq_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = tq_index_decode(&layout, PyArray_DATA(codes), PyArray_DATA(signs), PyArray_DATA(scales), dims[0],
+                             PyArray_DATA((PyArrayObject *)z), &error);
+    Py_END_ALLOW_THREADS;
     return result_of(op, status, &error, z);
 }
 
@@ -254,7 +259,7 @@ static PyArrayObject *get_starts(const char *op, PyObject *object, npy_intp n, n
         if (good) *blocks += (npy_intp)((at[i + 1] - at[i] + TQ_INDEX_BLOCK - 1) / TQ_INDEX_BLOCK);
     }
     if (good) return array;
-    PyErr_Format(PyExc_ValueError, "%s: `lists` must start at rows that ascend from 0 to %zd", op, n);
+    raise_value(op, "lists", "rows at which lists start, ascending from 0 to %zd, got others", n);
     return NULL;
 }
 
@@ -265,6 +270,7 @@ const char doc_index_factors[] = PyDoc_STR(
 FUNCTION(index_factors)
 {
     PyObject *scales_object, *offsets_object, *starts_object = Py_None;
+    PyObject *factors = NULL, *copy = NULL;
     PyArrayObject *scales, *starts = NULL;
     const float *offset = NULL;
     const char *op = "index_factors";
@@ -277,10 +283,12 @@ FUNCTION(index_factors)
     n = PyArray_DIM(scales, 0);
     if (read_optional(op, "offsets", offsets_object, NPY_FLOAT32, 1, &n, &offset) < 0) return NULL;
     dims[0] = (n + TQ_INDEX_BLOCK - 1) / TQ_INDEX_BLOCK;
-    if (starts_object != Py_None && !(starts = get_starts(op, starts_object, n, ANY, &dims[0]))) return NULL;
-    PyObject *factors = PyArray_SimpleNew(2, dims, NPY_FLOAT32);
-    if (!factors) return NULL;
-    const int64_t whole[2] = {0, n}, *at = starts ? PyArray_DATA(starts) : whole;
+    if (starts_object != Py_None) {
+        if (!(starts = get_starts(op, starts_object, n, ANY, &dims[0]))) return NULL;
+        if (!(copy = PyArray_NewCopy(starts, NPY_CORDER))) return NULL; /* as for copy_tables */
+    }
+    if (!(factors = PyArray_SimpleNew(2, dims, NPY_FLOAT32))) goto done;
+    const int64_t whole[2] = {0, n}, *at = copy ? PyArray_DATA((PyArrayObject *)copy) : whole;
     const float *scale = PyArray_DATA(scales);
     float *to = PyArray_DATA((PyArrayObject *)factors);
     npy_intp parts = starts ? PyArray_DIM(starts, 0) - 1 : 1;
@@ -291,6 +299,8 @@ FUNCTION(index_factors)
         to += 2 * ((rows + TQ_INDEX_BLOCK - 1) / TQ_INDEX_BLOCK);
     }
     Py_END_ALLOW_THREADS;
+done:
+    Py_XDECREF(copy);
     return factors;
 }
 
@@ -352,6 +362,9 @@ static int get_rows(const char *op, PyObject *tuple, const read_space *read, tq_
     if (read_optional(op, "offsets", item[3], NPY_FLOAT32, 1, &n, &out->offsets) < 0) return -1;
     if (PyArray_Check(item[4])) {
         if (read_optional(op, "ids", item[4], NPY_INT64, 1, &n, &out->ids) < 0) return -1;
+    } else if (!PyLong_Check(item[4])) { /* another object's __index__ might change arrays that are checked already */
+        raise_type(op, "ids", "an array of int64 or an int", item[4]);
+        return -1;
     } else if (read_i64(op, "ids", item[4], 0, INT64_MAX - (n > 0 ? n - 1 : 0), &out->first_id) < 0) return -1;
     npy_intp pairs[2] = {blocks[0], 2};
     if (read_optional(op, "allowed", item[5], NPY_UINT8, 1, &n, &out->allowed) < 0) return -1;
@@ -485,7 +498,7 @@ const char doc_index_scores_of[] = PyDoc_STR(
     "-1: none, with\nthe score -inf. Other arguments as in index_search.");
 FUNCTION(index_scores_of)
 {
-    PyObject *space, *queries_object, *segments_object, *rows_object, *scores = NULL;
+    PyObject *space, *queries_object, *segments_object, *rows_object, *copy = NULL, *scores = NULL;
     PyArrayObject *queries, *rows;
     tq_index_rows *segments = NULL;
     Py_ssize_t n_segments;
@@ -508,10 +521,11 @@ FUNCTION(index_scores_of)
     for (Py_ssize_t i = 0; i < n_segments; i++) all += segments[i].n;
     for (npy_intp i = 0; i < dims[0] * dims[1]; i++)
         if (wanted[i] < -1 || wanted[i] >= all) {
-            PyErr_Format(PyExc_ValueError, "%s: `rows` must be in -1..%lld, got %lld", op, (long long)all - 1,
-                         (long long)wanted[i]);
+            raise_value(op, "rows", "in -1..%lld, got %lld", (long long)all - 1, (long long)wanted[i]);
             goto done;
         }
+    if (!(copy = PyArray_NewCopy(rows, NPY_CORDER))) goto done; /* as for copy_tables */
+    wanted = PyArray_DATA((PyArrayObject *)copy);
     scores = PyArray_SimpleNew(2, dims, NPY_FLOAT32);
     if (!scores) goto done;
     float *score = PyArray_DATA((PyArrayObject *)scores);
@@ -523,5 +537,6 @@ FUNCTION(index_scores_of)
     scores = result_of(op, status, &error, scores);
 done:
     PyMem_Free(segments);
+    Py_XDECREF(copy);
     return scores;
 }

@@ -52,15 +52,20 @@ int read_u64(const char *op, const char *name, PyObject *object, uint64_t *out)
     return 0;
 }
 
+int read_f64(const char *op, const char *name, PyObject *object, double *out)
+{
+    *out = PyFloat_AsDouble(object);
+    if (*out != -1.0 || !PyErr_Occurred()) return 0;
+    if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
+    PyErr_Clear();
+    raise_type(op, name, "a number", object);
+    return -1;
+}
+
 int read_f32(const char *op, const char *name, PyObject *object, float *out)
 {
-    double value = PyFloat_AsDouble(object);
-    if (value == -1.0 && PyErr_Occurred()) {
-        if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
-        PyErr_Clear();
-        raise_type(op, name, "a number", object);
-        return -1;
-    }
+    double value;
+    if (read_f64(op, name, object, &value) < 0) return -1;
     *out = (float)value;
     return 0;
 }

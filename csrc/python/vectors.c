@@ -2,11 +2,9 @@
 #include "binding.h"
 #include "turboquant_schemes.h"
 
-static PyObject *new_array(int type, int ndim, const npy_intp *dims) { return PyArray_SimpleNew(ndim, dims, type); }
-
 static PyObject *copied(int type, npy_intp n, const void *data)
 {
-    PyObject *array = new_array(type, 1, &n);
+    PyObject *array = PyArray_SimpleNew(1, &n, type);
     if (array) memcpy(PyArray_DATA((PyArrayObject *)array), data, (size_t)PyArray_NBYTES((PyArrayObject *)array));
     return array;
 }
@@ -68,7 +66,7 @@ FUNCTION(gaussian)
                                   INT32("head_dim", &head_dim, 1, TQ_MAX_DIM)};
     if (READ_ARGUMENTS(op, arguments, 3, 3) < 0) return NULL;
     npy_intp dims[2] = {rows, head_dim};
-    PyObject *matrix = new_array(NPY_FLOAT32, 2, dims);
+    PyObject *matrix = PyArray_SimpleNew(2, dims, NPY_FLOAT32);
     if (!matrix) return NULL;
     tq_error error = {0};
     tq_status status = tq_gaussian(seed, rows, head_dim, PyArray_DATA((PyArrayObject *)matrix), &error);
@@ -90,7 +88,7 @@ FUNCTION(haar)
     const argument arguments[] = {UINT64("seed", &seed), INT32("head_dim", &head_dim, 8, TQ_MAX_DIM)};
     if (READ_ARGUMENTS(op, arguments, 2, 2) < 0) return NULL;
     npy_intp dims[2] = {head_dim, head_dim};
-    matrix = new_array(NPY_FLOAT32, 2, dims);
+    matrix = PyArray_SimpleNew(2, dims, NPY_FLOAT32);
     if (!matrix || workspace_get(&workspace, (size_t)head_dim * ((size_t)head_dim + 2) * sizeof(double)) < 0) goto done;
     tq_error error = {0};
     tq_status status;
@@ -128,7 +126,7 @@ FUNCTION(rotate)
     dims[ndim - 1] = read.plan.head_dim;
     PyArrayObject *x = read_array(op, "x", x_object, NPY_FLOAT32, DENSE, ndim, dims);
     if (!x || read_optional(op, "matrix", matrix_object, NPY_FLOAT32, 2, square, &matrix) < 0) return NULL;
-    y = new_array(NPY_FLOAT32, ndim, PyArray_DIMS(x));
+    y = PyArray_SimpleNew(ndim, PyArray_DIMS(x), NPY_FLOAT32);
     if (!y) return NULL;
     const float *from = PyArray_DATA(x);
     float *to = PyArray_DATA((PyArrayObject *)y);
@@ -173,7 +171,7 @@ FUNCTION(dot)
         return raise_value(op, "n", "in 0..%lld, what the pages hold, got %lld", (long long)room, (long long)n);
     dims[0] = (npy_intp)n_queries;
     dims[1] = (npy_intp)n;
-    out = new_array(NPY_FLOAT32, 2, dims);
+    out = PyArray_SimpleNew(2, dims, NPY_FLOAT32);
     if (!out) goto done;
     const float *q = PyArray_DATA(queries);
     const uint8_t *bytes = pages_data(pages);
