@@ -2,15 +2,15 @@
 
     Quantizer, Codes         vectors, with NumPy alone
     Index                    vector search, with NumPy alone
-    search_shards            the same over several files; write_manifest, verify_shards
+    search_shards            vector search over several files; write_manifest, verify_shards
     CacheSpec, preset(s)     how a cache quantises
     Plan                     how one layer's vectors become bytes
     TurboQuantCache          a `transformers.Cache`                               needs transformers
     Codec                    keys and values as bytes that attention reads         needs transformers
-    measure, calibrate       a Profile of a model, measured once                  need transformers
-    Profile                  what they found, as one object and one file; NumPy
+    measure, calibrate       make a Profile of a model, once                      need transformers
+    Profile                  what they found, as one object and one file; NumPy only
     evaluate                 what a spec costs in quality, on text                needs transformers
-    patch, unpatch, is_patched   make a model's `generate` use one                needs transformers
+    patch, unpatch, is_patched   make a model's `generate` use a packed cache     need transformers
     ops                      `torch.ops.turboquant.*`, loaded by importing it     needs torch
     esm                      ESM-2: context caches, variant scans                 needs transformers
 

@@ -1,16 +1,16 @@
 """The C core over NumPy arrays. csrc/include/turboquant.h has the contracts; this file adds what Python needs.
 
-Arrays are taken as they are: another dtype is a TypeError; another shape, memory order, alignment or a read-only
-output is a ValueError; nothing is copied to make an argument fit. Messages read "append: `block_table[3]` must be in
-0..7, got 8"; the exception's fields `argument` ("block_table") and `got` (8.0, None if it was no number) are for code
-to read. A failed call has written nothing. Also MemoryError, and RuntimeError for an instruction set that is not
-there. The GIL is released while the core runs; do not change an array that a call in another thread is using.
+Nothing is copied to make an array fit: another dtype is a TypeError; another shape, memory order or alignment, or a
+read-only output, is a ValueError. Messages are such as "append: `block_table[3]` must be in 0..7, got 8"; code can read
+the exception's fields `argument` ("block_table") and `got` (8.0, None if it was no number). A failed call has written
+nothing. Also raises MemoryError, and RuntimeError for an instruction set that the machine does not have. The GIL is
+released while the core runs; do not change an array that a call in another thread is using.
 
 plan         any sequence of integers, the `words` of a `turboquant.Plan`.
 floats       float32 or float16; bfloat16 is a uint16 array of its bits together with dtype="bfloat16". All arrays of
              the model's dtype (k, v, q, sinks, window, fresh, out) of one call have the same one. dtype=None: that of
-             k or q. k, v, q, fresh_k and fresh_v may have any strides but in the last dimension, which is dense; all
-             other arrays are C-contiguous.
+             k or q. k, v, q, fresh_k and fresh_v are dense in the last dimension, with any other strides; all other
+             arrays are C-contiguous.
 k, v         [batch, kv_heads, tokens, head_dim] floats; v is None if the plan has no values.
 q, out       [batch, query_heads, query_tokens, head_dim] floats;  lse  [batch, query_heads, query_tokens] float32.
 sink_*       [batch, kv_heads, sinks, head_dim] floats, None: no sinks;  window_*  likewise [.., window, ..], a ring.
@@ -21,7 +21,7 @@ transforms   `turboquant.transforms` makes them, or leaves out what a plan does 
              key_numbers, value_numbers  float32 [kv_heads, columns]: centre, steps and moments (turboquant.h,
              tq_transform);  key_turns  int32 [wave_pairs, 3], of a wave;  rotation  float32 [kv_heads or 1, rows,
              head_dim]: plan_info's key_matrix_rows, then its value_matrix_rows.
-threads      at most so many; 0: num_threads().
+threads      how many to use at most; 0: num_threads().
 """
 
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ class PlanInfo(TypedDict):
     value_coded_channels: int
     key_scales: int  # binary16 numbers of a token
     value_scales: int
-    key_matrix_rows: int  # rows of the rotation: head_dim if it is dense, and those of a sketch
+    key_matrix_rows: int  # rows of the rotation, head_dim if it is dense, and of a Gaussian sketch
     value_matrix_rows: int
     key_step_columns: int  # numbers of a head's steps: groups, or the entries of a table
     value_step_columns: int
@@ -76,7 +76,7 @@ class PlanInfo(TypedDict):
 __version__: Final[str]
 FORMAT_VERSION: Final[int]
 MAX_INPUT: Final[float]  # largest magnitude accepted in keys, values and vectors
-SCHEDULE_ROWS: Final[int]  # of a schedule, for each multiprocessor, and one for each sequence
+SCHEDULE_ROWS: Final[int]  # rows of a schedule for each multiprocessor; there is one more for each sequence
 
 def status_message(status: int) -> str: ...
 def codebook(law: int, head_dim: int, bits: int) -> CodebookTables: ...

@@ -1,4 +1,4 @@
-"""Checks of arguments that several modules share. No NumPy and no torch here."""
+"""Checks of arguments that several modules share. Imports neither NumPy nor torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["BOUNDS", "STANDARD_OUTPUT", "bounded", "check_options", "check_outpu
 
 _MOST = 2**31 - 1
 
-#: The least and the greatest value of each integer that a request or a file can set, by what errors call it. `bounded`
+#: The least and the greatest value of each integer that a request or a file can set, by its name in errors. `bounded`
 #: checks them before anything is allocated. docs/security.md has the same table.
 BOUNDS = {
     "crop: `tokens`": (-_MOST, _MOST),
@@ -104,15 +104,15 @@ BOUNDS = {
 
 
 def quoted(value: Any) -> str:
-    """A value as an error message says it: its repr, or the name of its type if it is or holds arrays or tensors, whose
-    numbers would fill the screen."""
+    """Returns a value as error messages show it: its repr, or only the name of its type if it is or holds arrays or
+    tensors, whose numbers would fill the screen."""
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
     return type(value).__name__ if any(getattr(x, "ndim", 0) for x in (value, *parts)) else repr(value)
 
 
 def integer(value: Any, what: str) -> int:
-    """An integer of any type, such as NumPy's or a tensor of one, as an int. TypeError, which calls it `what`, for any
-    other object; True and False are none."""
+    """Returns an integer of any type, such as NumPy's or a tensor of one number, as an int. TypeError, which calls it
+    `what`, for any other object, also for True and False."""
     try:
         return index(None if isinstance(value, bool) else value)  # type: ignore[arg-type]
     except TypeError:
@@ -120,7 +120,7 @@ def integer(value: Any, what: str) -> int:
 
 
 def integer_in(value: Any, what: str, low: int, high: int) -> int:
-    """`integer`, and ValueError for one that is not in low..high."""
+    """As `integer`, and raises ValueError for a number that is not in low..high."""
     number = integer(value, what)
     if not low <= number <= high:
         raise ValueError(f"{what} must be in {low}..{high}, got {number}")
@@ -128,12 +128,12 @@ def integer_in(value: Any, what: str, low: int, high: int) -> int:
 
 
 def bounded(what: str, value: Any) -> int:
-    """`integer_in` the bounds of `what`. Options of commands are named without the command."""
+    """As `integer_in`, with the BOUNDS of `what`. Errors name an option of a command without the command."""
     return integer_in(value, what.rpartition(": ")[2] if ": -" in what else what, *BOUNDS[what])
 
 
 def check_options(command: str, chosen: object) -> None:
-    """Checks the integers among the options of a command, attributes of `chosen`, that were given."""
+    """Checks the integer options of a command that were given. chosen: has the options as attributes."""
     for what in BOUNDS:
         name, _, option = what.rpartition(": -")
         value = getattr(chosen, option.strip("-").replace("-", "_"), None) if name == command else None
@@ -144,21 +144,21 @@ def check_options(command: str, chosen: object) -> None:
 # ---- files that commands write ----
 
 STANDARD_OUTPUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
-# Other names of open files. They must not be replaced: every other program would lose /dev/stdout.
+# Names of open files, which must not be replaced: all programs would lose /dev/stdout, for example.
 STREAMS = ("/dev/stdin", "/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
 
 
 def standard_output() -> TextIO:
-    """Standard output for what would be the contents of a file: in UTF-8, as files are, whatever the locale."""
+    """Returns standard output for what else would go to a file: in UTF-8, as files are, whatever the locale."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")
     return sys.stdout
 
 
 def check_output(path: str | None, option: str, others: Mapping[str, str | None], moved: bool = False) -> None:
-    """Checks that an output file can be written and is none of `others`, whose keys are what users call them.
+    """Checks that an output file can be written and is none of `others`, whose keys are their names in errors.
 
-    moved: it is written as FILE.part, which then replaces FILE; both are checked, and neither may be a device.
+    moved: it is written as FILE.part, which then replaces FILE. Both are checked, and neither may be a device.
     """
     if path is None:
         return

@@ -1,10 +1,10 @@
-"""Files, written whole or not at all, and the one form of all files of tensors: safetensors.
+"""Files that are written whole or not at all, and the format of all files of tensors: safetensors.
 
     8 bytes    uint64: bytes of the header
-    header     JSON, filled up with spaces: {name: {"dtype", "shape", "data_offsets"}}, and under "__metadata__"
-               "format", "turboquant" (a JSON text with all else there is to say) and "crc32" of that text
-    tensors    little-endian, in the header's order, each from a multiple of 64 bytes on. The format allows no holes: a
-               tensor "pad.NAME" of zeros, fewer than 64, follows NAME where the next one would not be aligned
+    header     JSON, padded with spaces: {name: {"dtype", "shape", "data_offsets"}}, and under "__metadata__" "format",
+               "turboquant" (a JSON text with all other data) and "crc32" of that text
+    tensors    little-endian, in the header's order, each aligned to 64 bytes in the file. Safetensors allows no holes:
+               if NAME does not end at a multiple of 64, a tensor "pad.NAME" of fewer than 64 zeros follows it
 
 Before anything is allocated, a header is checked for contradictions and against the size of the file.
 """
@@ -32,8 +32,8 @@ __all__ = ["Tensor", "array_bytes", "cache_folder", "crc32", "existing_file", "f
 
 _ALIGNMENT = 64
 _MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors
-_MOST_EXTENTS = 8  # dimensions of a tensor
-_OLD_CODES = b"TQCODES\0"  # what a file of codes of version 1 begins with
+_MOST_EXTENTS = 8  # the most dimensions of a tensor
+_OLD_CODES = b"TQCODES\0"  # the first bytes of a file of codes of version 1
 _READS_VERSION_1 = "commit 14a37f9 of turboquant reads; make the file anew"
 _BYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4, "U32": 4, "I64": 8, "F64": 8}
 _NUMPY: dict[str, np.dtype[Any]] = {
@@ -43,8 +43,8 @@ _NAMES = {dtype: name for name, dtype in _NUMPY.items()}
 
 
 def file_name(path: object, argument: str = "path") -> str:
-    """`path` as text. TypeError, naming the argument, for what is no path: `open` would take a number for an open
-    file, and close it."""
+    """Returns `path` as text. TypeError, which names the argument, for what is no path: `open` would take a number as
+    an open file and close it."""
     try:
         return os.fsdecode(path)  # type: ignore[arg-type]
     except TypeError:
@@ -53,7 +53,7 @@ def file_name(path: object, argument: str = "path") -> str:
 
 @contextmanager
 def path_called(argument: str) -> Iterator[None]:
-    """In errors of a loader about its `path`, a caller's argument or option takes its place."""
+    """Replaces `path` in a loader's errors by the caller's argument or option."""
     try:
         yield
     except (FileNotFoundError, ValueError) as error:
@@ -61,7 +61,7 @@ def path_called(argument: str) -> Iterator[None]:
 
 
 def existing_file(path: object, what: str) -> str:
-    """`path` as text. FileNotFoundError, saying that `path` must be `what`, if it is no file."""
+    """Returns `path` as text. FileNotFoundError, which says that `path` must be `what`, if it is no file."""
     name = file_name(path)
     if not os.path.isfile(name):
         there = os.path.exists(name)
@@ -71,11 +71,11 @@ def existing_file(path: object, what: str) -> str:
 
 
 def write_whole(path: str | bytes | os.PathLike[str] | os.PathLike[bytes], parts: Iterable[bytes | memoryview]) -> None:
-    """Writes `parts`, one after the other, to a file beside `path` and moves it there: a crash, a full disk or an
-    exception leaves what was at `path` as it was. Where `path` is a link, the file that it names is written.
+    """Writes `parts`, one after the other, to a file beside `path` and then moves it there: after a crash, a full disk
+    or an exception, `path` is as it was. If `path` is a link, the file that it names is written.
 
-    Raises IsADirectoryError for a folder, FileNotFoundError where the file's folder is not there, and OSError, which
-    names `path`, where the file cannot be written."""
+    Raises IsADirectoryError for a folder, FileNotFoundError if the file's folder does not exist, and OSError, which
+    names `path`, if the file cannot be written."""
     target = file_name(path)
     if os.path.isdir(target):
         raise IsADirectoryError(f"`path` must be a file, got {target!r}, a folder")
@@ -96,7 +96,7 @@ def write_whole(path: str | bytes | os.PathLike[str] | os.PathLike[bytes], parts
     except BaseException as error:
         if os.path.exists(temporary):
             os.unlink(temporary)
-        if isinstance(error, OSError) and error.errno is not None:  # not of the temporary file, which no caller knows
+        if isinstance(error, OSError) and error.errno is not None:  # no caller knows the temporary file
             raise OSError(error.errno, error.strerror, target) from error
         raise
 
@@ -106,7 +106,7 @@ def write_whole(path: str | bytes | os.PathLike[str] | os.PathLike[bytes], parts
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of a file. dtype: in safetensors' words. start: its first byte, counted from the end of the header."""
+    """A tensor of a file. dtype: as safetensors names it. start: its first byte, counted from the end of the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -125,7 +125,7 @@ def tensor(array: NDArray[Any]) -> Tensor:
 
 
 def numpy_dtype(tensor: Tensor) -> np.dtype[Any]:
-    """NumPy's dtype of a tensor. ValueError for one that NumPy or files of arrays do not have."""
+    """Returns NumPy's dtype of a tensor. ValueError for one that NumPy or files of arrays do not have."""
     if tensor.dtype not in _NUMPY:
         raise ValueError(f"its arrays must be of {', '.join(_NUMPY)}, got {tensor.dtype}")
     return _NUMPY[tensor.dtype]
@@ -136,7 +136,7 @@ def array_bytes(array: NDArray[Any]) -> memoryview:
 
 
 def crc32(parts: Iterable[bytes | bytearray | memoryview]) -> int:
-    """CRC-32 of the parts, one after the other."""
+    """Returns the CRC-32 of all parts, one after the other."""
     value = 0
     for part in parts:
         value = zlib.crc32(part, value)
@@ -144,7 +144,7 @@ def crc32(parts: Iterable[bytes | bytearray | memoryview]) -> int:
 
 
 def layout(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with their places, and the padding between them."""
+    """Returns the tensors with their places, and padding between them."""
     placed, at = {}, 0
     for name, tensor in tensors.items():
         placed[name] = Tensor(tensor.dtype, tuple(tensor.shape), at)
@@ -156,7 +156,7 @@ def layout(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def header_of(form: str, meta: Mapping[str, Any], placed: Mapping[str, Tensor]) -> bytes:
-    """The bytes in front of the tensors that `layout` placed."""
+    """Returns the bytes in front of the tensors that `layout` placed."""
     text = json.dumps(meta, sort_keys=True, allow_nan=False)
     entries: dict[str, Any] = {"__metadata__": {"format": form, "turboquant": text, "crc32": _sum_of(text)}}
     for name, tensor in placed.items():
@@ -174,7 +174,7 @@ def write_tensors(
     tensors: Mapping[str, Tensor],
     parts: Mapping[str, Iterable[memoryview]],
 ) -> None:
-    """Writes a file of the format `form`, whole or not at all. parts: the bytes of each tensor, in pieces."""
+    """Writes a file of the format `form`, whole or not at all. parts: bytes of each tensor, in pieces."""
     placed = layout(tensors)
 
     def pieces() -> Iterable[bytes | memoryview]:
@@ -189,8 +189,8 @@ def write_tensors(
 
 
 def read_header(file: BufferedReader | BytesIO, form: str) -> tuple[dict[str, Any], dict[str, Tensor], int]:
-    """(metadata, tensors, byte at which the header ends) of a file that `write_tensors` made. The file is left at that
-    byte. ValueError for any other file, whatever is in it, and if the tensors do not fill it to its end."""
+    """Returns (metadata, tensors, byte at which the header ends) of a file that `write_tensors` made, and leaves the
+    file at that byte. ValueError for any other file, whatever is in it, and if the tensors do not fill the file."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     opening = file.read(8)
@@ -231,7 +231,7 @@ def _sum_of(text: str) -> str:
 
 
 def _entry(name: str, entry: Any, at: int) -> Tensor:
-    """The tensor of an entry, which begins at byte `at`."""
+    """Returns the tensor of an entry of the header. ValueError unless it begins at byte `at`."""
     try:
         tensor, offsets = Tensor(entry["dtype"], tuple(entry["shape"]), at), entry["data_offsets"]
         right = len(tensor.shape) <= _MOST_EXTENTS and all(type(n) is int and n >= 0 for n in tensor.shape)
@@ -259,8 +259,8 @@ def write_arrays(
 
 
 def read_arrays(path: str | os.PathLike[str], form: str, what: str) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """(metadata, arrays) of a file that `write_arrays` made. FileNotFoundError, saying that `path` must be `what`, if
-    there is none; ValueError for one that is damaged or foreign."""
+    """Returns (metadata, arrays) of a file that `write_arrays` made. FileNotFoundError, which says that `path` must be
+    `what`, if there is none; ValueError if it is damaged or another kind of file."""
     name = existing_file(path, what)
     with open(name, "rb") as file:
         meta, tensors, start = read_header(file, form)
@@ -278,7 +278,7 @@ def read_arrays(path: str | os.PathLike[str], form: str, what: str) -> tuple[dic
 
 
 def cache_folder() -> Path | None:
-    """Where profiles of models are kept; None: nowhere."""
+    """Returns the folder where profiles of models are kept, or None if they are not kept."""
     if (folder := os.environ.get("TURBOQUANT_CACHE")) is not None:
         return Path(folder).expanduser() if folder else None
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "turboquant"

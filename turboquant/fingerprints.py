@@ -1,5 +1,5 @@
-"""Compares fingerprints of models (`models.identity.fingerprint`). A calibration, moments and a saved cache each
-hold one, and serve that model alone. NumPy."""
+"""Compares fingerprints of models (`models.identity.fingerprint`). A calibration, moments and a saved cache each have
+one, and are valid only for that model. NumPy only."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["differences"]
 
 
 def differences(was: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
-    """How a model's fingerprint differs from an earlier one, in words; empty if it is the same model.
+    """Returns how a model's fingerprint differs from an earlier one, in words; empty if it is the same model.
 
     Only entries that both have are compared: a configuration alone has no weights. Sampled weights may differ as much
-    as rounding to bfloat16 changes them, so that a model may be calibrated in one dtype and run in another.
+    as rounding to bfloat16 changes them, so that a model can be calibrated in one dtype and run in another.
     """
     sentences = [f"{name} {model[name]!r} instead of {x!r}" for name, x in was.items()
              if name != "weights" and name in model and model[name] != x]  # fmt: skip

@@ -23,10 +23,10 @@ Options = dict[str, Any] | None
 
 
 class TurboQuantDocumentStore:
-    """Documents, and a `turboquant.Index`, `.documents.index`, which keeps and searches their embeddings.
+    """Documents whose embeddings a `turboquant.Index`, `.documents.index`, keeps and searches.
 
-    dim, bits, metric, refine: of the index. path: a file that `save` writes; if it is there, its documents are read.
-    return_embedding: whether documents come with what the codes of their embeddings stand for; with cosine of length 1.
+    dim, bits, metric, refine: of the index. path: a file that `save` writes; if it exists, its documents are read.
+    return_embedding: whether documents come with embeddings decoded from their codes; with cosine they have length 1.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class TurboQuantDocumentStore:
         return [_document(document) for document in self.documents.matching(_filter(filters), self._return_embedding)]
 
     def write_documents(self, documents: list[Document], policy: DuplicatePolicy = DuplicatePolicy.NONE) -> int:
-        """Write documents, also without embeddings; returns how many. NONE: as FAIL, an error if an id is there."""
+        """Write documents, with or without embeddings. Returns how many. NONE is FAIL: an error if an id is there."""
         if not isinstance(documents, list) or not all(isinstance(each, Document) for each in documents):
             raise ValueError(f"write_documents: `documents` must be a list of Document, got {documents!r:.80}")
         new, vectors = list(map(_stored, documents)), [each.embedding for each in documents]
@@ -88,8 +88,8 @@ class TurboQuantDocumentStore:
         self, query_embedding: list[float], filters: Filters = None, top_k: int = 10, scale_score: bool = False,
         search_kwargs: Options = None
     ) -> list[Document]:  # fmt: skip
-        """The documents whose embeddings are best. Their score is cosine, the product, or with l2 1 / (1 + distance);
-        with scale_score in 0..1. search_kwargs: sigmas, probe, factor and threads of `Index.search`."""
+        """The documents whose embeddings are best. Their score is the cosine, the product, or with l2 1 / (1 +
+        distance), and with scale_score in 0..1. search_kwargs: sigmas, probe, factor and threads of `Index.search`."""
         scaled = self.documents.relevance if scale_score else self.documents.similarity
         hits = self.documents.search(query_embedding, top_k, _filter(filters), self._return_embedding,
                                      **search_kwargs or {})  # fmt: skip
@@ -109,8 +109,8 @@ for _name in [name for name in vars(TurboQuantDocumentStore) if name.endswith(("
 
 @component
 class TurboQuantEmbeddingRetriever:
-    """The documents of a `TurboQuantDocumentStore` whose embeddings are nearest to a query's. filters, top_k: for calls
-    that give none; FilterPolicy.MERGE joins filters by Haystack's rules. search_kwargs: of `embedding_retrieval`."""
+    """Retrieves the documents of a `TurboQuantDocumentStore` whose embeddings are nearest to a query's. filters, top_k:
+    defaults of calls; FilterPolicy.MERGE joins filters by Haystack's rules. search_kwargs: of `embedding_retrieval`."""
 
     def __init__(
         self, document_store: TurboQuantDocumentStore, filters: Filters = None, top_k: int = 10,

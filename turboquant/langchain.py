@@ -25,11 +25,11 @@ Filter = dict[str, Any] | Callable[[Document], bool] | None
 class TurboQuantVectorStore(VectorStore):
     """Documents whose embeddings a `turboquant.Index`, `.documents.index`, keeps and searches.
 
-    embedding: what embeds texts and queries. index: an empty one of its dimension; it may be trained.
+    embedding: embeds texts and queries. index: an empty index of the embedding's dimension; it may be trained.
 
     filter: a dict of metadata that must be equal, a filter of `turboquant.index.filters`, or a function of Document.
-    Scores are those of the index: with l2 squared distances, of which less is better. Adding a document with an id that
-    is there replaces it. Where embedding or anything else fails, nothing is changed.
+    Scores are those of the index: with l2 they are squared distances, and less is better. Adding a document with an id
+    that is there replaces it. If embedding or anything else fails, nothing is changed.
     """
 
     def __init__(self, embedding: Embeddings, index: Index) -> None:
@@ -48,7 +48,7 @@ class TurboQuantVectorStore(VectorStore):
         metadatas: list[dict[str, Any]] | None = None,
         ids: Sequence[str | None] | None = None,
     ) -> list[str]:
-        """Embed and add texts; returns their ids, new ones where none are given."""
+        """Embed and add texts. Returns their ids, which are new where none are given."""
         texts = [texts] if isinstance(texts, str) else list(texts)
         for name, argument in (("metadatas", metadatas), ("ids", ids)):
             if argument is not None and len(argument) != len(texts):
@@ -62,7 +62,7 @@ class TurboQuantVectorStore(VectorStore):
         return names
 
     def delete(self, ids: list[str] | None = None) -> bool:
-        """Delete documents by id, or all. Ids that are not there are ignored."""
+        """Delete documents by id, or all. Unknown ids are ignored."""
         _ = self.documents.remove_matching(None) if ids is None else self.documents.remove(ids)
         return True
 
@@ -112,9 +112,9 @@ class TurboQuantVectorStore(VectorStore):
         embedding: Embeddings,
         metadatas: list[dict[str, Any]] | None = None,
         index: Index | None = None,
-        **kwargs: Any,  # ids, as of add_texts
+        **kwargs: Any,  # ids, as in add_texts
     ) -> TurboQuantVectorStore:
-        """A store of texts. index: by default of 4 bits, and cosine."""
+        """Make a store of texts. index: by default one with 4 bits and cosine."""
         if index is None:
             index = Index(len(embedding.embed_query(texts[0] if texts else "")), bits=4, metric="cosine")
         store = cls(embedding, index)
@@ -122,7 +122,7 @@ class TurboQuantVectorStore(VectorStore):
         return store
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write documents and index to one file, whole or not at all; metadata must be what JSON holds."""
+        """Write documents and index to one file, whole or not at all. Metadata must be what JSON can hold."""
         self.documents.save(path)
 
     @classmethod
@@ -138,7 +138,7 @@ def _document(document: documents.Document) -> Document:
 
 
 def _filter(filter: Filter) -> Any:
-    """The same for `Documents`."""
+    """Returns a store's filter as `Documents` takes it."""
     if callable(filter):
         return lambda document: filter(_document(document))
     if isinstance(filter, dict) and not ("field" in filter or "conditions" in filter):

@@ -23,11 +23,11 @@ __all__ = ["TurboQuantVectorStore"]
 class TurboQuantVectorStore(BasePydanticVectorStore):
     """Nodes whose embeddings a `turboquant.Index` keeps and searches.
 
-    index: an empty one of the embeddings' dimension; it may be trained. `client` is it, to look at.
+    index: an empty index of the embeddings' dimension; it may be trained. `client` returns it, for reading only.
 
-    Adding a node with an id that is there replaces it. Filters are those of LlamaIndex, nested ones too; of NOT no
-    condition may hold. Similarities are cosine, the product, or with l2 1 / (1 + distance). Where anything fails,
-    nothing is changed.
+    Adding a node with an id that is there replaces it. Filters are those of LlamaIndex, also nested; NOT means that
+    none of its conditions holds. Similarities are the cosine, the product, or with l2 1 / (1 + distance). If anything
+    fails, nothing is changed.
     """
 
     stores_text: bool = True
@@ -46,7 +46,7 @@ class TurboQuantVectorStore(BasePydanticVectorStore):
         return self._documents.index
 
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
-        """Add nodes with embeddings; returns their ids."""
+        """Add nodes with embeddings. Returns their ids."""
         self._documents.add([_stored(node) for node in nodes], [node.get_embedding() for node in nodes])
         return [node.node_id for node in nodes]
 
@@ -71,8 +71,8 @@ class TurboQuantVectorStore(BasePydanticVectorStore):
 
     def query(self, query: types.VectorStoreQuery, **kwargs: Any) -> types.VectorStoreQueryResult:
         """The nodes with the best embeddings. Modes: DEFAULT, and MMR among mmr_prefetch_k nodes, or among
-        mmr_prefetch_factor (4) times as many as wanted. Without ids of nodes or documents, or with none, all count.
-        kwargs are also sigmas, probe, factor and threads of `Index.search`."""
+        mmr_prefetch_factor (4) times similarity_top_k nodes. If ids of nodes or documents are None or empty, they
+        exclude none. kwargs may also have sigmas, probe, factor and threads of `Index.search`."""
         mmr = query.mode == types.VectorStoreQueryMode.MMR
         if not mmr and query.mode != types.VectorStoreQueryMode.DEFAULT:
             raise ValueError(f"query: `mode` must be default or mmr, got {query.mode.value}")
@@ -111,7 +111,7 @@ class TurboQuantVectorStore(BasePydanticVectorStore):
 
 
 def _stored(node: BaseNode) -> Document:
-    """A node as a document, with all but its text in `more`. ValueError for what would be lost."""
+    """Returns a node as a document, with all but its text in `more`. ValueError if something would be lost."""
     has_text = isinstance(node, TextNode)
     fields = node_to_metadata_dict(node, remove_text=has_text)
     more = {key: fields[key] for key in ("_node_content", "_node_type")} | {"ref_doc_id": node.ref_doc_id}
@@ -128,7 +128,7 @@ def _node(document: Document) -> BaseNode:
 def _test(
     node_ids: list[str] | None, filters: MetadataFilters | None, doc_ids: list[str] | None = None
 ) -> Callable[[Document], bool] | None:
-    """Whether a node has one of the ids, comes from one of the documents and matches, each if given."""
+    """Returns a test of whether a node has one of the ids, is of one of the documents and matches, each if given."""
     tests: list[Callable[[Document], bool]] = [] if filters is None else [matching(_filter(filters))]
     nodes, parents = frozenset(node_ids or ()), frozenset(doc_ids or ())
     if node_ids is not None:
@@ -139,7 +139,7 @@ def _test(
 
 
 def _filter(filters: Any) -> dict[str, Any]:
-    """LlamaIndex's filter in the words of `turboquant.index.filters`."""
+    """Returns LlamaIndex's filter in the grammar of `turboquant.index.filters`."""
     if not isinstance(filters, MetadataFilters):
         name = filters.operator.value
         return {"field": f"meta.{filters.key}", "operator": {"nin": "not in"}.get(name, name), "value": filters.value}

@@ -1,9 +1,9 @@
-"""The matrices of a spec, as operators take them: rotations of both sides, and the rows of a sketch below the keys'.
-NumPy only; random numbers come from the spec's seed.
+"""The matrices of a spec, as operators take them: rotations of both sides, and the rows of a sketch below those of
+keys. NumPy only. Random numbers come from the spec's seed.
 
     rotation    R [heads or 1, head_dim, head_dim], y = R x
     sketch      S [sketch_rows, head_dim] of N(0, 1), applied to the quantisation error of y (turboquant.h, tq_sketch)
-    split       outlier channels first: R = diag(R_first, R_rest) P, with P the permutation that sorts them out
+    split       outlier channels first: R = diag(R_first, R_rest) P, where P is the permutation that puts them first
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ F32 = NDArray[np.float32]
 
 
 def is_split(spec: CacheSpec, side: str) -> bool:
-    """Whether the channels of "key" or "value" are sorted by magnitude into two parts."""
+    """Whether the channels of "key" or "value" are split by magnitude into two parts."""
     return spec.outliers != "none" and isinstance(getattr(spec, f"{side}_bits"), float)
 
 
 def side_matrix(spec: CacheSpec, side: str, head_dim: int, rotation: F32 | None = None) -> F32 | None:
-    """What operators take as ``<side>_rotation``: [heads or 1, rows, head_dim], or None where the plan needs none.
+    """Returns ``<side>_rotation`` as operators take it, [heads or 1, rows, head_dim], or None if the plan needs none.
 
-    rotation: [heads, head_dim, head_dim] where it comes from data (split, calibrated, svd); else made here.
+    rotation: [heads, head_dim, head_dim] if it comes from data (split, calibrated, svd); otherwise it is made here.
     """
     if rotation is None and spec.rotation_of(side) == "dense":
         rotation = _core.haar(spec.seed, head_dim)[None]
@@ -44,9 +44,9 @@ def side_matrix(spec: CacheSpec, side: str, head_dim: int, rotation: F32 | None 
 
 
 def split_rotation(spec: CacheSpec, side: str, magnitude: NDArray[np.floating]) -> F32:
-    """The rotation of a split, [kv_heads, head_dim, head_dim], from magnitudes [kv_heads, head_dim]. Only their order
-    matters; channels of equal magnitude stay in order. Each part has the spec's rotation for its number of channels, as
-    two independent quantisers have (TurboQuant, arXiv 2504.19874, section 4.3)."""
+    """Returns the rotation of a split, [kv_heads, head_dim, head_dim], from magnitudes [kv_heads, head_dim]. Only their
+    order matters; channels of equal magnitude stay in order. Each part has the spec's rotation for its number of
+    channels, like two independent quantisers (TurboQuant, arXiv 2504.19874, section 4.3)."""
     heads, head_dim = magnitude.shape
     first = GROUP * first_part(getattr(spec, f"{side}_bits"), head_dim)
     out = np.zeros((heads, head_dim, head_dim), np.float32)
@@ -59,7 +59,7 @@ def split_rotation(spec: CacheSpec, side: str, magnitude: NDArray[np.floating]) 
 
 @cache
 def _plain_rotation(kind: str, dim: int, seed: int) -> F32:
-    """[dim, dim]."""
+    """Returns a rotation, [dim, dim]."""
     if kind == "dense":
         return _core.haar(seed, dim)
     plan = Plan(dim, Side(1, kind), seed=seed)

@@ -1,4 +1,4 @@
-"""Presets: CacheSpecs by name. OURS are this project's methods, OTHERS those of papers and of other tools."""
+"""Presets: CacheSpecs with names. OURS are this project's methods, OTHERS those of papers and of other tools."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .tables import table
 
 __all__ = ["OTHERS", "OURS", "named", "named_or_bits", "of_bits", "preset", "presets", "print_presets", "resolve"]
 
-# Switches off the defaults of CacheSpec that no other scheme has.
+# Switches off defaults of CacheSpec that no other scheme has.
 _OFF: dict[str, Any] = {"centre": "none", "metric": "none", "sinks": 0, "window": 0}
 _BUDGETS = ("4", "3.5", "3", "2.5", "2")
 
 OURS: dict[str, CacheSpec] = {
-    # The method that measures best without calibration: moments of the model alone.
+    # The best method without calibration. It needs only the model's moments.
     "default": CacheSpec(),
-    # The same for an encoder of proteins, whose heads are small. It reads all tokens at once, so none is recent,
-    # and encoding is a larger share of its time.
+    # The same for an encoder of proteins, whose heads are small. It reads all tokens at once, so there is no window,
+    # and encoding takes a larger share of its time, so there are no tries.
     "esm-default": CacheSpec(codebook="sphere", window=0, tries=0),
     # The same in other widths: a divergence below that of fp8, and smaller caches.
     "near-lossless": CacheSpec(5, 5),
     "compact": CacheSpec(3, 3),
     "tiny": CacheSpec(2, 2),
-    # What a calibration found best for an average of code bits. `preset` takes any average in 2..6.
+    # The method that a calibration found best for an average of code bits. `preset` takes any average in 2..6.
     **{f"calibrated-{bits}": CacheSpec(budget=float(bits)) for bits in _BUDGETS},
 }
 
@@ -79,14 +79,14 @@ def presets() -> dict[str, CacheSpec]:
 
 def preset(name: str) -> CacheSpec:
     """The spec of that name; "calibrated-N" for any average N in 2..6. TypeError for another object, ValueError for an
-    unknown name; the message has those most like it."""
+    unknown name; the message has the names most like it."""
     if not isinstance(name, str):
         raise TypeError(f"`name` must be the name of a preset, got {quoted(name)}")
     return named(name, "`name`")
 
 
 def named(name: str, argument: str) -> CacheSpec:
-    """`preset` for an argument or an option of a command that errors call `argument`."""
+    """As `preset`. argument: what errors call the argument, or the option of a command."""
     if match := _CALIBRATED.fullmatch(name):
         average = float(match[1])
         if not LEAST_AVERAGE <= average <= MOST_SIDE_BITS:
@@ -101,7 +101,7 @@ def named(name: str, argument: str) -> CacheSpec:
 
 
 def named_or_bits(text: str, argument: str) -> CacheSpec:
-    """What an option names: a preset, or the preset default with this number of bits. Errors as of `named`."""
+    """Returns what an option names: a preset, or the preset default with this number of bits. Errors as in `named`."""
     try:
         bits = float(text)
     except ValueError:
@@ -110,8 +110,8 @@ def named_or_bits(text: str, argument: str) -> CacheSpec:
 
 
 def of_bits(bits: Any, argument: str) -> CacheSpec:
-    """The preset default with this number of bits for keys and values. ValueError, which calls it `argument`, for a
-    number that is none."""
+    """Returns the preset default with this number of bits for keys and values. ValueError, which calls it `argument`,
+    for a number of bits that is not possible."""
     try:
         return OURS["default"].with_(key_bits=float(bits), value_bits=float(bits))
     except (ValueError, OverflowError) as error:
@@ -119,7 +119,7 @@ def of_bits(bits: Any, argument: str) -> CacheSpec:
 
 
 def resolve(spec: CacheSpec | str | float) -> CacheSpec:
-    """A spec as it is, the preset of that name, or the preset default with that number of bits."""
+    """Returns a spec as it is, the preset of that name, or the preset default with that number of bits."""
     if isinstance(spec, CacheSpec):
         return spec
     if isinstance(spec, str):
@@ -130,7 +130,7 @@ def resolve(spec: CacheSpec | str | float) -> CacheSpec:
     raise TypeError(f"`spec` must be {wanted}, got {'a mapping' if isinstance(spec, Mapping) else quoted(spec)}")
 
 
-_HEAD_DIM = 128  # of the bits that are printed
+_HEAD_DIM = 128  # for which bits are printed
 
 
 def print_presets() -> int:

@@ -1,4 +1,4 @@
-"""The documentation of ``torch.ops.turboquant.*``: signatures of the schemas, texts of turboquant.ops."""
+"""The documentation of ``torch.ops.turboquant.*``: signatures from the schemas, texts from turboquant.ops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 __all__ = ["describe"]
 
-# Operators of which turboquant.ops has no function, or one that does more.
+# Operators for which turboquant.ops has no function, or one that does more.
 _TEXTS = {
     "attend_workspace": """Bytes of `workspace` that `attend.out` needs for these arguments, and for any that differ
 by a smaller batch or fewer tokens, queries, max_query_len or pages a sequence: for memory that is set aside before the
@@ -28,7 +28,7 @@ there is nothing to do. csrc/cuda/README.md lists the names of CUDA kernels. It 
     },
 }
 
-# Arguments that functions of turboquant.ops do not have, or that are something else there: by name, or operator.name.
+# Arguments that functions of turboquant.ops do not have or that differ there, by name or by operator.name.
 _ARGUMENTS = """
 plan: the words of a `turboquant.Plan`.
 schedule: int32 [rows, 4] that `schedule` wrote. [0, 4]: every sequence gets equally many thread blocks, which is up to
@@ -83,13 +83,13 @@ _ENTRY = re.compile(r"((?:[\w.]+, )*[\w.]+): ")
 
 
 def _schemas(name: str) -> list[Any]:
-    """Of the operator and of its overloads."""
+    """Returns the schemas of the operator and of its overloads, the default first."""
     packet = getattr(torch.ops.turboquant, name)
     return [getattr(packet, overload)._schema for overload in sorted(packet.overloads(), key=lambda x: x != "default")]
 
 
 def _parts(text: str | None) -> tuple[str, dict[str, list[str]], str]:
-    """What a docstring says before its arguments, of each argument, and of the result."""
+    """Returns a docstring's text before its arguments, its lines on each argument, and its text on the result."""
     head: list[str] = []
     returned: list[str] = []
     arguments: dict[str, list[str]] = {}
@@ -101,13 +101,13 @@ def _parts(text: str | None) -> tuple[str, dict[str, list[str]], str]:
         elif line.startswith("Returns "):
             into = returned
         elif into not in (head, returned) and not line.startswith(" "):
-            into = []  # neither of an argument nor of the result
+            into = []  # drops what is about neither an argument nor the result
         into.append(line)
     return "\n".join(head).strip(), arguments, "\n".join(returned).strip()
 
 
 def _signature(schema: Any) -> str:
-    """name(a, b, *, c=None) -> (out, lse)"""
+    """Returns a signature such as name(a, b, *, c=None) -> (out, lse)."""
     name = schema.name.partition("::")[2] + (f".{schema.overload_name}" if schema.overload_name else "")
     shown, starred = [], False
     for argument in schema.arguments:
@@ -121,8 +121,8 @@ def _signature(schema: Any) -> str:
 
 
 def describe(functions: Iterable[Any], packed: type) -> None:
-    """Sets the documentation of all operators, from those of functions of the same names and of a class of tensors. For
-    an argument that a function says nothing of, the text of the last one that does is taken."""
+    """Sets the documentation of all operators from that of functions of the same names and of a class of tensors. An
+    argument that a function does not explain gets the text of the last function that does."""
     parts = {function.__name__: _parts(function.__doc__) for function in functions}
     parts |= {name: _parts(text) for name, text in _TEXTS.items()}
     everywhere = _parts(packed.__doc__)[1] | _parts(_ARGUMENTS)[1]

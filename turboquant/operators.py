@@ -1,27 +1,27 @@
-"""``torch.ops.turboquant.*``, the operators behind `turboquant.ops`, which loads them; they are torch's own from then
-on. They take each tensor of a `turboquant.ops.PackedKV` as an argument of its own.
+"""``torch.ops.turboquant.*``: the operators behind `turboquant.ops`. Importing that registers them with torch. They
+take each tensor of a `turboquant.ops.PackedKV` as a separate argument.
 
 ``print(torch.ops.turboquant.attend.__doc__)`` shows an operator's documentation. Operators run on the CPU and, in a
-build with CUDA, on CUDA, with one schema. Both write the same bytes (with a rotation matrix a few codes may differ:
-docs/rounding.md). They work under `torch.compile(fullgraph=True)`, `torch.export` and `torch.inference_mode`.
-They have no gradient. An error is a tensor that requires grad while grad mode is on, one with a tangent (`forward_ad`)
-outside inference mode, and one that `torch.func` differentiates. `torch.vmap` calls those that write to nothing once
-for each element.
+build with CUDA, on CUDA, with the same schema. Both write the same bytes; with a rotation matrix a few codes may differ
+(docs/rounding.md). They work under `torch.compile(fullgraph=True)`, `torch.export` and `torch.inference_mode`.
+They have no gradient: a tensor is an error if it requires grad while grad mode is on, if it has a tangent
+(`forward_ad`) outside inference mode, or if `torch.func` differentiates it. `torch.vmap` calls operators that do not
+write to their arguments once for each element.
 
 Tensors (contracts and the byte format: ``csrc/include/turboquant.h``):
 
     floats       float32, float16 or bfloat16, the same in all of one call. Their layout is [batch, heads, tokens,
                  head_dim], as in `torch.nn.functional.scaled_dot_product_attention`. k, v, q, fresh_k and fresh_v are
                  dense in the last dimension; their other strides are free (a transposed [batch, tokens, heads,
-                 head_dim] is fine; on CUDA strides of q and fresh_* are multiples of 4). Pages may lie apart: the
-                 stride between two is any multiple of 64 bytes that is no less than a page, so that a view of an
-                 engine's memory will do. All other tensors are contiguous, except x of `rotate` and both of `merge`.
+                 head_dim] is fine; on CUDA strides of q and fresh_* are multiples of 4). There may be gaps between
+                 pages: their stride is any multiple of 64 bytes that is no less than a page, so a view of an engine's
+                 memory will do. All other tensors are contiguous, except x of `rotate` and both of `merge`.
     transforms   the vector that is coded is z = R (x - centre) / step. `turboquant.ops.transforms` makes the arguments,
                  or leaves out those that a plan does not take:
-                 key_numbers, value_numbers  float32 [kv_heads, columns]: centre, steps, and of keys moments;
-                 key_turns  int32 [wave_pairs, 3], of plans with a wave;
-                 rotation  float32 [kv_heads or 1, rows, head_dim], of plans with a dense rotation or a Gaussian sketch:
-                 the rows of the keys, then those of the values.
+                 key_numbers, value_numbers  float32 [kv_heads, columns]: centre, steps, and for keys moments;
+                 key_turns  int32 [wave_pairs, 3], for plans with a wave;
+                 rotation  float32 [kv_heads or 1, rows, head_dim], for plans with a dense rotation or a Gaussian
+                 sketch: the rows of the keys, then those of the values.
                  turboquant.h, tq_transform, has their layout. On CUDA key_numbers is aligned to 16 bytes, and only
                  `turboquant.ops.pack` checks the numbers of a wave and a metric.
 
@@ -29,8 +29,8 @@ Errors: TypeError for a tensor of another dtype; ValueError for anything else ab
 `block_table[3]` must be in 0..n_pages - 1, got 8"; MemoryError; RuntimeError for the machine (CUDA, an instruction
 set, memory that torch could not get). They have the fields `argument` ("block_table", or None) and `got` (8.0, or None
 if it was no number). A failed call has changed nothing. On CUDA the contents of tensors are not checked, because that
-would mean waiting for the device: lengths are clamped, and a page index out of range reads no page. Its tokens weigh
-nothing in `attend`, decode to 0 in `dequantize`, and are not stored by `append`.
+would mean waiting for the device: lengths are clamped, and a page index out of range reads no page. Its tokens have no
+weight in `attend`, decode to 0 in `dequantize`, and are not stored by `append`.
 
 Threads on a CPU: the smaller of `torch.get_num_threads()` and `turboquant._core.num_threads()`. Operators and `_core`
 share one core: what `_core.set_num_threads` and `_core.set_isa` choose holds for both.
@@ -80,7 +80,7 @@ FORWARD = "without a tangent (inference only: detach it), got a tensor of forwar
 
 
 def _check(op: str, arguments: dict[str, Any]) -> None:
-    """The checks of csrc/torch/checks.h that tracing can make: devices and gradients."""
+    """Makes those checks of csrc/torch/checks.h that are possible while tracing: devices and gradients."""
     tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
     like, first = next(iter(tensors.items()))
     for name, tensor in tensors.items():
@@ -130,7 +130,7 @@ _RESULTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 def _operator(name: str) -> Any:
-    """The operator of a name, "attend", or of a name and an overload, "attend.out"."""
+    """Returns the operator of a name such as "attend", or of a name and an overload such as "attend.out"."""
     name, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.turboquant, name), overload or "default")
 
@@ -146,8 +146,8 @@ def _register(name: str, result: Callable[[dict[str, Any]], Any]) -> None:
     torch.library.register_fake(f"turboquant::{name}", fake)
 
 
-# ---- what the kernels cannot see: tangents while grad mode is off, and gradients under a mode of torch's dispatcher in
-# Python, such as FlopCounterMode, which runs behind autograd ----
+# ---- derivatives that the kernels cannot see: tangents while grad mode is off, and gradients under a Python dispatch
+# mode of torch, such as FlopCounterMode, which runs behind autograd ----
 
 
 def _refuse_derivatives(operator: Any, args: tuple[Any, ...], rest: dict[str, Any]) -> None:
@@ -163,7 +163,7 @@ def _refuse_derivatives(operator: Any, args: tuple[Any, ...], rest: dict[str, An
 
 
 def _is_hidden() -> bool:
-    """Whether the kernels may not see a derivative. Inside transforms of torch.func another check sees it."""
+    """Whether a derivative may be hidden from the kernels. Inside transforms of torch.func another check sees it."""
     hidden = forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack() > 0
     return hidden and torch._C._functorch.peek_interpreter_stack() is None
 
@@ -189,7 +189,7 @@ def _check_derivatives(name: str) -> None:
 
 # ---- torch.func: transforms wrap tensors, so that the kernels could not see what is differentiated ----
 
-_LIBRARY = torch.library.Library("turboquant", "IMPL")  # type: ignore[no-untyped-call]  # holds for as long as it lives
+_LIBRARY = torch.library.Library("turboquant", "IMPL")  # type: ignore[no-untyped-call]  # registers as long as it lives
 _EXCLUDED = torch._C._dispatch_tls_local_exclude_set()  # dispatch keys, outside transforms
 
 
@@ -198,8 +198,8 @@ def _has_tangent(x: Tensor) -> bool:
 
 
 def _refuse_transforms(name: str) -> None:
-    """Registers what runs between a transform of torch.func and the one below it, or the kernel. Outside transforms
-    operators do not meet it."""
+    """Registers a function that runs between a transform of torch.func and the one below it, or the kernel. Calls
+    outside transforms do not run it."""
     operator, called = _operator(name), name.partition(".")[0]
     parameters = [argument.name for argument in operator._schema.arguments]
 

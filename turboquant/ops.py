@@ -7,22 +7,21 @@
     pack           whole sequences into a `PackedKV`
     append         new tokens into a `PackedKV`, in place
     attend         attention of queries over it
-    append_attend  both in one call: a decode step of one layer
+    append_attend  both in one call: a decoding step of one layer
     schedule       how a step's attention is divided among a GPU's thread blocks, once for all layers of a plan
     attend_kernel  the name of the kernel that `attend` runs
-    dequantize     its tokens back into floats, for debugging
+    dequantize     the tokens of a `PackedKV` back into floats, for debugging
     quantize       whole sequences into pages alone
     transforms     rotations, centres, steps, wave and metric of a layer, as `pack` takes them
     recode         pages into fewer bits
     rotate         vectors into and out of the rotated space of a plan
     merge          partial attention results over disjoint tokens into one
 
-Importing this module also registers the operators themselves, ``torch.ops.turboquant.*``, which take every tensor as an
-argument of its own: `turboquant.operators` describes their arguments, devices, errors and threads, all of which hold
-here too. Tensors are [batch, heads, tokens, head_dim], as in
-`torch.nn.functional.scaled_dot_product_attention`, in float32, float16 or bfloat16. All functions are for inference: a
-tensor that requires grad is an error while grad mode is on. All but `pack` can be traced by
-``torch.compile(fullgraph=True)``.
+Importing this module also registers the operators themselves, ``torch.ops.turboquant.*``, which take every tensor as a
+separate argument. `turboquant.operators` describes their arguments, devices, errors and threads; all of that holds here
+too. Tensors are [batch, heads, tokens, head_dim], as in `torch.nn.functional.scaled_dot_product_attention`, in float32,
+float16 or bfloat16. All functions are for inference: a tensor that requires grad is an error while grad mode is on. All
+but `pack` can be traced by ``torch.compile(fullgraph=True)``.
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ _rotate = torch.ops.turboquant.rotate.default
 class Schedule:
     """How the work of a step is shared among a GPU's thread blocks; `schedule` makes one.
 
-    table: int32 [rows, 4] on the device, at the same address for as long as the schedule lives; [0, 4]: equally many
-        blocks for each sequence.
+    table: int32 [rows, 4] on the device, at the same address as long as the schedule lives. [0, 4] means equally many
+        thread blocks for each sequence.
     """
 
     table: Tensor
@@ -81,15 +80,15 @@ class PackedKV:
     lengths: int32 [batch], stored tokens of each sequence, sinks and window included. `append` writes to it.
     plan: how the pages store them, a `turboquant.Plan`.
     tokens: the largest number in `lengths` or more, known without asking the device; ``len(packed)``.
-    transforms: those tensors among key_numbers, value_numbers, key_turns and rotation that the plan takes, by name:
-        what `transforms` makes.
+    transforms: what `transforms` makes: by name, those tensors among key_numbers, value_numbers, key_turns and rotation
+        that the plan takes.
     sink_k, sink_v: [batch, kv_heads, sinks, head_dim], the first tokens, exact. None: no sinks.
     window_k, window_v: [batch, kv_heads, window, head_dim], the last tokens, exact, a ring: position p is row
         ``p % window``. None: no window.
 
-    All tensors are on one device. The constructor copies nothing and looks at no tensor; each call checks what it gets.
-    Any number of threads may read one at the same time. While a thread appends, no other may use it: a second append
-    at the same time is a RuntimeError, and changes nothing.
+    All tensors are on one device. The constructor copies nothing and checks no tensor; each call checks what it gets.
+    Any number of threads may read a `PackedKV` at the same time. While a thread appends, no other may use it: a second
+    append at the same time is a RuntimeError, and changes nothing.
     """
 
     pages: Tensor
@@ -105,17 +104,17 @@ class PackedKV:
 
     @property
     def sinks(self) -> int:
-        """Rows of `sink_k`."""
+        """How many sinks there are."""
         return 0 if self.sink_k is None else self.sink_k.shape[2]
 
     @property
     def window(self) -> int:
-        """Rows of `window_k`."""
+        """How many tokens the window has."""
         return 0 if self.window_k is None else self.window_k.shape[2]
 
     @property
     def capacity(self) -> int:
-        """Tokens of one sequence that there is room for: sinks, pages of the block table, and window."""
+        """How many tokens of one sequence there is room for: sinks, pages of the block table, and window."""
         return self.sinks + self.block_table.shape[1] * self.plan.page_tokens + self.window
 
     @property
@@ -128,7 +127,7 @@ class PackedKV:
         return {**self.exact(), **self.transforms}
 
     def exact(self) -> dict[str, Tensor]:
-        """Those of sink_k, sink_v, window_k and window_v that there are."""
+        """Those of sink_k, sink_v, window_k and window_v that are not None."""
         tensors = {"sink_k": self.sink_k, "sink_v": self.sink_v, "window_k": self.window_k, "window_v": self.window_v}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
@@ -146,12 +145,12 @@ class PackedKV:
 
 
 def _width(bits: tuple[int, ...]) -> str:
-    """ "4", or "(2, 4)" for groups of different widths."""
+    """Returns bits as text: "4", or "(2, 4)" for groups of different widths."""
     return str(bits[0]) if len(set(bits)) == 1 else str(bits)
 
 
 def _check(op: str, packed: object = None, **tensors: object) -> None:
-    """TypeError for arguments that are no tensor or no PackedKV; the operators check the rest."""
+    """Raises TypeError for arguments that are no tensor or no PackedKV. The operators check the rest."""
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{op}: `{name}` must be a tensor, got {type(value).__name__}")
@@ -171,8 +170,8 @@ def _check(op: str, packed: object = None, **tensors: object) -> None:
 
 
 def _check_sizes(op: str, packed: PackedKV, tensors: dict[str, Any]) -> None:
-    """ValueError for queries or keys of other sequences or KV heads than those of `packed`: the operators would name
-    the block table or the pages, which the caller did not pass. They check everything else."""
+    """Raises ValueError if queries or keys have another number of sequences or KV heads than `packed`. The operators'
+    errors would name the block table or the pages, which the caller did not pass. They check everything else."""
     for name, at, tensor, what in (
         ("q", 0, packed.block_table, "sequences"),
         ("k", 0, packed.block_table, "sequences"),
@@ -193,7 +192,7 @@ def _check_sizes(op: str, packed: PackedKV, tensors: dict[str, Any]) -> None:
         )
 
 
-# Options that are not tensors: their types, and how errors call these.
+# Options that are not tensors: their types, and the words of errors for these.
 _OPTIONS: dict[str, tuple[tuple[type, ...], str]] = {
     "causal": ((bool,), "True or False"),
     "inverse": ((bool,), "True or False"),
@@ -211,8 +210,8 @@ _OPTIONS: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def _checked(op: str, **options: object) -> dict[str, Any]:
-    """The options as an operator takes them. TypeError for one of a wrong type, by name, and ValueError for an integer
-    out of its bounds; the operators check other values."""
+    """Returns the options as an operator takes them. TypeError, which names the option, for one of a wrong type, and
+    ValueError for an integer out of its bounds. The operators check other values."""
     for name, value in options.items():
         types, wanted = _OPTIONS.get(name, ((Tensor, type(None)), "a tensor or None"))
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
@@ -230,7 +229,7 @@ def _check_plan(op: str, plan: object, name: str = "plan") -> None:
 
 
 def _given(op: str, transforms: object) -> dict[str, Tensor]:
-    """A copy of the argument `transforms`; None: empty."""
+    """Checks the argument `transforms` and returns a copy, empty for None."""
     if not isinstance(transforms, dict | None):
         raise TypeError(f"{op}: `transforms` must be a dict or None, got {type(transforms).__name__}")
     for name, x in (transforms or {}).items():
@@ -242,14 +241,14 @@ def _given(op: str, transforms: object) -> dict[str, Tensor]:
 
 
 def transforms(**parts: Tensor | None) -> dict[str, Tensor]:
-    """How the vectors of a layer are transformed, as `pack`, `quantize` and the operators take it: key_numbers,
-    value_numbers, key_turns and rotation, those that there are. The vector that is coded is z = R (x - centre) / step.
+    """The transforms of a layer's vectors as `pack`, `quantize` and the operators take them: those of key_numbers,
+    value_numbers, key_turns and rotation that are needed. The vector that is coded is z = R (x - centre) / step.
 
     key_rotation, value_rotation: float32 [rows, head_dim] or [kv_heads or 1, rows, head_dim]: R of plans with a dense
         rotation, [head_dim, head_dim]; the rows of a sketch follow it.
     key_centre, value_centre: float32 [kv_heads, head_dim].
     key_steps, value_steps: float32 [kv_heads, groups], or a plan's table of levels.
-    key_turns, key_moments: int32 [wave_pairs, 3] and float32 [kv_heads, n]: the wave and the metric, of
+    key_turns, key_moments: int32 [wave_pairs, 3] and float32 [kv_heads, n]: the wave and the metric, from
         `LayerMoments.transforms`.
 
     The result is on the device of the arguments. CUDA waits for it.
@@ -267,9 +266,9 @@ def _check_shape(op: str, k: Tensor) -> None:
 
 
 def _after(op: str, packed: PackedKV, k: Tensor) -> tuple[int, Tensor]:
-    """Length of the longest sequence, and all lengths, once the tokens of k are stored. ValueError if the block table
-    is too small for them: on CUDA the operator cannot see that and would drop tokens. Also if PyTorch would refuse to
-    write the lengths, which happens after the tokens are stored."""
+    """Returns the length of the longest sequence and all lengths once the tokens of k are stored. ValueError if the
+    block table is too small for them: on CUDA the operator cannot see that and would drop tokens. ValueError also if
+    PyTorch would refuse to write the lengths, because that would only show after the tokens are stored."""
     _check_shape(op, k)
     lengths = packed.lengths
     if not lengths.is_contiguous():
@@ -285,8 +284,8 @@ def _after(op: str, packed: PackedKV, k: Tensor) -> tuple[int, Tensor]:
 
 
 def _begin(op: str, packed: PackedKV) -> dict[str, Any]:
-    """RuntimeError while another thread appends: operators release the GIL, so both would store to the same places.
-    Returns where to forget "_writer" at the end."""
+    """Notes this thread as the writer. RuntimeError while another thread appends: operators release the GIL, so both
+    would store to the same places. Returns the dict from which the caller removes "_writer" at the end."""
     if torch.compiler.is_compiling():
         return {}
     fields, thread = packed.__dict__, get_ident()
@@ -306,7 +305,7 @@ def pack(
     window: int = 0,
     transforms: dict[str, Tensor] | None = None,
 ) -> PackedKV:
-    """Whole sequences as a `PackedKV`: their first `sinks` and last `window` tokens as they are, all others quantised.
+    """Packs whole sequences: their first `sinks` and last `window` tokens stay exact, all others are quantised.
 
     k, v: [batch, kv_heads, tokens, head_dim], keys after RoPE; v is None for a plan without values.
     plan: how the pages store them; or
@@ -315,8 +314,8 @@ def pack(
     sinks, window: how many of the first and of the last tokens stay exact, also of those that `append` adds.
     transforms: what `transforms` makes; the `PackedKV` keeps it. None: the plan's own rotation alone.
 
-    Raises TypeError unless there is one of plan and bits, ValueError for numbers that are not finite or above 16384
-    (on CUDA they are stored as 0 or as the limit), and what `torch.ops.turboquant.append` raises.
+    Raises TypeError unless exactly one of plan and bits is given, ValueError for numbers that are not finite or above
+    16384 in magnitude (on CUDA they are stored as 0 or as the limit), and what `torch.ops.turboquant.append` raises.
     """
     _check("pack", k=k)
     _check_shape("pack", k)
@@ -335,7 +334,7 @@ def pack(
     _check_transforms(plan, k, v, shared)
     batch, kv_heads, tokens, _ = k.shape
     n_pages = -(-max(0, max(tokens, max_tokens) - sinks - window) // plan.page_tokens)
-    with torch.inference_mode(False):  # so that `append` may write to it outside inference mode too
+    with torch.inference_mode(False):  # so that `append` can also write to it outside inference mode
         exact = {
             f"{part}_{side}": torch.zeros((batch, kv_heads, rows, k.shape[3]), dtype=k.dtype, device=k.device)
             for part, rows in (("sink", sinks), ("window", window))
@@ -353,14 +352,14 @@ def pack(
         )
     try:
         _append(plan.words, k, v, packed.lengths, packed.pages, packed.block_table, **packed.arguments())
-    except (TypeError, ValueError) as error:  # of the arguments of `pack`, which the operator knows as its own
+    except (TypeError, ValueError) as error:  # the operator names itself, but the arguments are those of `pack`
         raise type(error)(str(error).replace("append: ", "pack: ", 1)) from None
     return packed
 
 
 def _check_transforms(plan: Plan, k: Tensor, v: Tensor | None, transforms: dict[str, Tensor]) -> None:
-    """Checks the numbers of transforms once: operators look at no matrix, which may be large, and on CUDA do not wait
-    for the device to look at any."""
+    """Checks the numbers of transforms once. Operators do not check matrices, which may be large, and on CUDA they
+    check no numbers, because they would have to wait for the device."""
     numbers = transforms.get("key_numbers")
     if plan.key_moments and numbers is not None:
         none = torch.empty((0, k.shape[1], 1, k.shape[3]))
@@ -375,13 +374,13 @@ def _check_transforms(plan: Plan, k: Tensor, v: Tensor | None, transforms: dict[
 def append(packed: PackedKV, k: Tensor, v: Tensor | None, *, flag: Tensor | None = None) -> None:
     """Stores new tokens of one layer behind those of each sequence, in place. The first `sinks` and the last `window`
     positions stay exact. Other new tokens, and those that leave the window, are quantised into pages, each token once.
-    Every page that is written belongs to one sequence only.
+    Every page that is written must belong to one sequence only.
 
     k, v: [batch, kv_heads, tokens, head_dim], keys after RoPE; v is None for a plan without values.
-    flag: int64 [1] on CUDA, set once if k or v has a number that is not finite or above 16384 in magnitude, which is
-        stored as 0 or as the limit: ``1 + position + (sequence << 32) + (v << 62)``. On the CPU that is a ValueError.
+    flag: int64 [1] on CUDA, set once to ``1 + position + (sequence << 32) + (v << 62)`` if k or v has a number that is
+        not finite or above 16384 in magnitude, which is stored as 0 or as the limit. On the CPU that is a ValueError.
 
-    Raises ValueError where ``len(packed) + tokens`` is above ``packed.capacity``, RuntimeError while another thread
+    Raises ValueError if ``len(packed) + tokens`` is above ``packed.capacity``, RuntimeError while another thread
     appends to it. A failed call has changed nothing.
     """
     _check("append", packed, k=k)
@@ -438,13 +437,13 @@ def attend(
 
     q: [batch, query_heads, query_tokens, head_dim]; query head h reads KV head ``h // (query_heads // kv_heads)``.
         The queries are those of the last query_tokens tokens of each sequence: append first, then attend.
-    starts: int32 [batch], the first position to see; None: 0. Left padding that `append` skipped needs none.
+    starts: int32 [batch], the first position to see; None: 0. Left padding that `append` skipped needs no starts.
     softmax_scale: None: ``head_dim ** -0.5``.
-    causal: query i sees no token after its own; False: all of them see every token from starts on.
-    sliding_window: a query at position p sees positions above ``p - sliding_window`` alone; 0: all. Causal only.
-    softcap: logits become ``softcap * tanh(logit / softcap)``; 0: as they are.
-    schedule: of `schedule`, for the lengths of this step; None: the call cuts its work itself, for any lengths.
-    return_lse: return ``(out, lse)``, which `merge` wants; False: out alone.
+    causal: query i sees no token after its own; False: all queries see every token from starts on.
+    sliding_window: a query at position p sees only positions above ``p - sliding_window``; 0: all. Causal only.
+    softcap: logits become ``softcap * tanh(logit / softcap)``; 0: they stay as they are.
+    schedule: from `schedule`, for the lengths of this step; None: the call divides its work itself, for any lengths.
+    return_lse: return ``(out, lse)``, as `merge` needs it; False: out alone.
 
     Returns out, like q and contiguous, 0 where nothing was seen, and lse, float32 [batch, query_heads, query_tokens],
     the natural logarithm of the softmax's denominator, -inf where nothing was seen.
@@ -467,13 +466,13 @@ def attend(
 
 
 def about_equal(shortest: int, longest: int) -> bool:
-    """Whether sequences of such lengths are about equally long, so that a `schedule` gives each equally many thread
+    """Whether sequences of these lengths are about equally long, so that a `schedule` gives each equally many thread
     blocks."""
     return 8 * (longest - shortest) <= longest
 
 
 def schedule_rows(batch: int, device: torch.device) -> int:
-    """Rows of a schedule's table, int32 [rows, 4]: a header, one per team of warps, one per sequence."""
+    """Returns how many rows a schedule's table has: a header, one for each team of warps, and one for each sequence."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
     return _core.SCHEDULE_ROWS * processors + batch
 
@@ -489,17 +488,17 @@ def schedule(
     out: Schedule | None = None,
 ) -> Schedule:
     """Divides a step's attention among a GPU's thread blocks, once for all layers of a plan. Call it when
-    ``packed.lengths`` are those of the step, and pass the result to every `attend` of these. The host does not wait for
-    the device.
+    ``packed.lengths`` are those of the step, and pass the result to every `attend` of these layers. The host does not
+    wait for the device.
 
     q, packed: those of one layer. The schedule serves all layers with the same sizes and plan; a call that differs
         divides its work itself, slowly if it gives each sequence and head one thread block.
     lengths: those in ``packed.lengths``, if the host knows them. If they are about equal (the shortest is at least 7/8
         of the longest), each sequence gets equally many thread blocks, which is faster. Otherwise the device divides
-        the work by the lengths, with the results of a call without a schedule, bit for bit.
+        the work by the lengths; results are the same bit for bit as without a schedule.
     starts, causal, sliding_window: as in the calls of `attend`.
-    out: a schedule of an earlier step with as many sequences, to overwrite, so that a CUDA graph that holds both can be
-        replayed. None: a new one.
+    out: a schedule of an earlier step with as many sequences, to overwrite, so that a CUDA graph with `schedule` and
+        `attend` can be replayed. None: a new one.
 
     `attend` uses lengths and starts as they were when the schedule was made. A CPU ignores schedules.
     """
@@ -535,8 +534,8 @@ def attend_kernel(
 ) -> str:
     """The name of the kernel that `attend` would run for these arguments on their device; nothing runs.
 
-    For example "attend_fused_3bit_d128_4x64" on an H200, or "attend_avx2" on a CPU. csrc/cuda/README.md lists those of
-    CUDA.
+    For example "attend_fused_3bit_d128_4x64" on an H200, or "attend_avx2" on a CPU. csrc/cuda/README.md lists the names
+    of CUDA kernels.
     """
     _check("attend_kernel", packed, q=q)
     options = _checked("attend_kernel", causal=causal, sliding_window=sliding_window, schedule=schedule)
@@ -587,14 +586,14 @@ def append_attend(
     flag: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`append`, then `attend` from the queries of the same tokens, in one call: a decode step of one layer. Results are
-    the same bit for bit. With several tokens over a window, which `attend` alone refuses, each query still finds the
+    """`append`, then `attend` from the queries of the same tokens, in one call: a decoding step of one layer. Results
+    are the same bit for bit. With several tokens over a window, which `attend` alone refuses, each query still sees the
     window exact. For a plan with values. An error whose field `stored` is true came after the tokens were stored; any
     other has changed nothing.
 
     q: [batch, query_heads, tokens, head_dim].
     k, v: [batch, kv_heads, tokens, head_dim].
-    The rest: as in `append` and `attend`.
+    The other arguments are as in `append` and `attend`.
     Returns out, like q and contiguous; with return_lse ``(out, lse)``, as `attend` does.
     """
     _check("append_attend", packed, q=q, k=k, v=v)
@@ -621,7 +620,7 @@ def append_attend(
 
 
 def dequantize(packed: PackedKV, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """All tokens as floats, in order, for debugging: `attend` needs none of it.
+    """All tokens as floats, in order, for debugging: `attend` does not need it.
 
     dtype: of the result, float32, float16 or bfloat16. On CUDA the last two are several times as fast, and as exact as
         products of fp16 are (turboquant_cuda.h).
@@ -644,7 +643,7 @@ def dequantize(packed: PackedKV, dtype: torch.dtype = torch.float32) -> tuple[Te
     row, hidden = torch.where(position < sinks, position, recent), position >= length
 
     def ordered(*parts: Tensor | None) -> Tensor:
-        """sinks, window, packed tokens -> tokens in order"""
+        """Joins sinks, window and packed tokens in the order of tokens."""
         exact = torch.cat([x.to(dtype) for x in parts if x is not None], 2)
         index = row[:, None, :, None].expand(-1, exact.shape[1], -1, exact.shape[3])
         return exact.gather(2, index).masked_fill_(hidden[:, None, :, None], 0)
@@ -654,7 +653,7 @@ def dequantize(packed: PackedKV, dtype: torch.dtype = torch.float32) -> tuple[Te
 
 
 def quantize(plan: Plan, k: Tensor, v: Tensor | None, *, transforms: dict[str, Tensor] | None = None) -> Tensor:
-    """Whole sequences into pages alone, every token quantised; `pack` also says where they are.
+    """Quantises every token of whole sequences into pages alone; `pack` also makes their block table.
 
     k, v: [batch, kv_heads, tokens, head_dim]; v is None for a plan without values.
     Returns uint8 [batch * n, kv_heads, record_bytes], ``n = ceil(tokens / page_tokens)``; sequence b has pages b * n to
@@ -669,13 +668,13 @@ def quantize(plan: Plan, k: Tensor, v: Tensor | None, *, transforms: dict[str, T
 
 
 def recode(plan: Plan, pages: Tensor, target: Plan) -> Tensor:
-    """Pages of one plan as pages of another with fewer bits, without the vectors. Codes are merged, two or more of the
-    old cells to one, and every token gets a new scale; nothing is decoded or rotated. The error is up to 6 % (5 bits to
-    4: up to 20 %) above that of vectors packed at these bits from the start (docs/rounding.md).
+    """Turns pages of one plan into pages of another with fewer bits, without the vectors. Two or more old codes become
+    one new code, and every token gets a new scale; nothing is decoded or rotated. The error is up to 6 % (5 bits to 4:
+    up to 20 %) above that of vectors packed at these bits from the start (docs/rounding.md).
 
     plan: of the pages: plain, EDEN scales, groups of 32 channels, at most 512 channels. Steps count as 1.
     pages: uint8 [n_pages, kv_heads, record_bytes], contiguous.
-    target: like `plan`, but for `tries` and fewer bits in some groups of channels; 1 is the least.
+    target: like `plan` except for `tries` and for fewer bits in some groups of channels, at least 1.
     Returns uint8 [n_pages, kv_heads, record_bytes of `target`].
     """
     _check("recode", pages=pages)
@@ -686,11 +685,11 @@ def recode(plan: Plan, pages: Tensor, target: Plan) -> Tensor:
 
 
 def rotate(plan: Plan, x: Tensor, matrix: Tensor | None = None, *, inverse: bool = False) -> Tensor:
-    """The rotation R of a plan for every row of x, in float32.
+    """Applies the rotation R of a plan to every row of x, in float32.
 
     x: [..., head_dim], any strides.
     matrix: float32 [head_dim, head_dim], for plans with a dense rotation; None: the plan's Hadamard, or none.
-    inverse: ``R^T x``, not ``R x``.
+    inverse: ``R^T x`` instead of ``R x``.
 
     Returns a tensor like x, contiguous.
     """
@@ -702,7 +701,7 @@ def rotate(plan: Plan, x: Tensor, matrix: Tensor | None = None, *, inverse: bool
 
 
 def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """One attention result from partial ones over disjoint tokens: ``lse = log(sum_i exp(lses[i]))``,
+    """Merges partial attention results over disjoint tokens to one: ``lse = log(sum_i exp(lses[i]))``,
     ``out = sum_i exp(lses[i] - lse) * outs[i]``, in float32.
 
     outs: [parts, ..., head_dim], any strides.

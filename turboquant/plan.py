@@ -1,7 +1,7 @@
 """Plans: how the vectors of one layer become bytes.
 
-`Plan` gives names to what files, operators and `turboquant._core` carry as integers, ``Plan.words``. Their order and
-their meaning are in ``csrc/include/turboquant.h`` ("A plan as integers"); the core alone decides what is a plan.
+A `Plan` has names for the integers that files, operators and `turboquant._core` take, ``Plan.words``. Their order and
+their meaning are in ``csrc/include/turboquant.h`` ("A plan as integers"). Only the core decides which plans are valid.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any, TypeVar
 from .arguments import integer, quoted
 
 FORMAT_VERSION = 2
-GROUP = 32  # rotated channels that share a number of bits; also the tokens of a tile
+GROUP = 32  # rotated channels that share a bit width; also the tokens of a tile
 FINE_GROUP = 16  # the other choice
 MAX_BITS = 6
 WIDE_BITS = 8
 WIDTHS = (*range(MAX_BITS + 1), WIDE_BITS)  # bits that a group may have
 WIDE_STEP = 2.0**-5  # between neighbouring levels of 8 bits
 MAX_HEAD_DIM = 512  # of a plan with values
-MAX_CUDA_BASELINE_DIM = 256  # on a GPU, of a plan that is not plain
+MAX_CUDA_BASELINE_DIM = 256  # of a plan that is not plain, on a GPU
 MAX_DIM = 4096  # of a plan without values (vectors)
 PAGE_TOKENS = 128  # of a cache
 PAIR_MULTIPLE, MAX_RANK = 8, 4  # a wave's pairs are a multiple of the first; a metric's rank is at most the second
 
 _HEADER = 19  # words before those of the groups
-_NEW_BLOCK = 16  # added to the bits of the group that a block begins with
+_NEW_BLOCK = 16  # added to the bits of the first group of a block
 
 
 class Rotation(IntEnum):
@@ -44,20 +44,20 @@ class Codebook(IntEnum):
 
     NORMAL = 0  #: N(0, 1)
     SPHERE = 1  #: sqrt(d) times a coordinate of a uniform unit vector, d = head_dim <= 256
-    UNIFORM = 2  #: N(0, 1) again, but equally spaced levels (Max 1960, Table II)
+    UNIFORM = 2  #: N(0, 1) too, with equally spaced levels (Max 1960, Table II)
 
 
 class Scale(IntEnum):
-    """The one number stored per token, for decoded codes c of u = z / rms(z) (``tq_scale``)."""
+    """The number stored per token, where c are the decoded codes of u = z / rms(z) (``tq_scale``)."""
 
     EDEN = 0  #: rms(z) <u, u> / <c, u>: unbiased inner products over the random signs (EDEN, arXiv 2108.08842)
     NORM = 1  #: ||z|| / sqrt(d), TurboQuant mse (arXiv 2504.19874, Algorithm 1)
     NORM_CORRECTED = 2  #: the decoded vector has the norm of z
-    LEAST_SQUARES = 3  #: rms(z) <c, u> / <c, c>: least squared error
+    LEAST_SQUARES = 3  #: rms(z) <c, u> / <c, c>: the least squared error
 
 
 class Levels(IntEnum):
-    """What the codes of one side stand for (``tq_levels``)."""
+    """The numbers that the codes of one side decode to (``tq_levels``)."""
 
     CODEBOOK = 0  #: a scale per token and block, times a level of the codebook
     AFFINE = 1  #: a zero point and a scale, from the block's smallest and largest number
@@ -77,7 +77,7 @@ _Member = TypeVar("_Member", bound=IntEnum)
 
 
 def member(kind: type[_Member], value: _Member | str, argument: str) -> _Member:
-    """The member of `kind` that `value` is or names in any case, such as ``member(Scale, "eden", "scale")``.
+    """Returns the member of `kind` that `value` is or names in any case, as in ``member(Scale, "eden", "scale")``.
 
     Raises TypeError for another object, ValueError for an unknown name; the message names `argument` and lists names.
     """
@@ -103,7 +103,7 @@ def _integer(value: Any, argument: str) -> int:
 
 
 def group_bits(bits: int | Sequence[int], groups: int, argument: str) -> tuple[int, ...]:
-    """Bits of each of `groups` groups, from one integer or from one per group. TypeError or ValueError."""
+    """Returns the bits of each of `groups` groups, from one integer or from one per group. TypeError or ValueError."""
     if isinstance(bits, (str, bytes, Set, Mapping)):
         raise TypeError(f"`{argument}` must be an integer or a sequence of integers, got {quoted(bits)}")
     if not isinstance(bits, Iterable) or getattr(bits, "ndim", 1) == 0:
@@ -133,7 +133,7 @@ class Side:
     sketch_rows: int = 0
 
     def _of(self, name: str, groups: int, group: int) -> Side:
-        """The same with a tuple for bits and blocks, and members for names. name: "key" or "value"."""
+        """Returns the same side with tuples as bits and blocks, and members for names. name: "key" or "value"."""
         blocks = self.blocks
         if not isinstance(blocks, tuple):
             channels = _integer(blocks, f"{name}_blocks")
@@ -156,7 +156,7 @@ class Side:
         bits: tuple[int, ...] = self.bits  # type: ignore[assignment]
         for i, b in enumerate(bits):
             if b not in WIDTHS:
-                at = "" if len(set(bits)) == 1 else f"[{i}]"  # one number for all groups was given, or may have been
+                at = "" if len(set(bits)) == 1 else f"[{i}]"  # equal bits were probably given as one number
                 raise ValueError(f"`{name}_bits{at}` must be in 0..{MAX_BITS} or {WIDE_BITS}, got {b}")
         return [b + _NEW_BLOCK * (g in self.blocks) for g, b in enumerate(bits)]  # type: ignore[operator]
 
@@ -180,11 +180,11 @@ class Plan:
     group: channels of a group, 32, or 16 with head_dim <= 256. The last group is padded.
     codebook, scale: members or their names. ``Codebook.SPHERE`` is for head_dim <= 256.
     seed: 0 .. 2**63 - 1, for the Hadamard signs.
-    wave_pairs: how many pairs of key channels have a centre that turns with the position: a multiple of 8 up to
-        head_dim / 2 (rounded up to one).
+    wave_pairs: how many pairs of key channels have a centre that turns with the position, a wave: a multiple of 8, up
+        to head_dim / 2 rounded up to a multiple of 8.
     metric: rank of the keys' metric, 0 to 4; None: no metric.
-    tries: scales that encoding tries for each vector, of which it keeps the best: 0 (none), 3, 5 or 7. Nothing else
-        changes for who reads the codes. Needs the scale EDEN and a plain plan.
+    tries: how many scales encoding tries for each vector, to keep the best: 0 (none), 3, 5 or 7. Codes are read in the
+        same way. Needs the scale EDEN and a plain plan.
 
     variance_term: subtract half the variance of a packed token's logit from it, so that its exponential is right on
         average (turboquant.h, "Variance term"). Needs values, a plain plan, the scale EDEN, the codebook NORMAL and
@@ -245,19 +245,19 @@ class Plan:
             object.__setattr__(self, name, checked)
 
     def _side(self, name: str, bits: Any) -> Side:
-        """A side from its bits alone: values take the rotation of the keys."""
+        """Returns a side made from its bits alone. Values take the rotation of the keys."""
         rotation = self.key.rotation if name == "value" and isinstance(self.key, Side) else Rotation.HADAMARD
         return Side(bits, rotation)
 
     @classmethod
     def from_words(cls, words: Sequence[int]) -> Plan:
-        """The plan whose `words` these are. ValueError or TypeError for others."""
+        """The plan with these `words`. ValueError or TypeError for other words."""
         from . import _core
 
         if not isinstance(words, Iterable):
             raise TypeError(f"`words` must be a sequence of integers, got {quoted(words)}")
         words = tuple(words)
-        _core.record_bytes(words)  # refuses what is no plan
+        _core.record_bytes(words)  # raises for what is no plan
         groups = (len(words) - _HEADER) // 2
 
         def side(head: int, first: int) -> Side | None:
@@ -278,7 +278,7 @@ class Plan:
 
     @property
     def groups(self) -> int:
-        """Groups of a vector's channels."""
+        """How many groups a vector's channels have."""
         return -(-self.head_dim // self.group)
 
     @property
@@ -293,7 +293,7 @@ class Plan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the fast kernels run it: both sides have codebook levels, one block, no sketch and one rotation."""
+        """Whether the fast kernels run it: both sides have codebook levels, one block, the same rotation, no sketch."""
         from . import _core
 
         return bool(_core.plan_info(self.words)["is_plain"])
@@ -306,8 +306,8 @@ class Plan:
         return _core.plan_info(self.words)["key_moments"]
 
     def nbytes(self, tokens: int, kv_heads: int = 1) -> int:
-        """Bytes of the pages that `tokens` packed tokens of one sequence fill, the last page whole. TypeError for other
-        numbers than integers, ValueError for negative ones."""
+        """Bytes of the pages that `tokens` packed tokens of one sequence need, the last page whole. TypeError for
+        anything but integers, ValueError for negative ones."""
         tokens, kv_heads = _integer(tokens, "tokens"), _integer(kv_heads, "kv_heads")
         if tokens < 0 or kv_heads < 0:
             raise ValueError(f"`tokens` and `kv_heads` must be at least 0, got {tokens} and {kv_heads}")

@@ -1,4 +1,4 @@
-"""Pictures of results, for ``--plot`` of commands. Need matplotlib, which writes them to PNG, SVG or PDF files."""
+"""Pictures of results, for ``--plot`` of commands. They need matplotlib, which writes PNG, SVG or PDF files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENDINGS = (".png", ".svg", ".pdf")
 
 
 def figure_class() -> Any:
-    """matplotlib's; ImportError that says how to get it."""
+    """Returns matplotlib's class of figures. ImportError, which says how to get it, without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -21,14 +21,14 @@ def figure_class() -> Any:
 
 
 def check_picture(path: str, option: str) -> None:
-    """ValueError for a file that is no picture, ImportError without matplotlib."""
+    """Raises ValueError for the name of no picture, ImportError without matplotlib."""
     if Path(path).suffix.lower() not in ENDINGS:
         raise ValueError(f"{option} must end in .png, .svg or .pdf, got {path!r}")
     figure_class()
 
 
 def points(path: str, of: Mapping[str, tuple[float, float]], x: str, y: str) -> None:
-    """A named point for each entry (x, y), with logarithms of y, which is above 0."""
+    """Plots a named point for each entry (x, y), on a logarithmic axis of y, which is above 0."""
     figure, axes = _axes(x, y)
     for name, (across, up) in of.items():
         axes.plot(across, up, "o", label=name)
@@ -38,7 +38,7 @@ def points(path: str, of: Mapping[str, tuple[float, float]], x: str, y: str) -> 
 
 
 def lines(path: str, at: Sequence[float], of: Mapping[str, Sequence[float]], x: str, y: str) -> None:
-    """A named line for each entry, with its values at each x, all above 0; logarithms of both."""
+    """Plots a named line for each entry, with its values at each x, all above 0, on logarithmic axes."""
     figure, axes = _axes(x, y)
     for name, values in of.items():
         axes.plot(at, values, "o-", markersize=3, label=name)

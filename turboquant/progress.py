@@ -1,8 +1,8 @@
-"""What the library says of its own: lines of the logger `turboquant`, and the progress of what takes long.
+"""What the library prints by itself: lines of the logger `turboquant`, and the progress of what takes long.
 
     logging.getLogger("turboquant").setLevel(logging.WARNING)     no line and no progress
 
-Lines go to the handlers of the root logger. A program that has configured none finds them on standard error.
+Lines go to the handlers of the root logger, or to standard error if a program has configured none.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["Progress", "clock", "log", "steps"]
 
 log = logging.getLogger("turboquant")
 
-_FIRST, _LATER = 2.0, 30.0  # seconds until the first line of a log, and from then on
-_REDRAWN = 0.1  # seconds
+_FIRST, _LATER = 2.0, 30.0  # seconds until the first line of a log, and between later ones
+_REDRAWN = 0.1  # seconds between two drawings of a line
 _Item = TypeVar("_Item")
 
 
 class _Stderr(logging.Handler):
-    """Writes to standard error, unless the root logger has handlers, which get every record too."""
+    """Writes to standard error, unless the root logger has handlers: they get every record too."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
@@ -33,14 +33,14 @@ class _Stderr(logging.Handler):
 
 
 log.addHandler(_Stderr(logging.INFO))
-if log.level == logging.NOTSET:  # a program may have chosen one before
+if log.level == logging.NOTSET:  # a program may have set one before
     log.setLevel(logging.INFO)
 
-_drawn = 0  # characters of the line that is redrawn, if it is on the screen
+_drawn = 0  # characters of the progress line that is on the screen, 0: none is
 
 
 def _redraws() -> bool:
-    """Whether a line on standard error can be written again: in a terminal, or in a notebook."""
+    """Whether a line on standard error can be overwritten: in a terminal or a notebook."""
     return sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel")
 
 
@@ -52,19 +52,19 @@ def _erase() -> None:
 
 
 def clock(seconds: float) -> str:
-    """1:05, or 1:01:05."""
+    """Returns a time such as 1:05 or 1:01:05."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class Progress:
-    """How far something is, as a context: a line that is redrawn in a terminal or a notebook, and otherwise a line of
-    the logger after 2 seconds and one every 30 seconds. What ends within 2 seconds leaves no line behind.
+    """Shows progress, as a context manager: a line that is redrawn in a terminal or a notebook, and otherwise a line of
+    the logger after 2 seconds and then every 30 seconds. What ends within 2 seconds leaves no line behind.
 
     what    what is done, such as "calibrate"
     total   how many units there are;  unit   their name in the plural
-    shown   False: nothing is said
+    shown   False: nothing is shown
     """
 
     def __init__(self, what: str, total: float, unit: str, shown: bool = True) -> None:
@@ -96,7 +96,7 @@ class Progress:
         self._show()
 
     def line(self) -> str:
-        """How much is done, how long it took and how much longer it will take at that pace."""
+        """Returns how much is done, how long it took and how much longer it will take at that pace."""
         gone, here = time.monotonic() - self.started, self.done - self.before
         count = f"{self.done:,.0f} of {self.total:,.0f} {self.unit}"
         left = f", {clock(gone * (self.total - self.done) / here)} left" if here > 0 else ""
@@ -118,7 +118,7 @@ class Progress:
 
 
 def steps(items: Collection[_Item], what: str, unit: str, shown: bool = True) -> Iterator[_Item]:
-    """The items, one after the other, with the progress through them."""
+    """Yields the items, and shows the progress through them."""
     with Progress(what, len(items), unit, shown) as one:
         for item in items:
             yield item

@@ -1,8 +1,8 @@
 """Quantizer: vectors in 1 to 8 bits a number, and inner products straight from the bytes. NumPy only.
 
 The method is TurboQuant's (arXiv 2504.19874) with the scale of EDEN (arXiv 2108.08842): rotate, divide by the root mean
-square, round every coordinate to the nearest of 2^bits levels made for its law, keep one binary16 scale per vector. The
-bytes are a cache's pages without values (csrc/include/turboquant.h), with 32 vectors to a page.
+square, round every coordinate to the nearest of 2^bits levels made for its distribution, keep one binary16 scale per
+vector. The bytes are a cache's pages without values (csrc/include/turboquant.h), with 32 vectors to a page.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _PAGE = 32  # vectors of a page
 _RUN = 256  # vectors that one thread quantises at a time
 _ROTATIONS = {"hadamard": Rotation.HADAMARD, "dense": Rotation.DENSE, "none": Rotation.NONE}
 _LIMIT = f"finite and at most {_core.MAX_INPUT:.0f} in magnitude"
-_LEVELS = ("codebook", "affine", "absmax")  # a table needs data
-_ARGUMENTS = {"`head_dim`": "`dim`", "`key_bits": "`bits", "`key_blocks": "`block"}  # by the fields of a plan
+_LEVELS = ("codebook", "affine", "absmax")  # not a table, which needs data
+_ARGUMENTS = {"`head_dim`": "`dim`", "`key_bits": "`bits", "`key_blocks": "`block"}  # by names of a plan's fields
 _FIELDS = re.compile("|".join(_ARGUMENTS))
 _SKETCHES = ("none", "gaussian", "sign")
 
@@ -56,7 +56,7 @@ def _said(field: object) -> str:
 
 
 def _difference(one: Any, other: Any) -> tuple[str, Any, Any]:
-    """The first field in which two plans, or two sides, differ: its name and both values."""
+    """Returns the first field in which two plans, or two sides, differ: its name and both values."""
     pairs = ((field.name, getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(one))
     return next((name, mine, its) for name, mine, its in pairs if name not in ("words", "record_bytes") and mine != its)
 
@@ -75,8 +75,8 @@ def _describe(array: object) -> str:
 
 
 def _plain(op: str, name: str, array: NDArray[Any]) -> NDArray[Any]:
-    """The array as a plain `ndarray`, not copied: `np.matrix` would keep two dimensions, and masked numbers would be
-    read. ValueError if any number is masked."""
+    """Returns the array as a plain `ndarray`, not copied: an `np.matrix` would always keep two dimensions. ValueError
+    if any number is masked, because the core would read it."""
     if np.ma.is_masked(array):
         raise ValueError(f"{op}: `{name}` must have no masked numbers, got {np.ma.getmaskarray(array).sum()} of them")
     return np.asarray(array)
@@ -87,7 +87,7 @@ class Codes:
     """Quantised vectors: what `Quantizer.quantize` returns.
 
     plan: how they were made; a plan without values. `save` writes it and the pages, but not the Quantizer's `centre`.
-    pages: uint8 ``[ceil(vectors / 32), 1, record_bytes]``, 64-byte aligned; an array that is not is copied once, here.
+    pages: uint8 ``[ceil(vectors / 32), 1, record_bytes]``, 64-byte aligned; an unaligned array is copied once, here.
     vectors: how many vectors there are; the rest of the last page is zero.
     """
 
@@ -117,7 +117,7 @@ class Codes:
         return f"<Codes: {self.vectors} vectors of {self.dim} numbers, {self.effective_bits:.3f} bits each>"
 
     def __reduce__(self) -> tuple[type[Codes], tuple[Plan, NDArray[np.uint8], int]]:
-        return Codes, (self.plan, self.pages, self.vectors)  # by the constructor, because copies lose their alignment
+        return Codes, (self.plan, self.pages, self.vectors)  # the constructor aligns the copy
 
     @property
     def dim(self) -> int:
@@ -131,13 +131,13 @@ class Codes:
 
     @property
     def effective_bits(self) -> float:
-        """Bits per number of the vectors, all bytes of `nbytes` counted; 0 if there are no vectors."""
+        """Bits per number of the vectors, from all bytes of `nbytes`; 0 if there are no vectors."""
         return 8 * self.nbytes / (self.vectors * self.dim) if self.vectors else 0.0
 
     def save(self, path: Path) -> None:
         """Write the codes to a safetensors file: the pages, and the plan and checksums in the header.
 
-        A file at `path` is replaced as one step once everything is on the disk, so no reader sees half of one.
+        A file at `path` is replaced in one step once everything is on the disk, so no reader sees half a file.
         Raises OSError.
         """
         meta = {"plan": list(self.plan.words), "vectors": self.vectors}
@@ -147,9 +147,9 @@ class Codes:
     def load(cls, path: Path) -> Codes:
         """Read codes that `save` wrote, on any machine.
 
-        Raises ValueError for a file that is truncated, altered, foreign or of another version. Never allocates more
-        than the file's size, whatever its header claims. Raises FileNotFoundError where there is none, and OSError
-        where it cannot be read.
+        Raises ValueError for a file that is truncated, altered, of another kind or of another version. Never allocates
+        more than the file's size, whatever its header claims. Raises FileNotFoundError if there is none, and OSError if
+        it cannot be read.
         """
         name = existing_file(path, "a file of codes")
         with open(name, "rb") as file:
@@ -180,11 +180,11 @@ class Quantizer:
     bits: 1..6 or 8 for all numbers, or a sequence with 0..6 or 8 for each group of 32 rotated channels.
     rotation: "hadamard" (random signs and Walsh-Hadamard butterflies, O(dim log dim)), "dense" (a random orthogonal
         matrix, made here in O(dim^3): seconds from a dim of about 2,000, and O(dim^2) for every vector), or "none".
-    scale: the one number kept per vector. "eden": inner products are unbiased over the random rotation;
-        "least_squares": least squared error; "norm": that of TurboQuant mse; "norm_corrected": decoded vectors keep
-        their norm.
+    scale: the number kept per vector. "eden": inner products are unbiased over the random rotation;
+        "least_squares": the squared error is least; "norm": that of TurboQuant mse; "norm_corrected": decoded vectors
+        keep their norm.
     codebook: "normal": levels for N(0, 1), right for all but small dims; "sphere": levels for the exact distribution of
-        a coordinate of a random unit vector, dim <= 256; "uniform": equally spaced, best for N(0, 1).
+        a coordinate of a random unit vector, dim <= 256; "uniform": the best equally spaced levels for N(0, 1).
     seed: 0 .. 2**63 - 1, for the rotation. Equal arguments make equal bytes on every machine.
     centre: float32 ``[dim]`` or None, finite and at most 16384 in magnitude; subtracted before quantisation, added
         after decoding. It is not part of the codes: a Quantizer that reads them must be given the same one.
@@ -194,11 +194,11 @@ class Quantizer:
     sketch: signs stored of the quantisation error. "gaussian": of `sketch_rows` Gaussian projections (1..dim, by
         default dim; with scale="norm" this is TurboQuant prod of bits + 1, whose inner products are unbiased); "sign":
         of its coordinates; "none".
-    tries: scales that encoding tries for each vector, of which it keeps the one whose codes have the largest cosine
-        with the vector: 0 (none), 3, 5 or 7. More than 0 needs scale="eden", levels="codebook", and neither block nor
-        sketch. It pays above 2 bits: with 3, a tenth of the squared error goes at 4 bits and 128 numbers, and codes
-        take longer to make. Codes are read as those without.
-    Slower, portable code reads other levels than a codebook's, blocks and sketches.
+    tries: how many scales encoding tries for each vector, to keep the one whose codes have the largest cosine with the
+        vector: 0 (none), 3, 5 or 7. More than 0 needs scale="eden", levels="codebook", and neither block nor sketch. It
+        helps above 2 bits: 3 tries remove a tenth of the squared error at 4 bits and 128 numbers. Encoding takes
+        longer; codes are read in the same way.
+    Codes with affine or absmax levels, blocks or sketches are read by slower, portable code.
 
     Raises TypeError or ValueError; the message names the argument.
     """
@@ -249,7 +249,7 @@ class Quantizer:
 
     @classmethod
     def from_plan(cls, plan: Plan, centre: NDArray[np.float32] | None = None) -> Quantizer:
-        """The Quantizer that made codes with this plan, as in ``Quantizer.from_plan(codes.plan)``.
+        """The Quantizer that makes codes with this plan, as in ``Quantizer.from_plan(codes.plan)``.
 
         Raises TypeError for another object, ValueError for a plan with values or a table, or a wrong centre.
         """
@@ -323,18 +323,18 @@ class Quantizer:
     def quantize(self, x: NDArray[np.float32]) -> Codes:
         """Codes of vectors: rotate, scale, round (arXiv 2504.19874, Algorithm 1, with this quantiser's scale).
 
-        x: float32 ``[vectors, dim]``, rows dense; finite, at most 16384 in magnitude. The rows may lie apart.
-            Scales are binary16: a row (less the centre) whose root mean square is below about 1e-6 loses precision, and
-            below 3e-8 becomes zero. Multiply such rows by a power of two first.
+        x: float32 ``[vectors, dim]``, finite, at most 16384 in magnitude. Rows are dense; there may be gaps between
+            them. Scales are binary16: a row (less the centre) whose root mean square is below about 1e-6 loses
+            precision, and below 3e-8 it becomes zero. Multiply such rows by a power of two first.
         Returns `Codes` with ``len(codes) == vectors``.
-        Raises TypeError for another dtype, ValueError for another shape, masked numbers or a number out of range, the
+        Raises TypeError for another dtype, ValueError for another shape, masked numbers or numbers out of range, the
         first of which it names.
         """
         x = self._checked("quantize", "x", x, "vectors")
         vectors = x.shape[0]
         pages = _core.new_pages(self._words, -(-vectors // self._page_tokens), 1)
         try:
-            # Each run is a sequence of one batch, which threads share; the remainder is one more.
+            # Each run is a sequence of one batch, which threads share; the remainder is a batch of its own.
             run = _RUN if _RUN % self._page_tokens == 0 else self._page_tokens
             even = vectors - vectors % run
             self._append(x[:even].reshape(-1, 1, run, self._dim), pages[: even // self._page_tokens])
@@ -351,7 +351,7 @@ class Quantizer:
         return Codes(self._plan, pages, vectors)
 
     def dequantize(self, codes: Codes) -> NDArray[np.float32]:
-        """The vectors behind codes, ``centre + R^T (scale * levels)``: float32 ``[vectors, dim]``.
+        """The vectors decoded from codes, ``centre + R^T (scale * levels)``: float32 ``[vectors, dim]``.
 
         codes: from a Quantizer with equal arguments. Raises TypeError for another object, ValueError for another plan.
         """
@@ -362,7 +362,7 @@ class Quantizer:
         return x.reshape(codes.vectors, self._dim)
 
     def dot(self, queries: NDArray[np.float32], codes: Codes) -> NDArray[np.float32]:
-        """Estimates of ``<q, x>`` for every query q and the vector x behind every code, without decoding any.
+        """Estimates of ``<q, x>`` for every query q and the vector x of every code, without decoding any.
 
         ``<q, x> ~ <q, centre> + scale * <R q, levels>``; with scale="eden" the mean over seeds is ``<q, x>`` (EDEN,
         arXiv 2108.08842). A query is rotated once.
@@ -396,7 +396,7 @@ class Quantizer:
         _core.append(self._words, x, None, lengths, pages, table, **self._transform)
 
     def _checked(self, op: str, name: str, array: object, *rows: str) -> NDArray[np.float32]:
-        """`array`, which must be float32 ``[*rows, dim]``, as a plain `ndarray`."""
+        """Returns `array` as a plain `ndarray`. TypeError or ValueError unless it is float32 ``[*rows, dim]``."""
         shape = ", ".join([*rows, str(self._dim)])
         message = f"{op}: `{name}` must be float32 [{shape}], got {_describe(array)}"
         if not isinstance(array, np.ndarray) or array.dtype != np.float32:

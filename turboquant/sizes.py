@@ -1,5 +1,5 @@
-"""Sizes of caches, from the shapes of a model's layers alone: bytes before there is a cache, and tokens that fit into a
-memory.
+"""Sizes of caches, from the shapes of a model's layers alone: bytes of a cache before it exists, and tokens that fit
+into a memory.
 
 They follow the rules of `kvcache.storage`. Torch is not needed.
 """
@@ -45,8 +45,8 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Layer:
-    """kind: one of `_WORDS`. window: of a sliding or chunked layer, in tokens. shared: it reads what an earlier layer
-    of its kind stores. A latent layer stores one vector of `head_dim` numbers for each token."""
+    """kind: a key of `_WORDS`. window: of a sliding or chunked layer, in tokens. shared: whether it reads what an
+    earlier layer of its kind stores. A latent layer stores one vector of `head_dim` numbers for each token."""
 
     kind: str
     kv_heads: int
@@ -55,7 +55,7 @@ class Layer:
     shared: bool = False
 
     def reads(self, tokens: int) -> int:
-        """How many numbers attention over one sequence of `tokens` tokens reads, without packing."""
+        """Returns how many numbers attention over one sequence of `tokens` tokens reads, unpacked."""
         vectors = 1 if self.kind == "latent" else 2 * self.kv_heads
         return vectors * self.head_dim * min(tokens, self.window or tokens)
 
@@ -69,7 +69,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Model:
-    """refused: why the bytes of a packed cache are not counted; "": they are."""
+    """refused: why the bytes of a packed cache are not counted, or "" if they are."""
 
     name: str
     source: str
@@ -99,7 +99,7 @@ def layer_of(kind: str, kv_heads: int, head_dim: int, window: int, shared: bool)
 
 
 def refused(layers: Sequence[Layer]) -> str:
-    """Why the bytes are not counted: kinds of layers, or heads that are too wide."""
+    """Returns why the bytes of a packed cache are not counted, kinds of layers or heads that are too wide, or ""."""
     kinds = {one.kind for one in layers}
     if "latent" in kinds:
         return "its attention is latent"
@@ -112,13 +112,13 @@ def refused(layers: Sequence[Layer]) -> str:
 
 
 def model_of(config: Any) -> Model:
-    """The decoder of a transformers configuration that `turboquant.patch` takes."""
+    """Returns the decoder of a transformers configuration that `turboquant.patch` takes."""
     layers = layers_of(config.get_text_config(decoder=True), type(config).__name__)
     return Model(config.model_type, "", layers, refused(layers))
 
 
 def layers_of(text: Any, path: str) -> tuple[Layer, ...]:
-    """The layers of a transformers configuration."""
+    """Returns the layers of a transformers configuration."""
     count = getattr(text, "num_hidden_layers", None)
     if not isinstance(count, int):
         raise no_decoder(text, path)
@@ -130,7 +130,7 @@ def layers_of(text: Any, path: str) -> tuple[Layer, ...]:
 
 
 def _layer_of(text: Any, one: Any, i: int, count: int, path: str) -> Layer:
-    """one: the configuration of layer i of `count`, text: that of all."""
+    """Returns layer i of `count`. one: its configuration. text: that of all layers."""
     types = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
     window = getattr(one, "sliding_window", None) or 0
     if types:
@@ -165,13 +165,12 @@ def no_decoder(text: Any, path: str) -> ValueError:
 
 
 def full_bytes(model: Model, batch: int, tokens: int, item_bytes: int) -> int:
-    """Bytes of keys and values of `batch` sequences of `tokens` tokens, unpacked. fp8 without scales."""
+    """Returns the bytes of unpacked keys and values of `batch` sequences of `tokens` tokens, for fp8 without scales."""
     return item_bytes * batch * sum(count * one.stores(tokens) for one, count in Counter(model.layers).items())
 
 
 def not_packed(model: Model, spec: CacheSpec) -> str:
-    """Why the bytes of a model's packed cache are not counted, or "": layers that are not, or heads too wide for the
-    spec."""
+    """Returns why a model's packed cache is not counted, `model.refused` or heads too wide for the spec, or ""."""
     if model.refused:
         return model.refused
     try:
@@ -182,13 +181,12 @@ def not_packed(model: Model, spec: CacheSpec) -> str:
 
 
 def packed_parts(model: Model, spec: CacheSpec, batch: int, tokens: int, item_bytes: int = 2) -> dict[str, int]:
-    """`cache.nbytes`, by the parts of `cache.report()`, after a prompt of `tokens` tokens for each sequence, on a CPU.
+    """Returns `cache.nbytes` by the parts of `cache.report()`, on a CPU after a prompt of `tokens` tokens a sequence.
 
     item_bytes: bytes of a number of the model's dtype. On CUDA a layer has 8 bytes more. A cache that has grown token
-    by token holds up to 1/64 more pages. Two results are not exact: a model's wave may need fewer pairs than are
-    counted, and with a budget and sliding windows every layer counts as the mean, because only a calibration knows
-    which layers get more bits.
-    NotImplementedError where `not_packed` says why.
+    by token holds up to 1/64 more pages. Results are not exact in two cases: a model's wave may need fewer pairs than
+    are counted; and with a budget and sliding windows every layer counts as the mean, because only a calibration knows
+    which layers get more bits. NotImplementedError, with the reason, if `not_packed` has one.
     """
     if why := not_packed(model, spec):
         raise NotImplementedError(f"the packed cache of {model.name} is not counted: {why}")
@@ -204,7 +202,7 @@ def packed_parts(model: Model, spec: CacheSpec, batch: int, tokens: int, item_by
 
 @lru_cache(maxsize=64)
 def runs(model: Model, spec: CacheSpec) -> list[tuple[Layer, CacheSpec, float, int]]:
-    """(layer, its spec, bytes of a packed token, how many of these there are)."""
+    """Returns (layer, its spec, bytes of a packed token, how many equal layers there are) for each kind of layer."""
     count = len(model.layers)
     counts: Counter[tuple[Layer, CacheSpec]]
     counts = Counter((one, spec.for_layer(i, count)) for i, one in enumerate(model.layers) if one.kind != "none")
@@ -238,19 +236,19 @@ def _layer_parts(
 
 
 def _page_rows(layer: Layer, spec: CacheSpec, tokens: int) -> int:
-    """Pages of one sequence, those that fell out of a window included."""
+    """Returns the pages of one sequence, with those that a sliding window has left."""
     return -(-max(0, tokens - spec.sinks - spec.window) // PAGE_TOKENS)
 
 
 def _moments_bytes(spec: CacheSpec, heads: int, channels: int) -> int:
-    """Bytes of a layer's wave, with all its pairs, and of its metric (`kvcache.transforms`)."""
+    """Returns the bytes of a layer's wave, with all its pairs, and of its metric (`kvcache.transforms`)."""
     pairs = PAIR_MULTIPLE * -(-channels // (2 * PAIR_MULTIPLE)) if spec.centre == "wave" else 0
     plan = Plan(channels, 1, wave_pairs=pairs, metric=MAX_RANK if spec.metric == "query" else None)
     return 4 * (3 * pairs + heads * plan.key_moments)
 
 
 def _calibrated_numbers(spec: CacheSpec, side: str, channels: int) -> int:
-    """How many float32 numbers of a KV head a side takes from a calibration, beside matrices."""
+    """Returns how many float32 numbers a side takes from a calibration for each KV head, beside matrices."""
     numbers, steps = 0, 0
     if spec.rotation == "calibrated":
         steps = -(-channels // spec.group)
@@ -262,19 +260,19 @@ def _calibrated_numbers(spec: CacheSpec, side: str, channels: int) -> int:
 
 
 def _has_own_matrices(spec: CacheSpec) -> bool:
-    """Whether each layer and head has matrices of its own, for one side at least."""
+    """Whether each layer and head has its own matrices, for at least one side."""
     return any(is_split(spec, side) or spec.rotation_of(side) in ("svd", "calibrated") for side in _SIDES)
 
 
 def _matrix_rows(spec: CacheSpec, channels: int) -> int:
-    """Rows of the matrices of both sides."""
+    """Returns the rows of the matrices of both sides."""
     kinds = ("dense", "svd", "calibrated")
     dense = [side for side in _SIDES if is_split(spec, side) or spec.rotation_of(side) in kinds]
     return len(dense) * channels + spec.sketch_rows(channels)
 
 
 def _common_matrices(model: Model, spec: CacheSpec) -> Iterator[int]:
-    """Bytes of the random matrices that all layers share (`kvcache.common`)."""
+    """Yields the bytes of each random matrix that layers share (`kvcache.common`)."""
     seen = set()
     for one, layer_spec, _, _ in runs(model, spec):
         if not _has_own_matrices(layer_spec):
@@ -284,7 +282,7 @@ def _common_matrices(model: Model, spec: CacheSpec) -> Iterator[int]:
 
 
 def tokens_that_fit(size: Callable[[int], int], memory: int) -> int | None:
-    """How many tokens of each sequence fit. size: the bytes for a number of tokens. None: no limit."""
+    """Returns how many tokens of each sequence fit, or None if there is no limit. size: bytes by number of tokens."""
     if size(1) > memory:
         return 0
     fits, too_many = 1, MOST_TOKENS
@@ -297,8 +295,8 @@ def tokens_that_fit(size: Callable[[int], int], memory: int) -> int | None:
 
 
 def bytes_of(size: str | int, name: str) -> int:
-    """Bytes of a text such as "8 GiB" or "512MB", or of a number of bytes. ValueError, which calls it `name`, for
-    another text and what is not above 0; TypeError for another object."""
+    """Returns the bytes of a text such as "8 GiB" or "512MB", or of a number of bytes. ValueError, which calls it
+    `name`, for any other text and for sizes that are not above 0; TypeError for any other object."""
     if isinstance(size, int) and not isinstance(size, bool):
         nbytes = size
     elif isinstance(size, str):

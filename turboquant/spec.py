@@ -1,7 +1,7 @@
-"""CacheSpec: how a cache quantises, as one value. `turboquant.presets` has the named ones.
+"""CacheSpec: how a cache quantises, as one value. `turboquant.presets` returns those with names.
 
 A spec is data: it can be compared, hashed and stored beside a cache. The plan of each layer (`turboquant.plan`) is made
-from it once head_dim is known. No torch here.
+from it once head_dim is known. Does not import torch.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _RANGES = {
     "window": (0, 2**24),
     "seed": (0, 2**63 - 1),
 }
-# What "auto" stands for; the next table has what differs where axes come from a calibration, which computes them
-# without a wave and a metric.
+# What "auto" stands for. The next table has what differs if axes come from a calibration, which computes them without a
+# wave and a metric.
 _AUTO: dict[str, Any] = {
     "key_bits": 4,
     "value_bits": 4,
@@ -60,13 +60,13 @@ _AUTO: dict[str, Any] = {
     "variance_term": True,
 }
 _OF_AXES = {"calibrated": {"centre": "calibrated", "metric": "none"}, "svd": {"centre": "none", "metric": "none"}}
-BUDGET_BITS = 5  # the most that a budget gives a group of axes; groups of 16 may also get 8
+BUDGET_BITS = 5  # the most bits that a budget gives a group of axes; groups of 16 may also get 8
 LEAST_AVERAGE = 2  # the smallest budget, except with `method="axes"`
-LEAST_SIDE_BITS = 1  # the least and the most that a budget gives a side of a layer
+LEAST_SIDE_BITS = 1  # the fewest and the most bits that a budget gives a side of a layer
 MOST_SIDE_BITS = MAX_BITS
 _TRIES = (0, 3, 5, 7)
-VARIANCE_TERM_BITS = 3  # the most of keys whose attention has a variance term by itself
-SHARED_BITS = (2, 3, 4, 5)  # averages that layers share by what their errors cost
+VARIANCE_TERM_BITS = 3  # the most bits of keys for which `variance_term="auto"` is True
+SHARED_BITS = (2, 3, 4, 5)  # averages that layers can share by the cost of their errors
 _WHOLE_CACHE = (
     "prefill",
     "overrides",
@@ -74,12 +74,12 @@ _WHOLE_CACHE = (
     "method",
     "group",
     "uniform",
-)  # the same for all layers: an override may not set them
+)  # fields of all layers: an override may not set them
 
 
 def _bits(value: Any, field: str) -> Bits:
-    """An integer in 1..6 or 8, a number of quarters between 1 and 6, a tuple of integers in 0..6 or 8, one per group,
-    not all 0, or "auto"."""
+    """Checks and returns bits: an integer in 1..6 or 8; a multiple of 1/4 between 1 and 6; a tuple of integers in 0..6
+    or 8, one per group and not all 0; or "auto"."""
     if isinstance(value, str) and value == AUTO:
         return AUTO
     if isinstance(value, (bool, str, bytes, Set, Mapping)):
@@ -111,7 +111,7 @@ def _integer(value: Any, field: str, low: int, high: int) -> int:
 
 
 def first_part(bits: float, head_dim: int, group: int = GROUP) -> int:
-    """How many groups have one bit more in a split such as 2.5 bits: the nearest number, at least one and not all."""
+    """Returns how many groups have one bit more for bits such as 2.5: the nearest number, at least one and not all."""
     groups = -(-head_dim // group)
     if groups < 2:
         raise ValueError(f"`key_bits` and `value_bits` must be whole for heads of at most {group} channels, got {bits} "
@@ -120,7 +120,7 @@ def first_part(bits: float, head_dim: int, group: int = GROUP) -> int:
 
 
 def group_widths(bits: Width, head_dim: int, group: int = GROUP) -> tuple[int, ...]:
-    """Bits of each group of channels. With fractional bits, the first groups have one bit more."""
+    """Returns the bits of each group of channels. With fractional bits, the first groups have one bit more."""
     groups = max(1, -(-head_dim // group))  # a plan refuses head_dim 0
     if isinstance(bits, tuple):
         return bits
@@ -133,25 +133,25 @@ class CacheSpec:
     """How the keys and values of a model's layers are stored. Frozen, hashable; `with_` makes a changed copy.
 
     A field that is not named has the value of the preset "default". To switch a feature off, name it:
-    ``centre="none", sinks=0, window=0``. "auto" is the method's own choice, which depends on other fields; `settled`
-    puts a value in its place: 4 bits, "hadamard", "wave", "query", 3 tries and no variance term, but with axes of a
-    calibration another centre and no metric. Two specs are equal if all their fields are, so "auto" is not equal to the
-    value that it stands for.
+    ``centre="none", sinks=0, window=0``. "auto" depends on other fields; `settled` puts a value in its place. By
+    default that is 4 bits, "hadamard", "wave", "query", 3 tries and no variance term; with axes of a calibration it is
+    another centre and no metric. Two specs are equal if all their fields are, so "auto" is not equal to the value that
+    it stands for.
 
-    key_bits, value_bits   bits of a code: 1..6 or 8 for all channels; a number of quarters such as 2.5: that fraction
-                           of the groups has one bit more (see `outliers`); a tuple with one entry in 0..6 or 8 per
-                           group of rotated channels; or "auto": 4, and the shares of a budget. On CUDA, 6 and 8 bits
-                           run in the kernels for any width.
+    key_bits, value_bits   bits of a code: 1..6 or 8 for all channels; a multiple of 1/4 such as 2.5: that fraction of
+                           the groups has one bit more (see `outliers`); a tuple with one entry in 0..6 or 8 per group
+                           of rotated channels; or "auto": 4, or with a budget what the budget gives. On CUDA, 6 and 8
+                           bits run in the kernels for any width.
     group           channels of a group: 32 or 16. With 16, a budget follows the variance more closely and may give a
-                    few groups 8 bits, and heads that are no multiple of 32 are padded less.
+                    few groups 8 bits, and a head_dim that is no multiple of 32 is padded less.
     rotation        "hadamard": random signs and Walsh-Hadamard, nothing is stored; "dense": a dense random matrix;
                     "none"; "calibrated": the axes of a calibration for each KV head and side, each group divided
                     by its fixed step; "svd": per KV head, the right singular vectors of the calibration's
-                    vectors, not centred (TurboESM); "auto": "hadamard", and "calibrated" with `method="axes"`.
+                    vectors, not centred (TurboESM); "auto": "hadamard", but "calibrated" with `method="axes"`.
     value_rotation  rotation of the values; "same": that of the keys.
     codebook        "normal": levels for N(0, 1); "sphere": for the exact distribution of a coordinate of a unit vector
-                    (matters below 64 channels); "uniform": equally spaced, best for N(0, 1).
-    key_levels, value_levels   what codes stand for: "codebook"; "affine": a zero point and a scale from the smallest
+                    (matters below 64 channels); "uniform": the best equally spaced levels for N(0, 1).
+    key_levels, value_levels   what codes decode to: "codebook"; "affine": a zero point and a scale from the smallest
                     and the largest number; "absmax": a scale from the largest magnitude (q8_0); "table": 8 levels per
                     head, K-means of a calibration (3 bits), nothing stored per token.
     key_block, value_block   channels that share a scale and zero point, a multiple of 32; 0: all.
@@ -159,13 +159,13 @@ class CacheSpec:
                     projections, and the error's norm (TurboQuant prod, QJL); "gaussian/4": of a quarter as many
                     projections; "sign": of its coordinates, and their mean magnitude (TurboESM).
     outliers        which channels get the extra bit of 2.5 or 3.25 bits. "none": the first after the rotation, which
-                    makes all alike. Otherwise those of largest magnitude before it, per KV head; both parts are then
-                    rotated and scaled separately. Magnitudes are those of the first `outlier_tokens` tokens of the
-                    first forward, all sequences together ("prompt"), or of a calibration ("calibrated").
-    outlier_tokens  how many tokens `outliers="prompt"` looks at.
-    scale           the one number kept per token, head and side: "eden" makes inner products unbiased over
-                    the random signs (arXiv 2108.08842), "norm" is TurboQuant's mse mode (arXiv 2504.19874),
-                    "norm_corrected" keeps the norm, "least_squares" minimises the squared error.
+                    makes all channels alike. Otherwise those of largest magnitude before it, per KV head; both parts
+                    are then rotated and scaled separately. Magnitudes are those of the first `outlier_tokens` tokens of
+                    the first forward, all sequences together ("prompt"), or of a calibration ("calibrated").
+    outlier_tokens  how many tokens `outliers="prompt"` reads.
+    scale           the number kept per token, head and side: "eden" makes inner products unbiased over the random signs
+                    (arXiv 2108.08842), "norm" is TurboQuant's mse mode (arXiv 2504.19874), "norm_corrected" keeps the
+                    norm, "least_squares" minimises the squared error.
     centre          a vector subtracted from every key before the rotation. Without quantisation it would change no
                     softmax weight. "wave": the mean of the model's keys before RoPE, turned to each key's position
                     (`turboquant.measure`); "calibrated": the means of a calibration, of keys and values; "none";
@@ -181,23 +181,23 @@ class CacheSpec:
     overrides       layer index (negative counts from the last layer) -> fields that differ in it, such as {0:
                     {"key_bits": 5}}. Given as a mapping, held as sorted tuples.
     seed            of the rotation and the sketch; 0..2**63 - 1. (A calibration has its own.)
-    tries           scales that encoding tries for each vector, of which it keeps the best: 3, 5, 7, or 0 for none. The
-                    same bytes, and a slower prompt. "auto": 3, but 0 at 2 bits and less, where it gains nothing, and
-                    where a plan cannot have tries: another scale than "eden", blocks, tables, sketches, outliers and
-                    `value_rotation`.
-    variance_term   True: attention takes half the variance that quantisation adds to a packed token's logit off it, so
-                    that its exponential is right on average beside those of exact tokens. No more bytes. Not with
-                    `rotation="calibrated"`, keys of several widths, or where `tries` must be 0; a budget whose chosen
-                    method is "axes" leaves it out. "auto": True with sinks, a window and keys, or a budget, of 3 bits
-                    or less, else False.
-    uniform         True: all layers have `key_bits` and `value_bits`. False: where both are the same number, 2..5, and
+    tries           how many scales encoding tries for each vector, to keep the best: 3, 5, 7, or 0 for none. The cache
+                    is not larger, but a prompt takes longer. "auto": 3, but 0 at 2 bits and less, where tries gain
+                    nothing, and where a plan cannot have tries: with another scale than "eden", blocks, tables,
+                    sketches, outliers and `value_rotation`.
+    variance_term   True: attention subtracts from a packed token's logit half the variance that quantisation adds to
+                    it, so that its exponential is right on average beside those of exact tokens. Takes no more bytes.
+                    Not with `rotation="calibrated"`, another codebook than "normal", keys of several widths, or where
+                    `tries` must be 0; a budget whose chosen method is "axes" leaves it out. "auto": True if there are
+                    sinks and a window, and keys, or a budget, have 3 bits or less; otherwise False.
+    uniform         True: all layers have `key_bits` and `value_bits`. False: if both are the same number, 2..5, and
                     the spec has a window and moments, that number is an average. A side of a layer whose errors cost
                     more (`Moments.costs`) gets one bit more; as many other sides get one bit less. Layers of one kind
                     (full or sliding attention) share among themselves, so the cache takes as many bytes. Widths are
                     also uniform if overrides name bits or tries, or if the moments have no costs.
     budget          average bits of a code over all layers, keys and values, which a calibration distributes: 2 to 6;
                     with `method="axes"` above 0 and at most 5. key_bits, value_bits, rotation, centre and metric are
-                    then "auto": the method sets them for each layer. None: they hold as they are.
+                    then "auto": the method sets them for each layer. None: these fields hold as they are.
     method          how to spend a budget: "chosen": what did best in the trials of the calibration;
                     "none": the same widths in all layers, moments of the model; "moments": moments of the calibration's
                     text and the model's; "widths": moments of the model, widths by layer and side;
@@ -234,7 +234,7 @@ class CacheSpec:
     variance_term: bool | Literal["auto"] = AUTO
 
     def __new__(cls, *_: Any, **fields: Any) -> CacheSpec:
-        """Names of fields are checked here, because the message of a dataclass does not list them."""
+        """Checks names of fields, because the message of a dataclass does not list them."""
         names = [field.name for field in dataclasses.fields(cls)]
         if unknown := [name for name in fields if name not in names]:
             near = difflib.get_close_matches(unknown[0], names, n=3, cutoff=0.5)
@@ -243,19 +243,19 @@ class CacheSpec:
         return super().__new__(cls)
 
     def __repr__(self) -> str:
-        """What `str` says, and as a comment the bits where the fields do not say them."""
+        """As `str`, and as a comment the bits if the fields do not say them."""
         told = {name for name in ("key_bits", "value_bits") if getattr(self, name) != AUTO}
         if self.budget is not None or len(told) == 2 or self._overridden & {"key_bits", "value_bits"}:
             return str(self)
         return f"{self}  # {self.bits_in_words()}"
 
     def __str__(self) -> str:
-        """The fields that are not those of the preset "default": they make an equal spec."""
+        """The call that makes an equal spec, with the fields that differ from the preset "default"."""
         changed = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
         return f"CacheSpec({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
 
     def bits_in_words(self) -> str:
-        """Such as "4 bits", "keys 8 bits, values 4" or "3 bits on average"."""
+        """The bits in words, such as "4 bits", "keys 8 bits, values 4" or "3 bits on average"."""
         if average := self.budget or self.shared_bits:
             return f"{average:g} bits on average"
         key, value = self._meant("key_bits"), self._meant("value_bits")
@@ -296,7 +296,7 @@ class CacheSpec:
         put(self, "overrides", self._checked_overrides())
 
     def _check_modes(self) -> None:
-        """Fields that contradict each other."""
+        """Refuses fields that contradict each other."""
 
         def refuse(field: str, wants: str) -> None:
             raise ValueError(f"`{field}` must be {wants}, got {self._meant(field)!r}")
@@ -352,7 +352,7 @@ class CacheSpec:
 
     @property
     def _may_have_variance_term(self) -> bool:
-        """Whether its plans may have one (turboquant.h, "VARIANCE TERM")."""
+        """Whether its plans may have a variance term (turboquant.h, "VARIANCE TERM")."""
         bits = self._meant("key_bits")
         one_width = isinstance(bits, int) or (isinstance(bits, tuple) and len(set(bits)) == 1)
         plain = not self.blocked and self.scale == "eden" and self.codebook == "normal"
@@ -394,7 +394,7 @@ class CacheSpec:
 
     @property
     def measured(self) -> bool:
-        """Whether it cannot be used without the moments of the model; a budget finds them in its calibration. Ignores
+        """Whether it cannot be used without the moments of the model. With a budget the calibration has them. Ignores
         overrides."""
         return self.budget is None and (self._meant("centre") == "wave" or self._meant("metric") == "query")
 
@@ -405,7 +405,7 @@ class CacheSpec:
 
     @property
     def shared_bits(self) -> int | None:
-        """The average that layers share by what their errors cost; None where widths are uniform (see `uniform`)."""
+        """The average that layers share by the cost of their errors; None if widths are uniform (see `uniform`)."""
         bits = self._meant("key_bits")
         named = self._overridden
         if self.uniform or self.budget is not None or not self.measured or self.blocked or not self.window:
@@ -415,14 +415,14 @@ class CacheSpec:
         return int(bits)
 
     def with_widths(self, average: CacheSpec, key_bits: int, value_bits: int) -> CacheSpec:
-        """The spec of a layer with its share of `average`, whose `shared_bits` are not None."""
+        """Returns the spec of a layer with its share of the bits. average: the whole spec, with `shared_bits`."""
         tries = {"tries": AUTO} if average.tries == AUTO else {}
         term = average._meant("variance_term")
         widths = {"key_bits": key_bits, "value_bits": value_bits, "uniform": True, "variance_term": term}
         return self.with_(**widths, **tries).settled()
 
     def _meant(self, name: str) -> Any:
-        """The value of a field, or what "auto" stands for there."""
+        """Returns the value of a field, or what "auto" stands for there."""
         value = getattr(self, name)
         if not isinstance(value, str) or value != AUTO:
             return value
@@ -439,7 +439,7 @@ class CacheSpec:
         return of[name]
 
     def _most_bits(self) -> float:
-        """Of a group of any side; of bits that a budget shares, the most it may give."""
+        """Returns the most bits of any group of either side, or the most that a budget may give."""
         if self.budget is not None:
             return MOST_SIDE_BITS
         sides = (self._meant(f"{side}_bits") for side in _SIDES)
@@ -492,7 +492,7 @@ class CacheSpec:
         return dataclasses.replace(self, **fields)
 
     def to_dict(self) -> dict[str, Any]:
-        """The value of each field: what `from_dict` takes."""
+        """The value of each field, as `from_dict` takes it."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @classmethod
@@ -517,7 +517,7 @@ class CacheSpec:
         return self.with_(overrides=overrides)
 
     def for_layer(self, layer: int, n_layers: int) -> CacheSpec:
-        """The spec of one layer of `n_layers`: its overrides applied and none left, and `settled`.
+        """The spec of one layer of `n_layers`, with its overrides applied and removed, and `settled`.
 
         Raises ValueError for a layer outside the model, an override outside the model, and two overrides of one layer.
         """
@@ -544,7 +544,7 @@ class CacheSpec:
 
         wave_pairs, rank: sizes of the layer's wave and metric in the model's moments, for a spec that has these. The
         size of a record does not depend on them.
-        ValueError for a spec with a budget: `turboquant.measured.layer_specs` has the spec of each layer.
+        ValueError for a spec with a budget: `turboquant.measured.layer_specs` gives the spec of each layer.
         """
         if self.budget is not None:
             raise ValueError(
@@ -581,9 +581,9 @@ class CacheSpec:
         )
 
     def bytes_per_token(self, head_dim: int, kv_heads: int = 1, n_layers: int = 1) -> int:
-        """Bytes of one packed token, keys and values, scales and channel padding included, over `kv_heads` heads of
-        `n_layers` layers. The exact tokens of sinks and window and the unused part of a last page are not in this
-        number (`TurboQuantCache.nbytes` counts both). A budget is for all layers together: pass `n_layers` with it.
+        """Bytes of one packed token, keys and values, with scales and channel padding, over `kv_heads` heads of
+        `n_layers` layers. Exact tokens of sinks and window and the unused part of a last page do not count
+        (`TurboQuantCache.nbytes` counts both). A budget is for all layers together: pass `n_layers` with it.
         Raises TypeError or ValueError that names the argument."""
         head_dim = _integer(head_dim, "head_dim", 8, 2**15)
         kv_heads, n_layers = _integer(kv_heads, "kv_heads", 1, 2**15), _integer(n_layers, "n_layers", 1, 2**15)
@@ -599,10 +599,10 @@ class CacheSpec:
         return kv_heads * sum(plan.record_bytes // PAGE_TOKENS for plan in plans)
 
     def effective_bits(self, head_dim: int, n_layers: int = 1) -> float:
-        """Bits per number of a packed token, keys and values averaged, every byte of `bytes_per_token` counted."""
+        """Bits per number of a packed token, the average of keys and values, from all bytes of `bytes_per_token`."""
         return self.bytes_per_token(head_dim, 1, n_layers) * 8 / (2 * head_dim * n_layers)
 
 
 def group_bits_of(average: float, n_layers: int, groups: int) -> int:
-    """The total of an average number of bits over all layers, both sides and their groups, rounded down."""
+    """Returns the sum of bits over all layers, both sides and their groups for this average, rounded down."""
     return int(average * n_layers * 2 * groups + 1e-6)

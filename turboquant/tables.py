@@ -1,4 +1,4 @@
-"""The one writer of tables: for terminals, in Markdown, and in HTML for notebooks."""
+"""Tables for terminals, in Markdown, and in HTML for notebooks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["html", "measures", "table"]
 
 
 def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), markdown: bool = False) -> str:
-    """Rows of cells as lines of text. The first row is the head.
+    """Returns rows of cells as lines of text. The first row is the head.
 
-    left      columns that are aligned to the left; all others are numbers, which end alike
-    markdown  as Markdown; otherwise columns are as wide as their widest cell, two blanks apart
+    left      columns that are aligned to the left; the others, numbers, are aligned to the right
+    markdown  write Markdown; otherwise columns are as wide as their widest cell, two blanks apart
     """
     columns = range(len(rows[0]))
     if markdown:
@@ -23,7 +23,7 @@ def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), markdown:
 
 
 def html(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), notes: Sequence[str] = ()) -> str:
-    """The same rows as an HTML table, and notes below it, one line each; what notebooks show of a result."""
+    """Returns rows as an HTML table with notes below it, one line each. Notebooks show results in this form."""
 
     def line(row: Sequence[str], tag: str) -> str:
         sides = ("left" if i in left else "right" for i in range(len(row)))
@@ -35,7 +35,7 @@ def html(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), notes: Seq
 
 
 def measures(numbers: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Rows of names and numbers."""
+    """Returns a table's rows of names and numbers."""
     return [("measure", "value"), *((name.replace("_", " "), f"{number:,.6g}") for name, number in numbers.items())]
 
 

@@ -1,5 +1,5 @@
 """The arrays of a layer's transforms as operators and `_core` take them (`turboquant.operators`, "transforms"). NumPy
-only; `turboquant.ops.transforms` is the same for tensors."""
+only; `turboquant.ops.transforms` makes tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ F32 = NDArray[np.float32]
 
 
 class Transforms(TypedDict, total=False):
-    """Those that a plan takes."""
+    """The transforms that a plan takes."""
 
     key_numbers: F32
     value_numbers: F32
@@ -33,10 +33,10 @@ def transforms(
     value_centre: NDArray[Any] | None = None,
     value_steps: NDArray[Any] | None = None,
 ) -> Transforms:
-    """Joins the parts of both sides; None: not there.
+    """Joins the parts of both sides. None: the part is left out.
 
-    *_rotation  [rows, head_dim] or [kv_heads or 1, rows, head_dim]: R of a dense rotation, the rows of a sketch below
-                it. One copy serves all heads unless a side has one for each.
+    *_rotation  [rows, head_dim] or [kv_heads or 1, rows, head_dim]: R of a dense rotation, then the rows of a sketch.
+                One copy serves all heads unless a side has one for each head.
     *_centre    [kv_heads, head_dim], subtracted before the rotation.
     *_steps     [kv_heads, groups], or the table of levels [kv_heads, step_columns].
     key_turns   [wave_pairs, 3] int32;  key_moments  [kv_heads, n]: the wave and the metric (turboquant.h,

@@ -1,4 +1,4 @@
-"""The command ``turboquant``. `commands` has the parser, and what a subcommand does is in a module of its own."""
+"""The command ``turboquant``. `commands` has the parser; most subcommands have a module of their own."""
 
 from .commands import main, make_parser
 

@@ -38,7 +38,7 @@ from .calc_table import GPUS, ITEM_BYTES, MODELS, TIMED, TIMED_BYTES, TIMES, Row
 
 __all__ = ["FULL", "bytes_read", "calc", "decode_seconds", "read_model", "timed_as"]
 
-FULL = {"fp32": 4, "bf16": 2, "fp8": 1}  # what packed caches are compared with
+FULL = {"fp32": 4, "bf16": 2, "fp8": 1}  # bytes of a number in the caches that packed ones are compared with
 DEFAULT_TOKENS = 32768
 
 _LETTERS = {"f": "full", "s": "sliding", "c": "chunked", "n": "none", "m": "latent"}
@@ -48,9 +48,9 @@ _LETTERS = {"f": "full", "s": "sliding", "c": "chunked", "n": "none", "m": "late
 
 
 def read_model(name: str) -> Model:
-    """A model of the table, by its short name or its name on the hub, or the model of a folder or config.json.
+    """Returns a model of the table, by its short name or its name on the hub, or the model of a folder or config.json.
 
-    ValueError for anything else; ImportError for a folder or file without transformers.
+    ValueError for anything else; ImportError for a folder or file if transformers is missing.
     """
     if os.path.exists(name):
         return _from_file(name)
@@ -75,7 +75,7 @@ def _from_row(name: str, row: Row) -> Model:
 
 
 def _from_file(path: str) -> Model:
-    """The decoder of a configuration; `turboquant.patch` says whether it can be packed."""
+    """Returns the decoder of a configuration. `turboquant.patch` decides whether it can be packed."""
     from transformers import AutoConfig
 
     from ..models.families import family_of
@@ -95,7 +95,7 @@ def _from_file(path: str) -> Model:
 
 
 def _check_integers(config: Any) -> None:
-    """Checks the integers of a parsed config.json that transformers and calc make lists and sums of, at any depth."""
+    """Checks the integers of a parsed config.json, at any depth, that transformers and calc compute sizes from."""
     for name, value in config.items() if isinstance(config, dict) else ():
         if isinstance(value, dict):
             _check_integers(value)
@@ -124,13 +124,13 @@ def _refused_by_patch(text: Any) -> str:
 def decode_seconds(
     model: Model, spec: CacheSpec | int, batch: int, tokens: int, gpu: str, item_bytes: int = 2
 ) -> float:
-    """Estimate: attention of all layers in one decoding step, the rest of the step not counted.
+    """Estimates the time of attention in all layers of one decoding step. The rest of the step is not counted.
 
     spec   a CacheSpec, or the bytes of a number of an unpacked cache
-    A call takes as long as a measured call over as many bytes on this GPU: interpolated between two measurements, at
-    the bandwidth of the largest one above it, and never less than the smallest one. A GPU that was not measured counts
-    as an H100 with the bytes scaled by the ratio of bandwidths. NotImplementedError for a spec whose kernels were not
-    timed.
+    A call takes as long as a measured call over as many bytes on this GPU. Between two measurements the time is
+    interpolated; above the largest the bandwidth of that one counts; below the smallest its time. A GPU that was not
+    measured counts as an H100 with the bytes scaled by the ratio of bandwidths. NotImplementedError for a spec whose
+    kernels were not timed.
     """
     column = "bf16" if isinstance(spec, int) else timed_as(spec)
     times = TIMES.get(gpu, TIMES["h100"])[column]
@@ -141,14 +141,14 @@ def decode_seconds(
 
 
 def bytes_read(model: Model, spec: CacheSpec | int, batch: int, tokens: int, item_bytes: int = 2) -> float:
-    """Bytes that the attention of all layers reads in one decoding step; arguments are those of `decode_seconds`."""
+    """Returns the bytes that attention reads in all layers of one decoding step. Arguments as in `decode_seconds`."""
     return sum(count * read for read, count in _reads(model, spec, batch, tokens, item_bytes))
 
 
 def _reads(
     model: Model, spec: CacheSpec | int, batch: int, tokens: int, item_bytes: int
 ) -> Iterator[tuple[float, int]]:
-    """(bytes that a layer's attention reads, how many such layers there are)."""
+    """Yields (bytes that a layer's attention reads, how many such layers there are)."""
     if isinstance(spec, int):
         layers = Counter(one for one in model.layers if one.kind != "none")
         yield from ((spec * batch * one.reads(tokens), same) for one, same in layers.items())
@@ -160,11 +160,11 @@ def _reads(
 
 
 def timed_as(spec: CacheSpec) -> str:
-    """The column of TIMES whose kernel is nearest to that of a spec. NotImplementedError where none is.
+    """Returns the column of TIMES whose kernel is nearest to that of a spec. NotImplementedError if none is.
 
     "mixed" was timed for groups of channels with different widths. Keys of one width and values of another count as
     their mean: they take at most 19 % longer (benchmarks/results/h200/attend_widths.json). A budget above 3 bits counts
-    as mixed as well: it gives many sides 5 bits, which take longer than their bytes say.
+    as mixed too: it gives many sides 5 bits, which take longer than their bytes say.
     """
     bits = spec.settled().key_bits, spec.settled().value_bits
     if spec.blocked or (spec.budget is None and any(isinstance(b, int) and b > 5 for b in bits)):
@@ -177,7 +177,7 @@ def timed_as(spec: CacheSpec) -> str:
 
 
 def _line(points: list[int], times: tuple[float, ...], at: float) -> float:
-    """(points, times) interpolated at a place: constant before the first point, proportional beyond the last."""
+    """Interpolates (points, times) at a place: constant before the first point, proportional beyond the last."""
     if at >= points[-1]:
         return times[-1] * at / points[-1]
     for i in range(1, len(points)):
@@ -191,7 +191,7 @@ def _line(points: list[int], times: tuple[float, ...], at: float) -> float:
 
 
 def calc(chosen: argparse.Namespace) -> int:
-    """Print a model's bytes. 1 if its packed cache is not counted, else 0."""
+    """Print a model's bytes. Returns 1 if its packed cache is not counted, else 0."""
     if chosen.model is None:
         for name, row in MODELS.items():
             print(_from_row(name, row))
@@ -225,7 +225,7 @@ def calc(chosen: argparse.Namespace) -> int:
 
 
 def _budget(model: Model, chosen: argparse.Namespace, tokens: int | None, memory: int | None) -> str:
-    """What two of --tokens, --memory and --quality choose, in a line."""
+    """Returns a line with the bits that two of --tokens, --memory and --quality choose."""
     from ..measured import Profile
     from ..measured.budget import solve
 
@@ -287,7 +287,7 @@ def _print_table(
 
 
 def _plot(model: Model, specs: dict[str, CacheSpec], chosen: argparse.Namespace) -> None:
-    """GiB of the cache by tokens of each sequence, from a 64th of `--tokens` on."""
+    """Plots GiB of the cache by tokens of each sequence, from a 64th of `--tokens` on."""
     at = sorted({max(1, chosen.tokens >> i) for i in range(7)})
     sizes = {name: [full_bytes(model, chosen.batch, n, bits) for n in at] for name, bits in FULL.items()}
     sizes |= {name: [sum(packed_parts(model, spec, chosen.batch, n, ITEM_BYTES[chosen.dtype]).values()) for n in at]

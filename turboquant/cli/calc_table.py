@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 __all__ = ["GPUS", "ITEM_BYTES", "MODELS", "TIMED", "TIMED_BYTES", "TIMES", "Row"]
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a number, by the dtype of a model
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number, by the dtype of a model
 
 
 class Row(NamedTuple):
-    """What decides how large a model's cache is. The numbers are those of `source`, a file on the Hugging Face hub."""
+    """The sizes that a model's cache depends on, from `source`, a file on the Hugging Face hub."""
 
     source: str
     layers: int
@@ -18,8 +18,8 @@ class Row(NamedTuple):
     head_dim: int
     window: int = 0  # of the layers in `pattern` that have one
     pattern: str = "f"  # repeated over the layers: f full, s sliding, c chunked, n no keys and values, m latent
-    shared: int = 0  # how many last layers read the keys and values of earlier ones
-    full: tuple[int, int] | None = None  # (kv_heads, head_dim) of the full layers, if they have others
+    shared: int = 0  # how many of the last layers read the keys and values of earlier ones
+    full: tuple[int, int] | None = None  # (kv_heads, head_dim) of the full layers, if they differ
 
 
 # Latent layers (m) store one vector for each token: kv_lora_rank + qk_rope_head_dim numbers, here head_dim.
@@ -68,8 +68,8 @@ MODELS = {
     "kimi-k2": Row("moonshotai/Kimi-K2-Instruct config.json", 61, 1, 512 + 64, pattern="m"),
 }
 
-# Bytes per second that a GPU reads. Measured for those in TIMES; for others 0.91 times the vendor's number, the share
-# that the measured ones reach.
+# Bytes per second that a GPU reads: measured for those in TIMES, for others 0.91 times the vendor's number, which is
+# the share that the measured GPUs reach.
 GPUS = {
     "h100": 3.043e12,
     "h200": 4.403e12,
@@ -80,12 +80,12 @@ GPUS = {
     "l40s": 0.91 * 0.864e12,
 }
 
-# Microseconds of one attention call of a decoding step. TIMED: tokens of all sequences times KV heads. Rows: packed in
-# 2, 3 or 4 bits, or in several widths with a mean of 3 ("mixed"), and bfloat16 (the faster of cuDNN and
-# FlashAttention). From benchmarks/results/h100/attend.json and h200/attend.json: heads of 128 channels with at most 8
-# queries each, the mean where several shapes have as many tokens.
+# Microseconds of one attention call in a decoding step, by TIMED, the tokens of all sequences times KV heads. Packed in
+# 2, 3 or 4 bits, or in several widths with a mean of 3 ("mixed"), or bfloat16 (the faster of cuDNN and FlashAttention).
+# From benchmarks/results/h100/attend.json and h200/attend.json: heads of 128 channels with at most 8 queries each; the
+# mean if several shapes have as many tokens.
 TIMED = (16384, 32768, 65536, 262144, 1048576, 2097152, 4194304)
-TIMED_BYTES = {"2": 68, "3": 100, "4": 132, "mixed": 100, "bf16": 512}  # keys and values of a token
+TIMED_BYTES = {"2": 68, "3": 100, "4": 132, "mixed": 100, "bf16": 512}  # of a token's key and value in one head
 TIMES = {
     "h100": {
         "2": (4.6, 5.0, 6.0, 11.3, 29.4, 51.9, 97.6),

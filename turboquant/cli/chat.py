@@ -1,4 +1,4 @@
-"""``turboquant chat``: a conversation in the terminal on one packed cache, whose size it tells after each answer."""
+"""``turboquant chat``: a conversation in the terminal on one packed cache. Prints its size after each answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["chat"]
 
 
 class _Timed(TextStreamer):  # type: ignore[misc]
-    """Prints words as they come, and notes when tokens came."""
+    """Prints words as they come, and notes the time of each token."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -30,25 +30,25 @@ class _Timed(TextStreamer):  # type: ignore[misc]
         super().put(value)
 
     def pace(self) -> str:
-        """Tokens a second after the first, which waits for the prompt."""
+        """Returns tokens a second as text. The first token waits for the prompt and does not count."""
         count = len(self.times) - 2
         return "" if count < 1 else f", {count / (self.times[-1] - self.times[1]):.1f} tokens a second"
 
 
 class _Conversation:
-    """What was said, and the cache that holds it."""
+    """The messages so far, and the cache that holds them."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.messages: list[dict[str, str]] = []
-        self.ids: list[int] = []  # of all turns so far
+        self.ids: list[int] = []  # tokens of all turns so far
         self.cache = TurboQuantCache(model)
 
     def answer(self, text: str, tokens: int, sampling: dict[str, Any]) -> str:
         """Prints the answer to a message while it is made, and returns a line about the cache."""
         self.messages.append({"role": "user", "content": text})
         asked = self._with(text)
-        if asked[: len(self.ids)] != self.ids:  # a template that writes earlier turns anew
+        if asked[: len(self.ids)] != self.ids:  # the template has changed earlier turns
             self.cache = TurboQuantCache(self.model)
         prompt = torch.tensor([asked], device=self.model.device)
         streamer = _Timed(self.tokenizer)
@@ -62,7 +62,7 @@ class _Conversation:
                 f"{report.ratio_bf16:.2f}x{streamer.pace()}]")  # fmt: skip
 
     def _with(self, text: str) -> list[int]:
-        """The tokens of the conversation with a new message. A tokenizer without a chat template gets plain text."""
+        """Returns the tokens of the conversation with a new message, as plain text if there is no chat template."""
         if getattr(self.tokenizer, "chat_template", None):
             ids = self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, return_dict=False)
         else:

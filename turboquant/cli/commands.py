@@ -51,7 +51,7 @@ _MODEL = "MODEL must be a folder or a name on the Hugging Face hub"
 
 
 def _missing(error: ImportError, command: str) -> str:
-    """What is missing and how to install it: as the error says, or all that the commands need."""
+    """Returns what is missing and how to install it: in the error's own words, or with all that the command needs."""
     if error.name is None:  # ours
         return str(error)
     extra = "demo" if command == "demo" else "hf"
@@ -66,8 +66,8 @@ def demo(arguments: Sequence[str]) -> int:
 
 
 def _checked_files(chosen: argparse.Namespace) -> tuple[str, Entries | None]:
-    """The text, empty if no file was named, or the proteins, after a check that the model suits them. A file is read
-    once: it may be a pipe."""
+    """Returns the text, empty if no file was named, or the proteins, after a check that the model suits them. A file is
+    read only once, because it may be a pipe."""
     _check_name(chosen.model)
     if chosen.fasta is not None:
         from ..models.fasta import read_entries
@@ -91,7 +91,7 @@ def _checked_files(chosen: argparse.Namespace) -> tuple[str, Entries | None]:
 
 
 def _check_name(model: str) -> None:
-    """Checks that what looks like a path is one; anything else may be a name on the hub."""
+    """Checks that a name that looks like a path is one. Any other may be a name on the hub."""
     if not model or ((model.startswith((".", "/", "~")) or model.endswith("/")) and not os.path.exists(model)):
         raise ValueError(f"{_MODEL}, got {model!r}")
 
@@ -106,7 +106,7 @@ def _config(name: str) -> Any:
 
 
 def _check_kind(name: str, proteins: bool) -> None:
-    """Checks that a model is one for proteins, or one for text."""
+    """Checks that a model is for proteins, or that it is for text."""
     from ..models.families import family_of
 
     config = _config(name)
@@ -134,7 +134,7 @@ def _model(chosen: argparse.Namespace) -> Any:
 
 
 def _device(wanted: str | None) -> str:
-    """The wanted device, or a GPU if there is one that the operators were built for."""
+    """Returns the wanted device, or else a GPU if there is one that the operators were built for, or the CPU."""
     import torch
 
     if wanted is not None:
@@ -149,7 +149,7 @@ def _device(wanted: str | None) -> str:
 
 
 def calibrate(chosen: argparse.Namespace) -> int:
-    """Measure a model's keys and values and what errors in them cost, and write what calibrated specs need."""
+    """Measure a model's keys and values and the cost of errors in them, and write the profile for calibrated specs."""
     check_output(chosen.out, "--out", {"--text": chosen.text, "--fasta": chosen.fasta}, moved=True)
     if chosen.text is chosen.fasta is None and chosen.tokens is not None:
         raise ValueError(f"--tokens must be given with --text or --fasta only, got {chosen.tokens}")
@@ -184,7 +184,7 @@ def _averages(text: str) -> tuple[float, ...]:
 
 
 def loaded_profile(path: str) -> Any:
-    """The profile in the file that --profile names."""
+    """Loads the profile in the file that --profile names."""
     from ..files import path_called
     from ..measured import Profile
 
@@ -193,8 +193,8 @@ def loaded_profile(path: str) -> Any:
 
 
 def measure(chosen: argparse.Namespace) -> int:
-    """Measure where a model's keys lie and its queries look, and write that: by default to the file in the cache folder
-    where engines look for it."""
+    """Measure a model's moments and write its profile, by default to the file in the cache folder where engines look
+    for it."""
     check_output(chosen.out, "--out", {}, moved=True)
     _check_name(chosen.model)
     from ..evaluation.forecast import measure as run
@@ -212,7 +212,7 @@ def measure(chosen: argparse.Namespace) -> int:
 
 
 def _checkpoint(model: str) -> str:
-    """The digest of the files of a model that has been loaded; "" if they are no safetensors."""
+    """Returns the digest of the files of a model that has been loaded, "" if they are not safetensors."""
     from ..models.checkpoint import checkpoint_digest, checkpoint_folder
 
     try:
@@ -222,7 +222,7 @@ def _checkpoint(model: str) -> str:
 
 
 def _kept_profile(digest: str, model: str) -> Path:
-    """The file of the cache folder for a checkpoint's profile; its folder is made."""
+    """Returns the file in the cache folder for a checkpoint's profile, and makes its folder."""
     from ..models.checkpoint import profile_file
 
     if not digest:
@@ -235,7 +235,7 @@ def _kept_profile(digest: str, model: str) -> Path:
 
 
 def _calibration_table(calibration: Any, chosen: argparse.Namespace) -> str:
-    """A table of the trials, and what was chosen."""
+    """Returns a table of the trials and of what was chosen."""
     from ..measured.choice import table
 
     what = "KL divergence in nats per token" if chosen.fasta is None else "1 - cosine of last hidden states"
@@ -267,8 +267,8 @@ def _calibrated_on_text(chosen: argparse.Namespace, text: str, checkpoint: str) 
 
 
 def _spread_windows(ids: Sequence[int], tokens: int, first: int | None) -> list[Any]:
-    """Tensors [1, n] of token ids, n as near CALIBRATION_WINDOW as `tokens` allow, spread evenly over `ids`.
-    first: what each of them begins with, in place of its own first token."""
+    """Returns tensors [1, n] of token ids, spread evenly over `ids`, with n as near CALIBRATION_WINDOW as `tokens`
+    allow. first: the token that each begins with, in place of its own, or None."""
     import torch
 
     from ..evaluation.decoder import spaced
@@ -281,7 +281,7 @@ def _spread_windows(ids: Sequence[int], tokens: int, first: int | None) -> list[
 
 
 def _specs(chosen: argparse.Namespace) -> dict[str, Any]:
-    """The presets or numbers of bits named, with the fields that were set."""
+    """Returns the specs of the presets or numbers of bits in --spec, with the fields of --set."""
     from ..named_specs import named_or_bits
     from ..spec import CacheSpec
 
@@ -388,7 +388,7 @@ def calc(chosen: argparse.Namespace) -> int:
 
 
 def chat(chosen: argparse.Namespace) -> int:
-    """A conversation in the terminal on a packed cache."""
+    """Hold a conversation in the terminal on a packed cache."""
     from ..named_specs import named_or_bits
 
     if not 0 <= chosen.temperature <= 100:
@@ -407,7 +407,7 @@ def chat(chosen: argparse.Namespace) -> int:
 
 
 def esm_scan(chosen: argparse.Namespace) -> int:
-    """Masked or wild-type marginals of proteins: what a model expects at each position."""
+    """Write masked or wild-type marginals of proteins: what a model expects at each position."""
     from ..named_specs import named_or_bits
     from . import esm_commands
 
@@ -439,7 +439,7 @@ def esm_scan(chosen: argparse.Namespace) -> int:
 
 
 def esm_embed(chosen: argparse.Namespace) -> int:
-    """Embed proteins of any length: means, and on request every residue, and an index of the means."""
+    """Embed proteins of any length: means, and on request every residue and an index of the means."""
     from . import esm_commands
 
     check_output(chosen.out, "--out", {"FASTA": chosen.fasta}, moved=True)
@@ -462,7 +462,7 @@ def _add_model_options(parser: argparse.ArgumentParser, required: bool = True, o
 
 
 def _add_device_options(parser: argparse.ArgumentParser, own_dtype: bool = False) -> None:
-    """own_dtype: the default is the dtype that the model's files name."""
+    """Adds --device and --dtype. own_dtype: the default is the dtype that the model's files name, not float32."""
     parser.add_argument("--device", help="such as cpu or cuda:0; the default is a GPU if there is one")
     usual = "auto, is the model's own" if own_dtype else "float32, adds no rounding of its own"
     parser.add_argument("--dtype", choices=("auto", "float32", "float16", "bfloat16"),
@@ -518,7 +518,7 @@ def _add_esm_embed(commands: Any) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; shtab makes shell completion from it (docs/api/commands.md)."""
+    """Returns the parser of all commands. shtab makes shell completion from it (docs/api/commands.md)."""
     parser = argparse.ArgumentParser(
         prog="turboquant", description="KV-cache quantisation and attention on packed bytes."
     )
@@ -651,8 +651,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The entry point; returns the exit status. Ends with status 2 and a message if something cannot be done, and like
-    other programs with 130 after Ctrl-C and 141 where nobody reads its output any more."""
+    """The entry point; returns the exit status. That is 2, with a message, if something cannot be done, and as in other
+    programs 130 after Ctrl-C and 141 if nobody reads the output any more."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # Python started with it closed
@@ -668,7 +668,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status = _run(parser, chosen, words, rest)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # the reader, such as head, has all that it wants
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
@@ -681,7 +681,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _in_options(error: Exception, words: Sequence[str]) -> str:
-    """What the library says of an argument, said of the option that was given for it, without the function's name."""
+    """Returns an error's text with the option that was given in place of the library's argument and function name."""
     text = re.sub(r"^\w+: (?=`)", "", str(error))
     argument = re.match(r"`(\w+)(\[\d+\])?`", text)
     option = "" if argument is None else f"--{argument[1].replace('_', '-')}"
@@ -697,7 +697,7 @@ def _show(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """A warning to users as a line, without the place in the source that it came from; others as Python shows them."""
+    """Shows a UserWarning as one line, without its place in the source, and other warnings as Python shows them."""
     if category is UserWarning:
         log.warning("%s", message)
     else:

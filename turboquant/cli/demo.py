@@ -1,15 +1,15 @@
 """``turboquant demo``: a small model continues a passage, from a full-precision cache and from packed ones.
 
 The model is a Llama of 4 million parameters (4 layers, 4 query and 2 KV heads of 64 channels), trained for this project
-on public-domain books; the passage is from a book that it was not trained on. What the table shows, all measured in
-the same run:
+on public-domain books. The passage is from a book that it was not trained on. The table shows, all measured in the same
+run:
 
-    bytes, x    bytes of the cache after the text, exact tokens and unused room included, and how many times smaller
-                that is than the same tokens in bfloat16, the dtype of the model and of the full cache
-    KL, top-1   over the passage, with every query reading stored keys and values, its own token's included
+    bytes, x    bytes of the cache after the text, with exact tokens and unused room, and how many times smaller that
+                is than the same tokens in bfloat16, the dtype of the model and of the full cache
+    KL, top-1   over the passage, with every query reading stored keys and values, also of its own token
                 (`prefill="packed"`): the Kullback-Leibler divergence of the next token's distribution from that with
                 full precision, in nats per token, and how often the likeliest token is the same
-    tokens/s    of the text that is generated, after its first token
+    tokens/s    of the generated text, after its first token
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ PASSAGE = "a_christmas_carol.txt"  # its first line says where it is from
 
 
 def folder() -> Path:
-    """Where the demo's files lie: in a clone beside the package, else in turboquant-attention-demo.
+    """Returns the folder of the demo's files: in a clone beside the package, else in turboquant-attention-demo.
 
-    ImportError, which says what to install, where they are not.
+    ImportError, which says what to install, if there is none.
     """
     beside = Path(__file__).resolve().parents[2] / "demo" / "turboquant_demo"
     if beside.is_dir():
@@ -80,7 +80,7 @@ _Measured = tuple[_Row, torch.Tensor, list[str]]  # a row, its new tokens, its c
 
 
 class _Clock(BaseStreamer):  # type: ignore[misc]
-    """Counts each token that `generate` makes as done, and notes when."""
+    """Shows each token that `generate` makes as progress, and notes its time."""
 
     def __init__(self, shown: Progress) -> None:
         self.shown = shown
@@ -106,7 +106,7 @@ def _cache_bytes(cache: Any) -> int:
 
 
 def _log_probabilities(model: Any, ids: torch.Tensor, spec: CacheSpec | None) -> torch.Tensor:
-    """[tokens, vocabulary] of every next token of ids [1, tokens], in float32."""
+    """Returns log-probabilities of the next token at each of ids [1, tokens]: [tokens, vocabulary], float32."""
     if spec is None:
         logits = model(ids, use_cache=False).logits
     else:
@@ -116,7 +116,7 @@ def _log_probabilities(model: Any, ids: torch.Tensor, spec: CacheSpec | None) ->
 
 
 def _measure(model: Any, ids: torch.Tensor, prompt: int, tokens: int, seed: int) -> list[_Measured]:
-    """All rows. ids [1, all tokens of the passage]."""
+    """Measures all rows. ids: [1, all tokens of the passage]."""
     full_bytes_per_token, measured, want = 0.0, [], None
     rows = _rows()
     some = ids[:, :64]
@@ -164,7 +164,7 @@ def _print_table(measured: list[_Measured]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the demo and prints it. arguments: of the command line, without the program's name."""
+    """Runs the demo and prints its results. arguments: of the command line, without the program's name."""
     parser = argparse.ArgumentParser(prog="turboquant demo", description="A small model writes from packed caches.",
                                      epilog="example: turboquant demo --prompt-tokens 512")  # fmt: skip
     parser.add_argument("--prompt-tokens", type=int, default=1024, help="tokens of the prompt (default 1024)")

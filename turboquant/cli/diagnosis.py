@@ -1,4 +1,4 @@
-"""Whether a model can be packed, and what that would save, from its configuration alone: no weights are read.
+"""Says whether a model can be packed and what that would save, from its configuration alone: no weights are read.
 
 The model is made on the meta device and checked by the code that `patch` uses.
 """
@@ -30,10 +30,10 @@ _HELP = "the model runs without a patch as before, on a cache of transformers"
 
 
 def diagnose(name: str, spec: str, tokens: int) -> Iterator[Finding]:
-    """Findings about the model at a folder or hub name, for a preset or number of bits and one sequence of `tokens`
-    tokens.
+    """Yields findings about the model at a folder or hub name, for a preset or number of bits and one sequence of
+    `tokens` tokens.
 
-    Ends with the first that fails. ValueError for any other spec.
+    Ends with the first finding that fails. ValueError for any other spec.
     """
     chosen = named_or_bits(spec, "--spec")
     try:
@@ -41,7 +41,7 @@ def diagnose(name: str, spec: str, tokens: int) -> Iterator[Finding]:
         family = family_of(config)
         with torch.device("meta"):
             model = family.auto_class(config).from_config(config)
-    except Exception as error:  # of any type: the code that fails is that of transformers, or of the model
+    except Exception as error:  # any type: code of transformers or of the model has failed
         yield Finding("model", f"{name} cannot be made: {_first_sentence(error)}", _way_out(error), True)
         return
     parameters = sum(weight.numel() for weight in model.parameters())
@@ -70,7 +70,7 @@ def diagnose(name: str, spec: str, tokens: int) -> Iterator[Finding]:
 
 
 def _heads(facts: dict[str, Any]) -> str:
-    """The sizes of the layers in words, the most frequent first."""
+    """Returns the sizes of the layers in words, the most frequent first."""
     count = Counter(layer_sizes(facts)).most_common()
     return " or ".join(f"{heads} KV head{'s' * (heads > 1)} of {channels} channels" for (heads, channels), _ in count)
 
@@ -86,7 +86,7 @@ def _way_out(error: Exception) -> str:
 
 
 def _refusal(model: Any, spec: CacheSpec) -> str | None:
-    """Why `patch` refuses the model, or the model with this spec; None: it does not."""
+    """Returns why `patch` refuses the model, or the model with this spec; None if it does not."""
     try:
         check(model, spec)
     except (NotImplementedError, ValueError) as error:
@@ -95,7 +95,7 @@ def _refusal(model: Any, spec: CacheSpec) -> str | None:
 
 
 def _moments(model: Any, name: str, preset: str, spec: CacheSpec) -> Finding:
-    """What moments are measured on, and where they are kept."""
+    """Says what moments are measured on, and where they are kept."""
     if not spec.measured:
         return Finding("moments", f"{preset} needs none")
     source, why = PROTEINS, ""
@@ -110,7 +110,7 @@ def _moments(model: Any, name: str, preset: str, spec: CacheSpec) -> Finding:
 
 
 def _window(text: Any, layer: int) -> int:
-    """The width of a layer's sliding window; 0: it sees all tokens."""
+    """Returns the width of a layer's sliding window, or 0 if it has none."""
     kinds = getattr(text, "layer_types", None)
     return 0 if kinds and kinds[layer] != "sliding_attention" else getattr(text, "sliding_window", None) or 0
 
@@ -126,7 +126,7 @@ def _words(spec: CacheSpec) -> str:
 
 
 def _savings(name: str, text: Any, spec: CacheSpec, tokens: int) -> Finding:
-    """Bytes of the cache of one sequence, as `turboquant calc` counts them."""
+    """Says how many bytes the cache of one sequence has, as `turboquant calc` counts them."""
     try:
         layers = layers_of(text, name)
     except ValueError as error:

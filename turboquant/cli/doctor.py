@@ -1,4 +1,4 @@
-"""``turboquant info`` prints what there is on this machine, ``turboquant doctor`` judges it, and a model."""
+"""``turboquant info`` prints what is on this machine; ``turboquant doctor`` judges it, and a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def info() -> int:
 
 
 def doctor(model: str | None, spec: str, tokens: int) -> int:
-    """Print findings on the machine, and on a model if one is named. 1 if something cannot work, else 0."""
+    """Print findings on the machine, and on a model if one is named. Returns 1 if something cannot work, else 0."""
     failed = _printed(machine(for_models=model is not None))
     if model is not None and not failed:
         from .diagnosis import diagnose
@@ -28,7 +28,7 @@ def doctor(model: str | None, spec: str, tokens: int) -> int:
 
 
 def _printed(findings: Iterable[Finding]) -> int:
-    """Prints each with a verdict; returns how many fail."""
+    """Prints each finding with a verdict. Returns how many fail."""
     failed = 0
     for one in findings:
         failed += one.fails

@@ -35,14 +35,14 @@ __all__ = ["calibrated", "check_embedding", "embedded", "evaluated", "markdown",
 
 HELD_OUT = 4  # 1 protein in 4 is held out of a calibration
 Amount = tuple[int | None, int]  # the number asked for, or None, and the default
-Read = Entries | None  # the entries of a file that was read before: a pipe can be read only once
+Read = Entries | None  # the entries of a file that has been read already: a pipe can be read only once
 
 
 def _usable(path: str, read: Read, model: Any, any_length: bool = False) -> tuple[list[Protein], list[str]]:
-    """The proteins of a file that the model can read, at once or in windows (`any_length`), and for each of the others
-    an error that says why not.
+    """Returns the proteins of a file that the model can read, whole or in windows (`any_length`), and for each other
+    protein an error that says why not.
 
-    ValueError if there is none that it can read. Warns on stderr of entries that look like DNA or a PIR file.
+    ValueError if it can read none. Warns on stderr of entries that look like DNA or a PIR file.
     """
     proteins, errors = read_entries(path) if read is None else read
     for doubt in doubts(proteins):
@@ -67,8 +67,8 @@ def _usable(path: str, read: Read, model: Any, any_length: bool = False) -> tupl
 def _spread(
     path: str, read: Read, model: Any, option: str, amount: Amount, sizes: Callable[[Protein], int]
 ) -> list[str]:
-    """Sequences spaced evenly over a file, whose sizes sum to the amount asked for, or else to the default or all.
-    Prints how many cannot be used."""
+    """Returns sequences spaced evenly over a file. Their sizes sum to about the amount asked for, or to the default, or
+    to all if there is less. Warns of those that cannot be used."""
     proteins, left_out = _usable(path, read, model)
     if left_out:
         log.warning("%d of %d proteins are left out, the first: %s", len(left_out), len(proteins) + len(left_out),
@@ -84,8 +84,8 @@ def _spread(
 def calibrated(
     model: Any, fasta: str, tokens: Amount, averages: Sequence[float], seed: int, checkpoint: str, read: Read = None
 ) -> Profile:
-    """A calibration of `model` on about this many tokens of the proteins in a file. A quarter is held out, to try
-    methods on."""
+    """Calibrates `model` on about this many tokens of the proteins in a file. A quarter of the proteins is held out to
+    try methods on."""
     checked_model(model)
     sequences = _spread(fasta, read, model, "--tokens", tokens, lambda protein: len(protein.sequence) + 2)
     if len(sequences) < 2:
@@ -108,7 +108,7 @@ def evaluated(
 
 
 def markdown(evaluations: Mapping[str, ProteinEvaluation]) -> str:
-    """A table of results, and below it what they were measured on."""
+    """Returns a table of results, and below it what they were measured on."""
     head = ("spec", "final cosine", "worst residue", "KL divergence", "perplexity", "bits", "bytes per token")
     rows = [head]
     for name, e in evaluations.items():
@@ -130,7 +130,7 @@ def check_embedding(chosen: argparse.Namespace) -> None:
 
 
 def embedded(model: Any, chosen: argparse.Namespace, read: Read = None) -> int:
-    """Embeds the proteins of a file that the model can read; lists the others on stderr at the end."""
+    """Embeds the proteins of a file that the model can read. Lists the others on stderr at the end."""
     checked_model(model)
     proteins, left_out = _usable(chosen.fasta, read, model, any_length=True)
     names = [protein.name for protein in proteins]
@@ -155,9 +155,9 @@ def _list_left_out(proteins: Sequence[Protein], left_out: Sequence[str]) -> None
 
 
 def scan(model: Any, chosen: argparse.Namespace, profile: Profile | None, read: Read = None) -> int:
-    """Marginals of the proteins of a file, by `--method`, as CSV and, if wanted, as pictures; or the scores of mutants
-    of the one protein. Skips proteins that the model cannot read, and lists them on stderr at the end. An existing CSV
-    file is replaced at the end; "-" is standard output, which gets each protein's rows at once."""
+    """Writes marginals of the proteins of a file, by `--method`, as CSV and on request as pictures, or the scores of
+    mutants of its one protein. Skips proteins that the model cannot read, and lists them on stderr at the end. An
+    existing CSV file is replaced at the end. "-" is standard output, which gets each protein's rows at once."""
     checked_model(model)
     proteins, left_out = _usable(chosen.fasta, read, model, any_length=True)
     check_names([protein.name for protein in proteins], "the FASTA file")
@@ -186,7 +186,7 @@ def _write(
     context: ContextCache | None,
     mutants: tuple[list[str], list[Mutant]] | None,
 ) -> None:
-    """Scans proteins; writes the rows of each to `file` and its picture, if wanted, to a file of its own."""
+    """Scans proteins. Writes the rows of each to `file` and on request its picture to another file."""
     writer = csv.writer(file)
     if mutants is None:
         writer.writerow(("protein", "position", "wild_type", "mutation", "score", "log_probability"))
@@ -216,7 +216,7 @@ def _scanned(
     context: ContextCache | None,
     positions: Collection[int] | None,
 ) -> Scan:
-    """A scan of some positions, or of all, in windows where the protein is longer than the model."""
+    """Scans some positions, or all, in windows if the protein is longer than the model can read at once."""
     parts = []
     for w in windows(len(sequence), *sizes(model.config)):
         at = [p - w.start for p in range(w.first, w.last) if positions is None or p in positions]
@@ -237,7 +237,7 @@ def _scanned(
 def _jointly_scored(
     model: Any, sequence: str, mutants: Sequence[Mutant], chosen: argparse.Namespace, context: ContextCache | None
 ) -> list[float]:
-    """The score of each mutant with its positions masked together, as far as one window keeps them."""
+    """Returns the score of each mutant with its positions masked together: all those that the same window keeps."""
     scores = [0.0] * len(mutants)
     for w in windows(len(sequence), *sizes(model.config)):
         of_set: dict[tuple[int, ...], list[int]] = {}  # mutants by the positions that this window keeps
@@ -250,7 +250,7 @@ def _jointly_scored(
         letters = sequence[w.start : w.stop]
         if context is not None:
             context.encode([letters])
-        sets = sorted(of_set, key=lambda places: (len(places), places))  # copies that run together mask equally many
+        sets = sorted(of_set, key=lambda places: (len(places), places))  # sets of equal size run together
         scans = joint_marginals(model, letters, [[p - w.start for p in places] for places in sets], context is not None,
                                 context=context, batch_size=chosen.batch, progress=True)  # fmt: skip
         for places, scan in zip(sets, scans, strict=True):
@@ -262,7 +262,7 @@ def _jointly_scored(
 
 
 def _rows(name: str, scan: Scan) -> list[tuple[Any, ...]]:
-    """One per position and amino acid; positions count from 1, as mutations are written (A12W)."""
+    """Returns one row per position and amino acid. Positions count from 1, as mutations are written (A12W)."""
     return [
         (name, p + 1, scan.sequence[p], letter, f"{scan.scores[i, a]:.5f}", f"{scan.log_probabilities[i, a]:.5f}")
         for i, p in enumerate(scan.positions)
@@ -271,6 +271,6 @@ def _rows(name: str, scan: Scan) -> list[tuple[Any, ...]]:
 
 
 def _numbered(path: str, i: int, count: int) -> Path:
-    """The file of picture i: "x.svg" for one protein, "x-1.svg", "x-2.svg", ... for several."""
+    """Returns the file of picture i: "x.svg" for one protein, "x-1.svg", "x-2.svg", ... for several."""
     target = Path(path)
     return target if count == 1 else target.with_stem(f"{target.stem}-{i + 1}")

@@ -1,4 +1,4 @@
-"""What is installed on this machine and what of it cannot work, for ``turboquant info`` and ``turboquant doctor``."""
+"""What is installed on this machine, and what cannot work, for ``turboquant info`` and ``turboquant doctor``."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def installed(distribution: str) -> str:
 
 
 def machine(for_models: bool = False) -> Iterator[Finding]:
-    """Versions, other owners of the name, instruction set, threads, operators, CUDA.
+    """Yields findings on versions, other packages of this name, instruction set, threads, operators, CUDA and vLLM.
 
-    for_models: whether a missing or old package that models need is a failure. NumPy is enough for the rest.
+    for_models: whether a missing or old package that models need is a failure. Without models NumPy is enough.
     """
     libc = " ".join(platform.libc_ver()).strip() or "an unknown libc"
     yield from _core_findings()
@@ -81,7 +81,7 @@ def _number(text: str) -> tuple[int, ...]:
 
 
 def _other_owners(owners: Iterable[str]) -> Iterator[Finding]:
-    """Other distributions on PyPI install a package `turboquant` too; their files and ours then mix in one folder."""
+    """Warns of other distributions that install a package `turboquant`: their files and ours mix in one folder."""
     others = sorted({owner for owner in owners if re.sub(r"[-_.]+", "-", owner).lower() != DISTRIBUTION})
     if others:
         names = " ".join(others)
@@ -117,17 +117,17 @@ def _machine_findings() -> Iterator[Finding]:
 
 
 def library() -> Path | None:
-    """The file of the torch operators, if they were built."""
+    """Returns the file of the torch operators, or None if they were not built."""
     return next(Path(turboquant.__file__).parent.glob("_torch*.so"), None)
 
 
 def device_code(file: Path) -> bool:
-    """Whether a library was linked with CUDA kernels: they lie in a section of this name."""
+    """Whether a library was linked with CUDA kernels, which lie in a section of this name."""
     return b".nv_fatbin" in file.read_bytes()
 
 
 def _built_for(file: Path) -> str:
-    """The toolkit and architectures of the kernels, such as "13.0: 80+PTX 90a"; torch must have been imported."""
+    """Returns toolkit and architectures of the kernels, such as "13.0: 80+PTX 90a". torch must have been imported."""
     ask = ctypes.CDLL(str(file)).tq_torch_cuda_build
     ask.restype = ctypes.c_char_p
     said: bytes = ask()
@@ -166,7 +166,7 @@ def _torch_findings(needed: bool) -> Iterator[Finding]:
 
 
 def vllm_findings(versions: Mapping[str, str], allowed: str | None) -> Iterator[Finding]:
-    """Whether vLLM will load `turboquant.vllm`. versions: of each distribution of vLLM. allowed: VLLM_PLUGINS."""
+    """Says whether vLLM will load `turboquant.vllm`. versions: of each distribution of vLLM. allowed: VLLM_PLUGINS."""
     present = {name: version for name, version in versions.items() if version != "not installed"}
     if not present:
         yield Finding("vLLM", "not installed")
@@ -191,7 +191,7 @@ def _device(torch: object) -> str:
 
 
 def _driver(torch: object) -> tuple[int, int] | None:
-    """The CUDA version that the GPU's driver supports; None: no driver, or a torch without CUDA."""
+    """Returns the CUDA version that the GPU's driver supports; None without a driver, or with a torch without CUDA."""
     try:
         number = int(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError):
@@ -202,7 +202,7 @@ def _driver(torch: object) -> tuple[int, int] | None:
 def cuda_findings(
     build: str, device: str, driver: tuple[int, int] | None, gpus: list[tuple[str, tuple[int, int]]]
 ) -> Iterator[Finding]:
-    """Findings on a build ("13.0: 80+PTX 90a", or ""), on torch's CUDA and device, on a driver and on GPUs."""
+    """Yields findings on a build ("13.0: 80+PTX 90a", or ""), on torch's CUDA and device, on a driver and on GPUs."""
     toolkit, _, archs = build.partition(": ")
     if not build:
         how = "tensors on the CPU work; for GPUs install a wheel, or put nvcc on the PATH and build again"
@@ -231,7 +231,7 @@ def cuda_findings(
 
 
 def _runs(arch: str, capability: tuple[int, int]) -> bool:
-    """Whether kernels for "80", "90a" or "120+PTX" run on a device."""
+    """Whether kernels for `arch`, such as "80", "90a" or "120+PTX", run on a device of this compute capability."""
     digits = re.match(r"\d+", arch)
     assert digits, arch
     major, minor = int(digits[0][:-1]), int(digits[0][-1])

@@ -1,5 +1,5 @@
-"""`turboquant index build | search | info | verify`: an index of the vectors in a .npy file, or of the means that
-`turboquant esm-embed` wrote, with the names of the proteins. NumPy only."""
+"""`turboquant index build | search | info | verify`: an index of the vectors in a .npy file, or of the means in a file
+of `turboquant esm-embed`, with the names of the proteins. NumPy only."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ..progress import Progress, log
 if TYPE_CHECKING:
     from ..index import Index
 
-_TOGETHER = 1024  # queries that are searched, then written
-_ROWS = 16_384  # vectors that are added, then counted: a segment
+_TOGETHER = 1024  # how many queries are searched before their results are written
+_ROWS = 16_384  # how many vectors are added before progress is shown: a segment
 
 
 # ---- files of vectors ----
 
 
 def mapped(path: str, name: str) -> tuple[Any, tuple[str, ...] | None]:
-    """The vectors of a .npy file or the means of a file of embeddings, [n, dim], mapped: they are read where they are
-    used; and the names of the latter. name: what users call the file."""
+    """Returns the vectors of a .npy file or the means of a file of embeddings, [n, dim], and the names of the latter or
+    None. Files are mapped: numbers are read when they are used. name: what users call the file."""
     import numpy as np
 
     from ..esm.embeddings import Embeddings  # which needs no torch
@@ -39,7 +39,7 @@ def mapped(path: str, name: str) -> tuple[Any, tuple[str, ...] | None]:
                 return embeddings.means(), embeddings.names
         x = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:  # also for objects
-        why = str(error).rpartition(f"{path!r}: ")[2]  # of `Embeddings.load`, without what it wanted
+        why = str(error).rpartition(f"{path!r}: ")[2]  # the reason alone of an error of `Embeddings.load`
         raise ValueError(f"{wanted}, got {path!r}: {why}") from None
     if x.ndim != 2 or not len(x) or x.dtype.kind not in "biuf":
         raise ValueError(f"{wanted}, got {path!r} of {x.dtype}, {list(x.shape)}")
@@ -47,7 +47,7 @@ def mapped(path: str, name: str) -> tuple[Any, tuple[str, ...] | None]:
 
 
 def check_names(names: Sequence[str], what: str) -> None:
-    """ValueError unless names differ."""
+    """Raises ValueError if two names are the same."""
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -67,7 +67,7 @@ def _loaded(path: str) -> Index:
 
 
 def build(chosen: argparse.Namespace) -> int:
-    """Fill an index with the vectors of a file, whose rows are the ids."""
+    """Fill an index with the vectors of a file. Ids are row numbers."""
     from ..index import Index
 
     check_output(chosen.out, "--out", {"VECTORS": chosen.vectors}, moved=True)
@@ -90,7 +90,7 @@ def _check_build(chosen: argparse.Namespace, n: int, dim: int) -> None:
 
 
 def fill(index: Index, x: Any, out: str, path: str, train: bool, names: Sequence[str] | None = None) -> None:
-    """Train an empty index on vectors, fill it and save it, with the names as documents. path: what errors call x."""
+    """Train an empty index if wanted, fill it and save it, with the names as documents. path: what errors call x."""
     from ..index import inputs
     from ..index.documents import Document, Documents
 
@@ -130,7 +130,7 @@ def _train(index: Index, x: Any, path: str) -> None:
 
 
 def search(chosen: argparse.Namespace) -> int:
-    """Search an index for the vectors of a file; writes CSV, a line for each that was found."""
+    """Search an index for the vectors of a file. Writes CSV, a line for each vector that was found."""
     from ..files import path_called
     from ..index.documents import ids_by_number
 
@@ -180,11 +180,11 @@ def _neighbours(
     options: dict[str, Any],
     shown: bool,
 ) -> Iterator[tuple[Any, ...]]:
-    """Rows of CSV. names, ids: what queries and vectors are called, where they are called anything."""
+    """Yields rows of CSV. names, ids: names of queries and of vectors, if they have any."""
     with Progress("index search", len(queries), "queries", shown) as progress:
         for at in range(0, len(queries), _TOGETHER):
             scores, neighbours = index.search(queries[at : at + _TOGETHER], k, **options)
-            if not at:  # not before the first search, which finds what is wrong with the arguments
+            if not at:  # after the first search, which checks the arguments
                 yield "query", "rank", "id", "score"
             for i, (own, its) in enumerate(zip(scores.tolist(), neighbours.tolist(), strict=True), at):
                 for rank, (score, number) in enumerate(zip(own, its, strict=True)):
@@ -217,7 +217,7 @@ def info(chosen: argparse.Namespace) -> int:
 
 
 def _training(trained: dict[str, Any] | None) -> dict[str, str]:
-    """What training chose, and what the recall of its candidates is about."""
+    """Returns lines on what training chose, and on what the recall of its candidates means."""
     if trained is None:
         return {"training": "none"}
     chosen = trained["chosen"]

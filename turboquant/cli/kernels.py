@@ -1,5 +1,4 @@
-"""``turboquant info --kernels``: which kernels run for a shape, on a GPU if there is one with kernels built for it, or
-on one that is named."""
+"""``turboquant info --kernels``: which kernels run for a shape, on this machine's GPU or CPU or on a named GPU."""
 
 from __future__ import annotations
 
@@ -18,12 +17,13 @@ if TYPE_CHECKING:
 __all__ = ["print_kernels"]
 
 SHAPES = ("1,8,4,8192,128", "16,8,4,32768,128", "64,8,4,4096,128", "1,8,4,8192,64")
-PROMPT_TOKENS = 128  # enough for a prompt's kernel to be chosen
+PROMPT_TOKENS = 128  # enough tokens for the kernel of prompts
 
 
 def print_kernels(shapes: Sequence[str], device_name: str, gpu: str | None = None, moments: bool = False) -> int:
-    """For each shape, or usual ones, at 4, 3 and 2 bits: which kernels run for a decoding step and for a prompt. gpu:
-    one of csrc/cuda/attend/choose/gpus.h, in place of the device. moments: of plans with a wave and a metric."""
+    """Prints for each shape, or for usual ones, at 4, 3 and 2 bits which kernels run for a decoding step and for a
+    prompt. gpu: a name in csrc/cuda/attend/choose/gpus.h, in place of the device. moments: whether plans have a wave
+    and a metric."""
     import torch
 
     from ..plan import Plan
@@ -58,7 +58,7 @@ def _sizes(shape: str) -> list[int]:
 def _kernels_on(
     gpu: str, batch: int, kv_heads: int, heads_per_kv: int, tokens: int, plan: Plan
 ) -> tuple[str, str, str]:
-    """The names of `_kernels` on a GPU that need not be there."""
+    """Returns what `_kernels` returns, for a GPU that this machine need not have."""
     if not (built := library()):
         raise NotImplementedError("--gpu needs the torch operators, which were not built")
     words, names = plan.words, ctypes.create_string_buffer(3 * 64)
@@ -76,8 +76,8 @@ def _kernels_on(
 def _kernels(
     batch: int, kv_heads: int, heads_per_kv: int, tokens: int, plan: Plan, device: torch.device
 ) -> tuple[str, str, str]:
-    """The names for attention, one token and a prompt. Which kernel runs depends on sizes alone, so one page will do
-    for all entries of the block table."""
+    """Returns the names of the kernels for attention, one appended token and an appended prompt. They depend on sizes
+    alone, so all entries of the block table can be the same page."""
     import torch
 
     from .. import ops

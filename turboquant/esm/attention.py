@@ -1,9 +1,9 @@
-"""How the attention of an ESM-2 model reaches packed keys and values: the attention function "turboquant_esm".
+"""The attention function "turboquant_esm", by which an ESM-2 model attends to packed keys and values.
 
-Every layer of a patched model has a `PackedAttention` in `module._turboquant`: its keys and values of a forward are
-packed, and all queries attend to the packed bytes, in both directions. A forward with a `turboquant_context` passes its
-keys and values to that instead; its layers share a `turboquant_pass`. (The model hands extra keyword arguments down to
-here.) Without any of them, attention is the model's own.
+Every layer of a patched model has a `PackedAttention` in `module._turboquant`. It packs the layer's keys and values in
+each forward, and all queries attend to the packed bytes, in both directions. If a forward has a `turboquant_context`,
+that gets the keys and values instead. The layers of a forward share a `turboquant_pass`. (The model hands both keyword
+arguments down to here.) With neither `_turboquant` nor a context, attention is the model's own.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _attend = torch.ops.turboquant.attend.default
 
 
 def store(kv: PackedKV, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Stores the last tokens of sequences of ``kv.lengths`` tokens, which these count."""
+    """Stores the last tokens of sequences. ``kv.lengths`` counts them already."""
     _append(kv.plan.words, key, value, kv.lengths, kv.pages, kv.block_table, **kv.arguments())
 
 
 def attend(
     query: torch.Tensor, kv: PackedKV, scale: float, starts: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of queries that see every stored token from `starts` on."""
+    """Returns (out, lse) of queries that see every stored token from `starts` on."""
     where = kv.pages, kv.block_table, kv.lengths
     out, lse = _attend(kv.plan.words, query, *where, starts=starts, softmax_scale=scale, causal=False, **kv.arguments())
     return out, lse
@@ -48,11 +48,12 @@ class Context(Protocol):
     """The interface of a forward's argument `turboquant_context`."""
 
     def attend(self, call: Call) -> torch.Tensor:
-        """Of query, key, value [batch, heads, tokens, head_dim], after RoPE: [batch, tokens, heads, head_dim]."""
+        """Returns the attention output [batch, tokens, heads, head_dim]. Query, key and value in `call` are [batch,
+        heads, tokens, head_dim], after RoPE."""
 
 
 class PackedAttention:
-    """How one layer packs: its plan and tensors, ready for the operators."""
+    """How one layer packs keys and values: its plan, and the tensors that the operators need."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class PackedAttention:
         self._device: torch.device | None = None
 
     def on(self, device: torch.device) -> PackedAttention:
-        """Itself, with its random matrices and its tensors of a calibration and moments on `device`."""
+        """Puts the random matrices and the tensors of calibration and moments on `device`, and returns itself."""
         if device != self._device:
             self._device = device
             self.transforms = self._transforms_of(0)
@@ -83,7 +84,7 @@ class PackedAttention:
         return self
 
     def shifted(self, by: int) -> dict[str, torch.Tensor]:
-        """`transforms` for a call of `attend` that finds every packed token `by` positions later than it was stored."""
+        """Returns `transforms` for a call of `attend` in which packed tokens lie `by` positions later than stored."""
         if self.moments is None or self.spec.centre != "wave":
             return self.transforms
         return self.transforms | self._transforms_of(by)
@@ -99,8 +100,8 @@ class PackedAttention:
     def empty(
         self, table: torch.Tensor, lengths: torch.Tensor, pages: int, heads: int, tokens: int, dtype: torch.dtype
     ) -> PackedKV:
-        """So many zeroed pages, and zeroed sinks if the spec has any, for sequences of up to `tokens` tokens with this
-        block table and these lengths."""
+        """Allocates zeroed pages, and zeroed sinks if the spec has any, for sequences of up to `tokens` tokens with
+        this block table and these lengths."""
         shape = len(lengths), heads, min(self.spec.sinks, tokens), self.head_dim
         device = table.device
         sinks = [torch.zeros(shape, dtype=dtype, device=device) if shape[2] else None for _ in "kv"]
@@ -108,10 +109,8 @@ class PackedAttention:
         return PackedKV(packed, table, lengths, self.plan, tokens, self.on(device).transforms, *sinks)
 
     def attend(self, call: Call, shared: Pass) -> torch.Tensor:
-        """Packs all real keys and values and attends to them from every query; the pages are freed after this call.
-
-        shared   the state that all layers of a forward share
-        """
+        """Packs the keys and values of all tokens but padding, and attends to them from every query. The pages are
+        freed after this call. shared: the state that all layers of a forward share."""
         batch, heads, tokens, head_dim = call.key.shape
         key, value, lengths = shared.real_last(call.key, call.value, call.mask)
         count = -(-max(tokens - self.spec.sinks, 0) // PAGE_TOKENS)
@@ -124,10 +123,10 @@ class PackedAttention:
 
 
 def real_tokens(mask: torch.Tensor | None, batch: int, tokens: int) -> torch.Tensor | None:
-    """bool [batch, tokens], True for real ones; None where there is no padding at all.
+    """Returns bool [batch, tokens], True for real tokens and False for padding; None without a mask.
 
-    mask   as it comes to the attention function: what `padding_mask` returned, or transformers 4.57's own, 0 for real
-           tokens, [batch, 1, 1, tokens].
+    mask   as the attention function gets it: what `padding_mask` returned, or transformers 4.57's own, [batch, 1, 1,
+           tokens], 0 for real tokens.
 
     NotImplementedError for a mask that is not the same for all queries.
     """
@@ -144,8 +143,8 @@ def real_tokens(mask: torch.Tensor | None, batch: int, tokens: int) -> torch.Ten
 
 
 class Pass:
-    """State that the layers of one forward share, made by the first that needs it: which tokens are real, and the block
-    tables of pages in order."""
+    """State that the layers of one forward share: which tokens are real, and block tables. The first layer that needs
+    a part of it makes that part."""
 
     def __init__(self) -> None:
         self._real: tuple[torch.Tensor, torch.Tensor | None] | None = None  # lengths; order, real tokens last
@@ -154,8 +153,8 @@ class Pass:
     def real_last(
         self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Keys and values [batch, heads, tokens, head_dim] with all padding moved to the front, where `append` skips
-        it; and lengths, int32 [batch]. Attention in both directions does not depend on the order of keys."""
+        """Returns keys and values [batch, heads, tokens, head_dim] with all padding moved to the front, where `append`
+        skips it, and lengths, int32 [batch]. The order of keys does not matter to attention in both directions."""
         if self._real is None:
             self._real = _real(mask, key)
         lengths, order = self._real
@@ -164,7 +163,7 @@ class Pass:
         return key.take_along_dim(order, 2), value.take_along_dim(order, 2), lengths
 
     def table(self, batch: int, count: int, device: torch.device) -> torch.Tensor:
-        """int32 [batch, count]: page j of sequence b is page b * count + j."""
+        """Returns a block table, int32 [batch, count]: page j of sequence b is page b * count + j."""
         if count not in self._tables:
             numbers = torch.arange(batch * count, dtype=torch.int32, device=device)
             self._tables[count] = numbers.view(batch, count)
@@ -172,7 +171,7 @@ class Pass:
 
 
 def _real(mask: torch.Tensor | None, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Lengths, int32 [batch], and indices [batch, 1, tokens, 1] that put real tokens last, None without padding."""
+    """Returns lengths, int32 [batch], and indices [batch, 1, tokens, 1] that put real tokens last (None: no mask)."""
     batch, _, tokens, _ = key.shape
     real = real_tokens(mask, batch, tokens)
     if real is None:
@@ -219,7 +218,7 @@ def attention(
 
 
 def plain_attention(call: Call) -> torch.Tensor:
-    """The model's own attention, by SDPA: [batch, tokens, heads, head_dim]."""
+    """Runs the model's own attention, by SDPA. Returns [batch, tokens, heads, head_dim]."""
     mask = call.mask
     return own_attention(call if mask is None or mask.dim() != 2 else replace(call, mask=mask[:, None, None, :]))[0]
 
@@ -230,4 +229,4 @@ def padding_mask(**arguments: Any) -> torch.Tensor | None:
 
 
 AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, padding_mask)  # always both: a name missing there drops padding in silence
+AttentionMaskInterface.register(NAME, padding_mask)  # always both: without a mask function padding would be attended to

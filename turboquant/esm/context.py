@@ -1,16 +1,16 @@
-"""ContextCache: the model's exact pass reads proteins once; later calls read their packed keys and values.
+"""ContextCache: an exact pass of the model reads proteins once; later calls read their packed keys and values.
 
     cache = ContextCache(model)
     cache.encode(["MKTAYIAKQR", "GGSHHHHHH"])        # exact; stores every layer's keys and values, packed
     cache.decode([["W"], ["<mask>", "A"]], [[3], [0, 8]])  # protein 0 with W at residue 3, 1 with two changes
 
-Reuse in an encoder is an approximation, whatever the bits: a changed residue changes the keys and values of *all* other
-residues from layer 1 on, but the stored ones are kept. Only those of layer 0 are what a full pass would compute. In
+Reuse in an encoder is an approximation at any bit width: a changed residue changes the keys and values of *all* other
+residues from layer 1 on, but the stored ones are kept. Only in layer 0 are they what a full pass would compute. In
 every layer, a changed residue reads its own new keys and values and those of the residues changed with it, and never
 the stored ones that they replace.
 
 Proteins lie in a `store.Store`: for each layer pages of 128 tokens, which no two proteins share, and exact sinks if the
-spec has them; for all layers a block table and lengths. In `decode`, all copies of a protein name the same pages: only
+spec has them; for all layers a block table and lengths. In `decode`, all copies of a protein read the same pages: only
 new rows are copied (`reading.Reading`).
 """
 
@@ -63,9 +63,9 @@ class ContextCache:
     spec     a CacheSpec or the name of a preset. Sinks stay exact; `window` and `prefill` do not apply to an encoder.
              `EXACT` keeps everything in the model's dtype.
     profile  of the model (`turboquant.measure`, `turboquant.calibrate`) or its file, for a spec that uses one. None:
-             moments are those that the model was patched with, or measured, once for each model
-    cuda_graphs   on a GPU, replay steps of `decode` as CUDA graphs, from the third of a shape on (`graph.StepGraphs`):
-                  a step then takes the time of its kernels. Every shape needs more memory, not counted in `nbytes`.
+             moments are those that the model was patched with, or are measured, once for each model
+    cuda_graphs   whether to replay steps of `decode` on a GPU as CUDA graphs, recorded in the second step of a shape
+                  (`graph.StepGraphs`). Every shape needs more memory, which `nbytes` does not count.
 
     One cache serves one thread at a time, and so does the model while a cache runs it.
     Raises what `turboquant.patch` raises.
@@ -87,10 +87,10 @@ class ContextCache:
         self._layer_of = _numbered(modules)
         self._store: Store | None = None
         self._cuda_graphs = cuda_graphs
-        self._graphs: StepGraphs | None = None  # of the present store
+        self._graphs: StepGraphs | None = None  # steps over the present store
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: with the model, without recorded steps, which use the original's memory."""
+        """For pickle and deepcopy: with the model, but without recorded steps, which use the original's memory."""
         return {**self.__dict__, "_layer_of": {}, "_graphs": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -116,8 +116,8 @@ class ContextCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the allocator holds: pages with unused room, sinks, table, lengths, and the spec's tensors of a
-        profile."""
+        """Bytes that the allocator holds: pages with their unused room, sinks, table, lengths, and the tensors of
+        rotations and profile."""
         if self._store is None:
             return 0
         tensors = [*self._store.tensors(), *(t for packed in self._packed for t in packed.transforms.values())]
@@ -125,7 +125,7 @@ class ContextCache:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of pages and sinks over tokens held, ``<cls>`` and ``<eos>`` included; all layers and heads."""
+        """Bytes of pages and sinks for each token held, ``<cls>`` and ``<eos>`` included, in all layers and heads."""
         store = self._filled_store()
         parts = (t for layer in store.layers for t in (layer.pages, *layer.exact().values()))
         return sum(t.untyped_storage().nbytes() for t in parts) / sum(map(len, store.tokens))
@@ -154,10 +154,10 @@ class ContextCache:
         """Runs the model's own pass over whole proteins and stores its keys and values, replacing earlier ones.
 
         proteins     strings of upper-case letters of the ESM-2 alphabet, or lists of letters and "<mask>"; any lengths
-        batch_size   proteins that run together, by length; padding is not stored
+        batch_size   how many proteins of similar length run together; padding is not stored
 
         Returns the model's outputs, unaffected by quantisation. ValueError for a bad protein, naming it and the
-        residue, and for a model in training mode; the store is unchanged then.
+        residue, and for a model in training mode; then the store is unchanged.
         """
         if isinstance(proteins, (str, torch.Tensor)) or not isinstance(proteins, Sized) or not len(proteins):
             raise ValueError(f"`proteins` must be a list of at least one protein, got {proteins!r}")
@@ -196,12 +196,12 @@ class ContextCache:
         positions    for each copy, the places of its residues, from 0, each once. A protein of n residues may be
                      continued by residues n, n + 1, ...: its end token moves behind them.
         proteins     for each copy, the index of its protein in `encode`. None: copy i is of protein i.
-        batch_size   copies that run together; they may have different numbers of residues.
+        batch_size   how many copies run together; they may have different numbers of residues.
 
         Returns the model's outputs for these residues. The stored proteins do not change.
         IndexError for a position or protein out of range, TypeError for one that is no integer, ValueError for other
-        wrong arguments, RuntimeError if nothing is stored or the model has changed since (changes through `.data` are
-        not detected: encode again after them).
+        wrong arguments. RuntimeError if nothing is stored or the model has changed since `encode`; changes through
+        `.data` are not detected: encode again after them.
         """
         self._check_mode()
         store = self._filled_store()
@@ -220,7 +220,7 @@ class ContextCache:
         return Residues(hidden, None if self._head() is None else logits)
 
     def _step(self, shape: Shape, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Last hidden states [copies, m, hidden_size] of a step, and logits if the model has a masked-language head."""
+        """Runs a step. Returns last hidden states [copies, m, hidden_size], and logits if the model has the head."""
         store = self._store
         assert store is not None
         layers = {key: (self._packed[i], store.layers[i]) for key, i in self._layer_of.items()}
@@ -236,7 +236,7 @@ class ContextCache:
         positions: Sequence[Sequence[int]],
         proteins: Sequence[int] | None,
     ) -> list[Copy]:
-        """The arguments of `decode`, checked."""
+        """Checks the arguments of `decode` and returns its copies."""
         for name, argument in (("residues", residues), ("positions", positions)):
             if not isinstance(argument, Sized):
                 raise TypeError(f"`{name}` must be a list with one entry per copy, got {quoted(argument)}")
@@ -269,7 +269,7 @@ class ContextCache:
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def _head(self) -> Any:
-        """The masked-language head of the model, if it has one."""
+        """The masked-language head of the model, or None."""
         return getattr(self.model, "lm_head", None)
 
     def _said(self, hidden: list[torch.Tensor]) -> Residues:
@@ -279,12 +279,12 @@ class ContextCache:
 
 
 def _numbered(modules: Sequence[Any]) -> dict[int, int]:
-    """The layer of each attention module, by its id."""
+    """Returns the layer of each attention module by the `id` of the module."""
     return {id(module): i for i, module in enumerate(modules)}
 
 
 class _Storing:
-    """The context of `encode`: attention is the model's own; its keys and values are packed into rows of a store."""
+    """The context of `encode`: packs keys and values into rows of a store, and runs the model's own attention."""
 
     def __init__(self, cache: ContextCache, store: Store, rows: slice) -> None:
         self.cache, self.store, self.rows, self.shared = cache, store, rows, Pass()

@@ -1,5 +1,5 @@
-"""Embeddings of many proteins: batches of equal length within a memory budget, windows for long proteins, and a file
-that an interrupted run goes on with."""
+"""Embeddings of many proteins, in batches of similar length within a memory budget. Long proteins are read in windows.
+An interrupted run goes on with its unfinished file."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from .windows import Window, sizes, windows
 
 __all__ = ["embed"]
 
-_MEMORY = (2**30, 2**26)  # bytes, on other devices and on CPUs
+_MEMORY = (2**30, 2**26)  # default of `memory` in bytes: on GPUs and other devices, on CPUs
 _SAVED = 10.0  # seconds between two notes of how far a file is
-_TIMES_WIDTH = 24  # numbers of a token that a layer holds at once, over its width: its two norms and the wide part
+_TIMES_WIDTH = 24  # numbers of a token that a layer holds at once, in widths of the model: two norms and the MLP
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class _Job:
     residues: str
     window: int
     overlap: int
-    budget: int  # tokens that run together
+    budget: int  # how many tokens run together
 
     def windows_of(self, protein: int) -> list[Window]:
         return windows(len(self.tokens[protein]), self.window, self.overlap)
 
     def steps(self) -> list[list[int]]:
-        """Proteins that are embedded and written together, of similar length, the longest first."""
+        """Returns groups of proteins of similar length, the longest first, that are embedded and written together."""
         order = sorted(range(len(self.tokens)), key=lambda i: (-len(self.tokens[i]), i))
         steps: list[list[int]] = []
         room = 0
@@ -86,21 +86,21 @@ def embed(
     memory: int | None = None,
     progress: bool = False,
 ) -> Embeddings:
-    """Embeds proteins: means over the residues of each, and on request every residue. See `Embeddings`.
+    """Embeds proteins: the mean over the residues of each, and on request every residue. See `Embeddings`.
 
     model      an ESM-2 model, with or without a head, patched or not: its own attention is used
     sequences  of the ESM-2 alphabet, of any length
-    names      of the proteins; None: their numbers. Without line feeds
+    names      of the proteins, without line feeds; None: their numbers
     layers     whose states are taken: 0 is the input of the first layer, -1 the model's output
     residues   "none"; "float16"; or "4bit", packed by `turboquant.Quantizer`, each protein by itself
-    out        the file to write, in which everything stays; None: in memory. While it is made it is `out`.part, beside
-               `out`.part.json: the same call goes on with them after an interruption
-    window, overlap   residues of a window over a protein that is longer, by default as many as the model has positions
-               for, and residues that neighbouring windows share at least, by default a quarter of that. Of those that
-               two windows share each half is taken from the window in whose middle it lies deeper
-    memory     bytes for what a layer computes, beside the model; proteins run together as far as it goes. None: 1 GiB,
-               and 64 MiB on CPUs, which take longer with more
-    progress   how far it is, on stderr
+    out        the file to write; its arrays are mapped, not held in memory. None: no file. Until it is done it is
+               `out`.part beside `out`.part.json; after an interruption the same call goes on with them
+    window, overlap   A protein longer than `window` residues is read in windows, which share at least `overlap`
+               residues with the next. By default a window is as long as the model has positions for, and the overlap a
+               quarter of it. Each shared residue is taken from the window whose ends are farther from it
+    memory     bytes for what a layer computes, beside the model; it decides how many proteins run together. None:
+               1 GiB, or 64 MiB on CPUs, which take longer with more
+    progress   whether to show the progress on stderr
 
     ValueError for a letter that ESM-2 does not know, no proteins, layers that the model lacks, a number that float16
     does not hold, and a file of another run at `out`.part; TypeError or NotImplementedError for another model.
@@ -147,7 +147,7 @@ def _job(
     overlap: int | None,
     memory: int | None,
 ) -> _Job:
-    """The arguments of `embed`, checked."""
+    """Checks the arguments of `embed`."""
     if isinstance(sequences, (bytes, Mapping)) or not isinstance(sequences, Collection):
         raise TypeError(f"`sequences` must be a list of at least one protein, got {sequences!r:.80}")
     if isinstance(sequences, str) or not len(sequences):
@@ -171,8 +171,8 @@ def _job(
 
 
 def chosen_layers(layers: Sequence[int], count: int) -> list[int]:
-    """The numbers, counted from 0 on, of layers of a model that has `count`. ValueError for one that it lacks, one that
-    is named twice, and none."""
+    """Returns the numbers of layers, counted from 0, for a model that has `count`. ValueError if the model lacks one,
+    if one is named twice, or if there are none."""
     chosen = []
     for i, layer in enumerate(layers):
         number = integer(layer, f"`layers[{i}]`")
@@ -189,7 +189,8 @@ def chosen_layers(layers: Sequence[int], count: int) -> list[int]:
 
 @contextmanager
 def _watched(base: Any, layers: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
-    """The outputs of some layers but the last, [batch, tokens, width], during and after each forward."""
+    """Yields a dict that each forward fills with the outputs of some layers, [batch, tokens, width]. Input and output
+    of the model are not among them."""
     seen: dict[int, torch.Tensor] = {}
 
     def hook(layer: int) -> Any:
@@ -213,12 +214,12 @@ class _Part(NamedTuple):
 
 
 def _sum(rows: torch.Tensor) -> torch.Tensor:
-    """Over residues, on the device if it has float64: to copy a row of each residue takes longer."""
+    """Sums over residues in float64, on the device if it has float64: copying all rows to the CPU takes longer."""
     return (rows if rows.device.type in ("cpu", "cuda") else rows.cpu()).sum(0, dtype=torch.float64)
 
 
 def _states(model: Any, base: Any, job: _Job, step: Sequence[int]) -> Iterator[tuple[_Piece, _Part]]:
-    """What is kept of each window of some proteins."""
+    """Yields what is kept of each window of some proteins."""
     pieces = [_Piece(i, one) for i in step for one in job.windows_of(i)]
     pieces.sort(key=lambda piece: piece.window.start - piece.window.stop)  # stable
     longest = pieces[0].window.stop - pieces[0].window.start + 2
@@ -275,7 +276,7 @@ def _float16(x: torch.Tensor, name: str) -> NDArray[np.float16]:
 
 
 class _Note:
-    """The file beside an unfinished one that says which steps of which run are done."""
+    """The file beside an unfinished one that says which run it is of and how many steps are done."""
 
     def __init__(self, part: str | None, job: _Job, model: Any) -> None:
         self.path = f"{part}.json"
@@ -298,7 +299,7 @@ class _Note:
                              "or name another output")  # fmt: skip
 
     def reached(self, done: int, arrays: Arrays, last: bool = False) -> None:
-        """Notes that so many steps are on the disk, every ten seconds."""
+        """Notes that this many steps are on the disk, at most every ten seconds."""
         if not self.is_written or (time.monotonic() - self.saved < _SAVED and not last):
             return
         self.saved = time.monotonic()

@@ -1,10 +1,10 @@
 """Embeddings of proteins and their file: safetensors, with
 
-names             uint8: UTF-8, with a line feed between two
-lengths           int32 [proteins]: residues
+names             uint8: UTF-8, with a line feed between two names
+lengths           int32 [proteins]: residues of each
 mean.LAYER        float32 [proteins, width]: mean over the residues of each
 residues.LAYER    float16 [residues, width], of one protein after the other
-codes.LAYER       uint8 [pages, 1, record bytes]: the same as `Quantizer` packs them; each protein begins with a page
+codes.LAYER       uint8 [pages, 1, record bytes]: residues as `Quantizer` packs them; each protein begins a new page
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Embeddings:
     """Embeddings of proteins: what `embed` returns. They are mapped if they are in a file.
 
     names     of the proteins
-    lengths   int32 [proteins], residues
-    layers    those that were taken: 0 is the input of the first layer, and the number of layers the model's output,
-              which has passed its last norm
+    lengths   int32 [proteins], residues of each
+    layers    whose states were taken: 0 is the input of the first layer; the number of layers is the model's output,
+              after its last norm
     """
 
     names: tuple[str, ...]
@@ -79,7 +79,7 @@ class Embeddings:
 
     @cached_property
     def _starts(self) -> NDArray[np.int64]:
-        """The first row of each protein, or its first page, and the number of all."""
+        """The first row of each protein, or its first page if residues are packed; then the number of all."""
         counts = self.lengths if self._plan is None else -(-self.lengths // self._plan.page_tokens)
         return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
@@ -89,8 +89,8 @@ class Embeddings:
         return array[self._starts[i] : self._starts[i + 1]]
 
     def residues(self, protein: int, layer: int | None = None) -> NDArray[np.float32]:
-        """float32 [residues, width] of one protein, by its index, from float16 or codes. ValueError if they were not
-        kept, or for an index or a layer that is not there."""
+        """float32 [residues, width] of one protein, by its index, from float16 or codes. ValueError if residues were
+        not kept, or for an unknown index or layer."""
         if self._plan is None:
             return self._rows(protein, "residues", layer).astype(np.float32)
         codes = self.codes(protein, layer)
@@ -104,8 +104,8 @@ class Embeddings:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Embeddings:
-        """Map a file that `embed` wrote. FileNotFoundError if there is none, ValueError for another or a damaged one;
-        the numbers themselves are not checked."""
+        """Map a file that `embed` wrote. FileNotFoundError if there is none, ValueError if it is another kind of file
+        or damaged. The numbers themselves are not checked."""
         name = existing_file(path, "a file of embeddings")
         try:
             with open(name, "rb") as file:
@@ -144,7 +144,7 @@ def _array(data: NDArray[Any], tensor: Tensor) -> NDArray[Any]:
 def described(
     names: Sequence[str], lengths: NDArray[np.int32], layers: Sequence[int], width: int, kind: str, plan: Plan | None
 ) -> dict[str, Tensor]:
-    """The tensors of embeddings. kind: of residues, "none", "float16" or "4bit"."""
+    """Returns the sizes of the tensors of embeddings. kind: how residues are kept, "none", "float16" or "4bit"."""
     text = len("\n".join(names).encode())
     tensors = {"names": Tensor("U8", (text,)), "lengths": Tensor("I32", (len(names),))}
     for layer in layers:
@@ -159,8 +159,8 @@ def described(
 
 
 def placed(path: str | None, meta: dict[str, Any], tensors: dict[str, Tensor], fresh: bool) -> Arrays:
-    """The arrays of embeddings to write to: in memory if `path` is None, otherwise mapped from that file, which is made
-    with all of its bytes, so that a full disk shows now, or with `fresh=False` is there."""
+    """Returns the arrays of embeddings to write to: in memory if `path` is None, otherwise mapped from that file. With
+    `fresh` the file is made and all its bytes are allocated, so that a full disk shows now."""
     if path is None:
         return {name: np.zeros(tensor.shape, _DTYPES[tensor.dtype]) for name, tensor in tensors.items()}
     where = layout(tensors)

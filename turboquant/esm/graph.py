@@ -1,5 +1,4 @@
-"""Decoding steps of a ContextCache as CUDA graphs, so that a step takes the time of its kernels, without Python between
-them.
+"""Decoding steps of a ContextCache as CUDA graphs: no Python runs between the kernels of a step.
 
 A step is a function of its shape, one tensor of numbers (`reading`), the store and the weights. The host reads none of
 these tensors, so a recorded step can be replayed with other numbers of the same shape.
@@ -17,14 +16,14 @@ from .reading import Shape
 
 __all__ = ["KEPT", "StepGraphs"]
 
-KEPT = 4  # shapes whose graphs are kept: each has memory of its own for all that the step computes
+KEPT = 4  # how many shapes' graphs are kept: each holds memory for all that its step computes
 
 Step = Callable[[Shape, torch.Tensor], tuple[torch.Tensor, ...]]
 
 
 @dataclass
 class _Recorded:
-    """A step that can be replayed: reads `numbers`, writes `results`."""
+    """A step that can be replayed. It reads `numbers` and writes `results`."""
 
     replay: Callable[[], None]
     numbers: torch.Tensor
@@ -32,14 +31,14 @@ class _Recorded:
 
 
 class StepGraphs:
-    """Steps of one store, replayed. The first step of a shape runs as usual, which also warms up its kernels; the
-    second is recorded, and all later ones are replayed. The KEPT shapes used last are kept."""
+    """Replays the steps of one store. The first step of a shape runs as usual, which also warms up its kernels. The
+    second is recorded; it and all later ones are replayed. The KEPT shapes used last are kept."""
 
     def __init__(self) -> None:
         self._seen: dict[Shape, _Recorded | None] = {}  # the shape used last comes last
 
     def run(self, step: Step, shape: Shape, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """`step(shape, numbers)`, as tensors that no later step overwrites. `step` is the same function each time."""
+        """Returns `step(shape, numbers)` as tensors that no later step overwrites. `step` must always be the same."""
         if shape not in self._seen:
             results = step(shape, numbers)
             self._keep(shape, None)

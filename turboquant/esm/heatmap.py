@@ -19,7 +19,7 @@ COLUMNS = 60  # positions in one strip
 
 
 def heat_map(scan: Scan, path: str | os.PathLike[str], *, title: str = "") -> None:
-    """Draws the scores of a scan to a PNG, SVG or PDF file, by its ending; the wild type of each position is a dot.
+    """Draws the scores of a scan to a PNG, SVG or PDF file, by its ending. A dot marks the wild type at each position.
 
     TypeError for what is no scan or no path, ValueError for another ending; ImportError without matplotlib
     (``pip install 'turboquant-attention[plot]'``).

@@ -18,11 +18,11 @@ __all__ = ["packed_layers"]
 def packed_layers(
     model: Any, spec: CacheSpec, profile: Profile | str | os.PathLike[str] | None = None, measured: bool = True
 ) -> list[PackedAttention]:
-    """How each layer packs. Raises what `turboquant.patch` raises for a model that cannot be packed in this way.
+    """Returns how each layer packs. Raises what `turboquant.patch` raises for a model that cannot be packed this way.
 
-    profile    None: moments are those that the model was patched with, or measured now
-    measured   False: moments are not looked for, and nothing is ready to run. Without a profile, the weights may be on
-               the meta device
+    profile    None: moments are those that the model was patched with, or are measured now
+    measured   False: moments are not looked for, and nothing is ready to run. Without a profile, the weights may then
+               be on the meta device
     """
     modules = attentions(checked_model(model))
     loaded = None if profile is None else Profile.of(profile)

@@ -1,5 +1,5 @@
 """Mutants of a protein in a CSV file, as ProteinGym writes them: a column `mutant` of mutations such as "A12W:C30D",
-whose positions count from 1, and any other columns."""
+with positions from 1, and any other columns."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Mutant(NamedTuple):
 
 
 def read_mutants(path: str, sequence: str, option: str = "--mutants") -> tuple[list[str], list[Mutant]]:
-    """(names of the columns, mutants). ValueError, which names the line, for a file without the column or rows, or with
-    a column `score`; a mutation that is none, of another wild type, beyond the protein or to no amino acid; and two at
-    one position."""
+    """Returns (names of the columns, mutants). ValueError for a file without the column `mutant`, with a column `score`
+    or without rows. ValueError, which names the row, for a mutation that is malformed, of another wild type, beyond the
+    protein or to no amino acid, and for two mutations at one position."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             rows = list(csv.reader(file))
@@ -74,5 +74,5 @@ def _changes(text: str, sequence: str, where: str) -> tuple[tuple[int, str], ...
 
 
 def summed(mutant: Mutant, scores: Mapping[int, NDArray[np.float32]]) -> float:
-    """The sum of a mutant's scores, nats. scores: of each of `AMINO_ACIDS`, by position."""
+    """Returns the sum of a mutant's scores, nats. scores: by position, the score of each of `AMINO_ACIDS`."""
     return sum(float(scores[position][AMINO_ACIDS.index(letter)]) for position, letter in mutant.changes)

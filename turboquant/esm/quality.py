@@ -32,7 +32,7 @@ from .layers import packed_layers
 
 __all__ = ["ProteinEvaluation", "cosine_losses", "evaluate", "protein_batches"]
 
-FIRST_RESIDUE = 4  # tokens before it are special ones
+FIRST_RESIDUE = 4  # the first token id that is no special token
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class ProteinEvaluation:
     spec            as evaluated
     proteins, residues   how many;  masked  how many residues were masked for divergence and perplexity
     final_cosine_mean, final_cosine_min   cosine of a residue's last hidden state with the model's own: mean, and worst
-    worst           (protein, residue) of the worst, counted from 0
-    masked_kl_divergence   Kullback-Leibler, from the model's own distribution, mean over masked residues, nats
-    masked_perplexity, reference_perplexity   of the true residues at masked places, packed and alone
-    bytes_per_token   bytes of a protein's pages and sinks over its tokens; all layers and heads
-    effective_bits  bits per number, from the same bytes;  packed_bits  without the unused room of last pages
+    worst           (protein, residue) of the worst cosine, counted from 0
+    masked_kl_divergence   from the model's own distribution (Kullback-Leibler), mean over masked residues, nats
+    masked_perplexity, reference_perplexity   of the true residues at masked places, packed and unpacked
+    bytes_per_token   bytes of pages and sinks for each token, in all layers and heads
+    effective_bits  bits per number, from the same bytes;  packed_bits  bits per number of full pages without sinks
     """
 
     spec: CacheSpec
@@ -93,15 +93,15 @@ def evaluate(
     batch_size: int = 8,
     progress: bool = False,
 ) -> dict[str, ProteinEvaluation]:
-    """Quality of specs, by any name, on proteins that a calibration has not seen; see `ProteinEvaluation`.
+    """Measures the quality of specs on proteins, which a calibration should not have seen; see `ProteinEvaluation`.
 
     model      an ESM-2 model with a masked-language head, patched or not; it is left as it was
     sequences  upper-case letters of the ESM-2 alphabet
-    specs      CacheSpecs or names of presets; `window` does not apply to an encoder
-    profile    for specs that use one; None: moments are those that the model was patched with, or measured
+    specs      CacheSpecs or names of presets, under names of your choice; `window` does not apply to an encoder
+    profile    for specs that use one; None: moments are those that the model was patched with, or are measured
     mask_share   the chance of each residue to be masked;  seed  of the random choice
 
-    Raises what `turboquant.patch` raises, and ValueError or TypeError that names the argument: before anything is run.
+    Before anything is run, raises what `turboquant.patch` raises, and ValueError or TypeError that names the argument.
     """
     base = checked_model(model)
     if getattr(model, "lm_head", None) is None:
@@ -139,7 +139,7 @@ class _Batch(NamedTuple):
 
 
 def _check_choice(sequences: Any, mask_share: Any, seed: Any) -> None:
-    """Checks what `evaluate` and `protein_batches` have in common."""
+    """Checks the arguments that `evaluate` and `protein_batches` share."""
     wants = "`sequences` must be a list of at least one protein"
     if isinstance(sequences, (bytes, Mapping)) or not isinstance(sequences, Collection):
         raise TypeError(f"{wants}, got {quoted(sequences)}")
@@ -153,8 +153,8 @@ def _check_choice(sequences: Any, mask_share: Any, seed: Any) -> None:
 def protein_batches(
     model: Any, sequences: Sequence[str], *, mask_share: float = 0.15, seed: int = 0, batch_size: int = 8
 ) -> list[dict[str, torch.Tensor]]:
-    """Proteins as `turboquant.calibrate` takes them, `batch_size` of similar lengths together, in random order; each
-    residue is masked with a chance of `mask_share`, as in training. Errors as in `evaluate`."""
+    """Proteins as `turboquant.calibrate` takes them: batches of `batch_size` proteins of similar lengths, in random
+    order. Each residue is masked with a chance of `mask_share`, as in training. Errors as in `evaluate`."""
     _check_choice(sequences, mask_share, seed)
     if not 0 <= mask_share < 1:
         raise ValueError(f"`mask_share` must be at least 0 and below 1, got {mask_share}")
@@ -164,7 +164,7 @@ def protein_batches(
 
 
 def _masked_batches(model: Any, sequences: Sequence[str], mask_share: float, seed: int, size: int) -> list[_Batch]:
-    """Proteins by length, `size` at a time, each residue masked with a chance of `mask_share`."""
+    """Returns proteins by length, `size` at a time, each residue masked with a chance of `mask_share`."""
     check_batch_size(size)
     tokens = [tokenise(s, model.config, f"sequences[{i}]") for i, s in enumerate(sequences)]
     order = sorted(range(len(tokens)), key=lambda i: len(tokens[i]))
@@ -181,7 +181,7 @@ def _masked_batches(model: Any, sequences: Sequence[str], mask_share: float, see
 
 
 def _layers(model: Any, spec: CacheSpec, profile: Profile | None) -> list[PackedAttention]:
-    """How each layer packs; a spec that uses no profile gets none."""
+    """Returns how each layer packs. A spec that uses no profile gets none."""
     count = len(attentions(model))
     uses = any(one.calibrated or one.measured for one in (spec.for_layer(i, count) for i in range(count)))
     return packed_layers(model, spec, profile if uses else None)
@@ -190,8 +190,8 @@ def _layers(model: Any, spec: CacheSpec, profile: Profile | None) -> list[Packed
 def cosine_losses(
     model: Any, batch: Mapping[str, torch.Tensor], specs: Mapping[str, CacheSpec], profile: Profile
 ) -> dict[str, float]:
-    """1 minus the cosine of the last hidden states with the model's own, by spec: mean over the tokens of a batch, as
-    `protein_batches` makes them, with all keys and values packed."""
+    """Returns for each spec 1 minus the cosine of the last hidden states with the model's own, with all keys and values
+    packed: the mean over the tokens of a batch from `protein_batches`."""
     base, device = checked_model(model), device_of(model)
     ids = batch["input_ids"].to(device)
     real = batch.get("attention_mask", torch.ones_like(ids)).to(device).bool()
@@ -212,7 +212,7 @@ def cosine_losses(
 
 
 class _Packed:
-    """The context of a full pass with given `PackedAttention`s, whatever the model is patched with; None: unpacked."""
+    """The context of a full pass with these `PackedAttention`s, whatever the model is patched with; None: unpacked."""
 
     def __init__(self, base: Any, layers: list[PackedAttention] | None) -> None:
         self.at = None if layers is None else {id(m): layer for m, layer in zip(attentions(base), layers)}
@@ -227,8 +227,8 @@ class _Packed:
 def _outputs(
     model: Any, base: Any, batch: _Batch, layers: list[PackedAttention] | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(last hidden states of the proteins, logits of the masked ones), each protein as if it were alone: transformers
-    4.57 would count padding in `token_dropout`."""
+    """Returns (last hidden states of the proteins, logits of the masked proteins), each protein as if it ran alone:
+    transformers 4.57 would count padding in `token_dropout`."""
     states = []
     with routed(base, NAME):
         for ids in (batch.ids, batch.masked_ids):
@@ -240,7 +240,7 @@ def _outputs(
 
 
 class _Tally:
-    """Sums over batches."""
+    """The sums of one spec over batches."""
 
     def __init__(self) -> None:
         self.cosines = self.divergence = self.loss = self.reference_loss = 0.0
@@ -288,7 +288,7 @@ class _Tally:
 
 
 def _held_bytes(layer: PackedAttention, tokens: int, base: Any) -> int:
-    """Bytes of pages and sinks of one protein in one layer, as `PackedAttention` and `ContextCache` allocate them."""
+    """Returns the bytes of the pages and sinks of one protein in one layer, stored alone."""
     heads: int = base.config.num_attention_heads
     item: int = base.embeddings.word_embeddings.weight.element_size()
     sinks = min(layer.spec.sinks, tokens)

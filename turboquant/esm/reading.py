@@ -1,8 +1,8 @@
 """A decoding step of a ContextCache: its copies, and how their attention reads the store.
 
-A step has a `Shape`, which with the store decides every tensor's size and every kernel, and numbers, one int32 tensor
-that says which tokens run where. Everything else is computed from these on the device. The host reads no number, so a
-step that was recorded as a CUDA graph can be replayed for others of its shape.
+A step has a `Shape` and numbers. The shape and the store decide the size of every tensor and every kernel. The numbers,
+one int32 tensor, say which tokens run where; all else is computed from them on the device. The host reads none of
+them, so a step that was recorded as a CUDA graph can be replayed with other numbers of its shape.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _merge = torch.ops.turboquant.merge.default
 class Copy:
     """One entry of `decode`."""
 
-    row: int  # of the store
-    tokens: list[int]  # ids of the tokens that run: `asked` residues, and the end token if it moves
+    row: int  # row of the protein in the store
+    tokens: list[int]  # ids of the tokens that run: `asked` residues, then the end token if it moves
     positions: list[int]  # of these tokens
     asked: int
     replaced: list[int]  # positions of the stored tokens that these replace, ascending; at least one
-    length: int  # of the stored protein
+    length: int  # tokens of the stored protein
 
     @classmethod
     def of(cls, i: int, row: int, n: int, tokens: list[int], at: list[int], config: Any) -> Copy:
-        """`tokens` at residues `at` of a protein of n residues; i is the copy's index in errors."""
+        """Returns a copy with `tokens` at residues `at` of a protein of n residues. i: the copy's index in errors."""
         if len(tokens) != len(at):
             raise ValueError(f"`positions[{i}]` must have one entry per residue, {len(tokens)}, got {len(at)}")
         if len(set(at)) != len(at):
@@ -59,7 +59,7 @@ class Copy:
         return cls(row, tokens, where, len(at), replaced, n + 2)
 
     def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Ranges of the stored tokens start to stop that it sees. The first begins at 0 and may be empty."""
+        """Returns the ranges of stored tokens, start to stop, that it sees. The first begins at 0 and may be empty."""
         edges = [start - 1, *self.replaced, stop]
         ranges = [(before + 1, after) for before, after in pairwise(edges) if after > before + 1]
         return ranges if ranges and ranges[0][0] == 0 else [(0, 0), *ranges]
@@ -69,15 +69,15 @@ class Shape(NamedTuple):
     copies: int
     m: int  # the most tokens of a copy
     parts: int  # the most ranges of a copy
-    common: bool  # whether all copies are of one protein and together read the tokens that none of them replaces
+    common: bool  # whether all copies are of one protein; they then read tokens before and after all changes together
 
 
 def described(copies: Sequence[Copy]) -> tuple[Shape, list[int]]:
-    """The shape of a step, and its numbers:
+    """Returns the shape of a step, and its numbers:
 
     ids, positions    [copies, m] each: tokens that run, padded in front
     rows              [copies], of the store
-    starts, stops     [parts, copies] each: ranges that each copy reads alone, counted with its m new tokens in front
+    starts, stops     [parts, copies] each: ranges that each copy reads alone, counted with m new tokens in front
     starts, stops     [2] each, if `common`: the ranges before and after these, which all copies read
     """
     common = len({c.row for c in copies}) == 1 < len(copies)
@@ -99,15 +99,15 @@ def described(copies: Sequence[Copy]) -> tuple[Shape, list[int]]:
 
 
 class Reading:
-    """The context of `decode`: rows attend to their copy's own new keys and values and to ranges of stored ones.
+    """The context of `decode`: tokens attend to the new keys and values of their copy and to ranges of stored ones.
 
     New tokens are passed to the operator as sinks in front of the stored ones, so that one softmax covers both. The
-    tokens between those that a copy replaces are read in several ranges, whose results are merged. Copies of one
-    protein read the tokens before the first and after the last replaced one together, once for all. Everything that is
-    the same in all layers is made here, before the first.
+    tokens between those that a copy replaces are read in several ranges, whose results are merged. If all copies are of
+    one protein, the tokens before the first and after the last replaced one of any copy are read once for all copies.
+    Everything that is the same in all layers is made here, before the first layer.
 
     numbers   int32, as made by `described`, on the device of the store
-    layers    by each attention module's id: how it packs, and its part of the store
+    layers    by the `id` of each attention module: how its layer packs, and the layer's part of the store
     """
 
     def __init__(
@@ -118,12 +118,12 @@ class Reading:
         sizes = [2 * copies * m, copies, 2 * parts * copies, 4 if common else 0]
         tokens, self.rows, ranges, shared = numbers.split_with_sizes(sizes)
         self.ids, self.positions = tokens.view(2, copies, m)
-        self.starts, self.stops = ranges.view(2, parts * copies)  # one row of the calls of `attend` for each
+        self.starts, self.stops = ranges.view(2, parts * copies)  # each is one sequence in calls of `attend`
         each = self.rows.repeat(parts)
         self.table = store.table.index_select(0, each)
         self.factor = store.factor.index_select(0, self.rows)
         self.common = _Common(store, self.rows, shared) if common else None
-        self.room: dict[int, _Room] = {}  # by how many sinks are stored: layers may differ in that
+        self.room: dict[int, _Room] = {}  # by the number of stored sinks, in which layers may differ
 
     def attend(self, call: Call) -> torch.Tensor:
         packed, layer = self.layers[id(call.module)]
@@ -144,7 +144,7 @@ class Reading:
         value: torch.Tensor,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of each copy to its new tokens and its ranges: (out, lse) [parts, copies, heads, m, ..]."""
+        """Attends from each copy to its new tokens and its ranges. Returns (out, lse) [parts, copies, heads, m, ..]."""
         room = self.room.get(layer.sinks)
         if room is None:
             room = self.room[layer.sinks] = _Room(query, self.shape.parts, layer.sinks)
@@ -157,8 +157,8 @@ class Reading:
 
 
 class _Room:
-    """Queries, and new keys and values in front of stored sinks, repeated for every part, as `attend` takes them. They
-    are allocated once for a step and filled by each layer.
+    """Memory for queries, and for new keys and values in front of stored sinks, repeated for every part, as `attend`
+    takes them. It is allocated once for a step and filled by each layer.
 
     query          [parts * copies, heads, m, head_dim]
     sink_k, sink_v  [parts * copies, heads, m + sinks, head_dim]
@@ -175,7 +175,7 @@ class _Room:
     def fill(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: PackedKV, rows: torch.Tensor
     ) -> None:
-        """Copies in query, key, value [copies, heads, m, head_dim] of one layer, and the sinks of these rows."""
+        """Copies query, key, value [copies, heads, m, head_dim] of one layer and the sinks of these rows into it."""
         self._query.copy_(query)
         self._key.copy_(key)
         self._value.copy_(value)
@@ -184,8 +184,8 @@ class _Room:
 
 
 class _Common:
-    """Stored tokens of one protein that all its copies see, in two ranges. They are read once: the rows of all copies
-    are queries of one sequence.
+    """Stored tokens of one protein that all its copies see, in two ranges. They are read once: the queries of all
+    copies are those of one sequence.
 
     rows     int32 [copies], of the store, all the same;  bounds   int32 [4]: starts and stops
     """

@@ -1,8 +1,8 @@
 """The variant-effect scans of Meier et al. (2021, doi 10.1101/2021.07.09.450648): a mutation to amino acid a at a
 position scores ``log p(a) - log p(wild type)``, in nats, with the model's distribution p at that position.
 
-Masked marginals mask the position. Exactly, that takes a full pass per position. With a shared context, one pass stores
-packed keys and values, and then one row per position runs: the masked residue alone, which reads its own new keys and
+Masked marginals mask the position. An exact scan needs a full pass per position. With a shared context, one pass stores
+packed keys and values, and then only one token per position runs: the masked residue, which reads its own new keys and
 values and all stored ones but those it replaces. The stored states of other residues still depend on the true residue,
 so the two results differ. Wild-type marginals mask nothing; one pass gives all positions.
 `docs/esm-results.md` says how long each takes and how far their ranks agree.
@@ -39,9 +39,9 @@ class Scan:
 
     sequence    letters of the protein
     positions   the positions that were scanned, counted from 0
-    log_probabilities   float32 [positions, 20], nats: of each amino acid of `AMINO_ACIDS` at the position, among all
-                tokens of the alphabet
-    wild_type   float32 [positions], the same of the protein's own letter
+    log_probabilities   float32 [positions, 20], nats: of each amino acid of `AMINO_ACIDS` at the position, from the
+                distribution over all tokens of the alphabet
+    wild_type   float32 [positions], nats: the same for the protein's own letter
     """
 
     sequence: str
@@ -74,15 +74,15 @@ def masked_marginals(
                that fills the context use the model's own attention
     sequence   upper-case letters of the ESM-2 alphabet
     positions  counted from 0; None: all
-    shared_context   True: one pass, then one row per position over packed keys and values. False: a full pass for
-               each position
+    shared_context   True: one full pass, then one token per position over packed keys and values. False: a full pass
+               for each position
     spec, profile   how the shared context is packed, as in `ContextCache`; ignored if `context` is given
     context    a ContextCache of this model that has read this sequence, to be used again
-    batch_size   masked copies that run together.  progress: how far it is, on stderr
+    batch_size   masked copies that run together.  progress: whether to show the progress on stderr
 
     ValueError for wrong letters, no positions, and a context of another model or without this sequence; IndexError for
-    a position outside, TypeError for one that is no integer; RuntimeError for a context whose model has changed;
-    NotImplementedError for a model without the head.
+    a position outside the protein, TypeError for one that is no integer; RuntimeError for a context whose model has
+    changed; NotImplementedError for a model without the head.
     """
     base = _scannable(model)
     check_batch_size(batch_size)
@@ -113,12 +113,12 @@ def joint_marginals(
     batch_size: int = 32,
     progress: bool = False,
 ) -> list[Scan]:
-    """Masks all positions of a set at once, as of a mutant with several mutations, and takes the model's distribution
-    at each of them; one `Scan` a set.
+    """Masks all positions of a set at once, such as those of a mutant with several mutations, and takes the model's
+    distribution at each of them. Returns one `Scan` for each set.
 
-    sets    of positions, counted from 0, each at least one, and once in its set
-    batch_size   copies that run together, one a set
-    The others are as in `masked_marginals`, and what it raises too; ValueError for a position that is twice in a set.
+    sets    of positions, counted from 0; a set has at least one position, and each once
+    batch_size   copies that run together, one for each set.
+    The other arguments and the errors are as in `masked_marginals`; ValueError for a position that is twice in a set.
     """
     base = _scannable(model)
     check_batch_size(batch_size)
@@ -156,7 +156,7 @@ def wild_type_marginals(model: Any, sequence: Letters, positions: Sequence[int] 
 
 
 def _scannable(model: Any) -> Any:
-    """The base of a model that can be scanned."""
+    """Checks that a model can be scanned, and returns its base model."""
     base = checked_model(model)
     if getattr(model, "lm_head", None) is None:
         raise NotImplementedError(f"{type(model).__name__} has no masked-language head: use EsmForMaskedLM")
@@ -173,7 +173,7 @@ def _check_context(context: ContextCache | None, shared_context: bool) -> None:
 
 
 def _chosen(tokens: Sequence[int], positions: Sequence[int] | None, argument: str = "positions") -> tuple[int, ...]:
-    """The positions to scan, of a protein with its start and end tokens."""
+    """Checks and returns the positions to scan. tokens: of the protein, with those for start and end."""
     n = len(tokens) - 2
     at = tuple(range(n) if positions is None else integers(positions, argument))
     if not at:
@@ -185,7 +185,7 @@ def _chosen(tokens: Sequence[int], positions: Sequence[int] | None, argument: st
 
 
 def _scan(tokens: Sequence[int], at: tuple[int, ...], logits: torch.Tensor) -> Scan:
-    """logits: [positions, vocabulary], at the positions scanned."""
+    """Makes the result of a scan. logits: [positions, vocabulary], at the positions `at`."""
     log_p = logits.float().log_softmax(-1).cpu().numpy()
     letters = [ALPHABET.index(letter) for letter in AMINO_ACIDS]
     wild = log_p[np.arange(len(at)), [tokens[p + 1] for p in at]]
@@ -193,7 +193,7 @@ def _scan(tokens: Sequence[int], at: tuple[int, ...], logits: torch.Tensor) -> S
 
 
 def joined(sequence: str, parts: Sequence[tuple[int, Scan]]) -> Scan:
-    """One scan of a protein from those of its windows, each with the residue that its window begins with."""
+    """Joins scans of a protein's windows to one. parts: the first residue of each window, and its scan."""
     positions = tuple(start + p for start, part in parts for p in part.positions)
     log_p = np.concatenate([part.log_probabilities for _, part in parts])
     return Scan(sequence, positions, log_p, np.concatenate([part.wild_type for _, part in parts]))
@@ -207,7 +207,7 @@ def _filled(
     profile: Profile | str | os.PathLike[str] | None,
     context: ContextCache | None,
 ) -> tuple[ContextCache, int]:
-    """A context that holds the sequence, and which of its proteins that is."""
+    """Returns a context that holds the sequence, and the index of the sequence in it."""
     if context is None:
         context = ContextCache(model, spec, profile=profile)
         context.encode([sequence])
@@ -221,7 +221,7 @@ def _filled(
 
 
 def _masked_in(cache: ContextCache, protein: int, batch: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
-    """The logits at each set of positions, masked together."""
+    """Returns the logits at each set of positions, masked together, over packed keys and values."""
     masks = [["<mask>"] * len(at) for at in batch]
     said = cache.decode(masks, batch, [protein] * len(batch), batch_size=len(batch))
     assert said.logits is not None
@@ -229,14 +229,14 @@ def _masked_in(cache: ContextCache, protein: int, batch: Sequence[Sequence[int]]
 
 
 class Plain:
-    """The context of an exact scan: the model's own attention, patched or not."""
+    """The context of an exact pass: the model's own attention, whether it is patched or not."""
 
     def attend(self, call: Call) -> torch.Tensor:
         return plain_attention(call)
 
 
 def _jointly(model: Any, tokens: list[int], batch: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """The same by full passes."""
+    """Returns what `_masked_in` returns, from full passes."""
     device = device_of(model)
     ids = torch.tensor([tokens] * len(batch), device=device)
     rows = torch.tensor([i for i, at in enumerate(batch) for _ in at], device=device)
@@ -247,6 +247,6 @@ def _jointly(model: Any, tokens: list[int], batch: Sequence[Sequence[int]]) -> l
 
 
 def _states(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Last hidden states of the model's own full pass, [batch, tokens, hidden], of unpadded token ids."""
+    """Returns the last hidden states [batch, tokens, hidden] of the model's own full pass over unpadded token ids."""
     states: torch.Tensor = checked_model(model)(input_ids=ids, turboquant_context=Plain()).last_hidden_state
     return states

@@ -20,11 +20,11 @@ _DATA_PTR, _VERSION = torch.Tensor.data_ptr, torch.Tensor._version.__get__  # ty
 
 
 class Weights:
-    """Remembers the weights of a model, to detect changes: in place, by another tensor, or by another module, but not
-    writes through `.data`. Every step checks, so all loops run in C. A copy refers to the copied model's weights and is
-    unchanged if the original was."""
+    """Remembers the weights of a model to detect changes: writes in place, another tensor or another module, but not
+    writes through `.data`. Every step checks, so all loops run in C. A copy refers to the weights of the copied model,
+    and is unchanged if the original was."""
 
-    _before: tuple[list[Any], ...] | None  # None: changed before this was copied
+    _before: tuple[list[Any], ...] | None  # None in a copy of one whose weights had changed
 
     def __init__(self, base: Any) -> None:
         self._modules = list(base.modules())
@@ -44,15 +44,15 @@ class Weights:
             self._before = None
 
     def _look(self) -> None:
-        self._versioned = [weight for weight in self._params if not weight.is_inference()]  # others cannot be written
+        self._versioned = [weight for weight in self._params if not weight.is_inference()]  # others have no version
         self._before = self._now()
 
     def unchanged(self) -> bool:
         return self._now() == self._before
 
     def _now(self) -> tuple[list[Any], ...]:
-        """The ids of all objects (which are kept alive, so that no id is reused), and addresses and versions of the
-        weights."""
+        """Returns the ids of all modules and weights, which are kept alive so that no id is reused, and the addresses,
+        versions and dtype of the weights."""
         members = list(map(id, chain.from_iterable(map(dict.values, self._members))))
         return (
             members,
@@ -67,10 +67,10 @@ class Store:
     """The result of `encode`. Row r of every tensor is the protein `tokens[r]`."""
 
     tokens: list[list[int]]
-    row_of: list[int]  # of each protein, in the order in which they were given
+    row_of: list[int]  # the row of each protein, in the order in which they were given
     lengths: torch.Tensor  # int32 [n]
     table: torch.Tensor  # int32 [n, most pages]
-    factor: torch.Tensor  # of token dropout, float32 [n]
+    factor: torch.Tensor  # float32 [n]: `dropout_factor`
     layers: list[PackedKV]  # with this table and these lengths
     weights: Weights  # of the model that made it
 
@@ -82,8 +82,8 @@ class Store:
 
 def empty(base: Any, modules: Sequence[Any], specs: Sequence[PackedAttention], tokens: list[list[int]],
           row_of: list[int]) -> Store:  # fmt: skip
-    """An empty store for proteins of these token ids. modules: the attention of each layer. Layers share one table, so
-    each has as many pages as the layer with the fewest sinks."""
+    """Returns an empty store for proteins of these token ids. modules: the attention of each layer. Layers share one
+    block table, so each has as many pages as the layer with the fewest sinks needs."""
     weights = base.embeddings.word_embeddings.weight
     device = weights.device
     fewest = min(packed.spec.sinks for packed in specs)
@@ -97,7 +97,7 @@ def empty(base: Any, modules: Sequence[Any], specs: Sequence[PackedAttention], t
 
 
 def _table(counts: list[int], device: Any) -> torch.Tensor:
-    """int32 [n, most]: pages 0, 1, 2, ... dealt out, counts[r] to row r."""
+    """Returns a block table, int32 [n, most]: row r gets the next counts[r] of the pages 0, 1, 2, ..."""
     rows, first = [], 0
     for count in counts:
         rows.append([*range(first, first + count), *[0] * (max(counts) - count)])

@@ -11,7 +11,7 @@ __all__ = ["Window", "sizes", "windows"]
 
 
 class Window(NamedTuple):
-    """Residues `start` to `stop` are read together, and `first` to `last` of them are what is kept of the result."""
+    """Residues `start` to `stop` are read together, and the results for `first` to `last` are kept."""
 
     start: int
     stop: int
@@ -20,8 +20,8 @@ class Window(NamedTuple):
 
 
 def sizes(config: Any, window: int | None = None, overlap: int | None = None) -> tuple[int, int]:
-    """(residues of a window, residues that neighbours share at least): by default all that the model has positions for,
-    and a quarter of that. ValueError for a window beyond the model, or an overlap of more than half of it."""
+    """Checks and returns (residues of a window, residues that neighbours share at least): by default as many as the
+    model has positions for, and a quarter of that. ValueError if the model is too short, or the overlap above half."""
     most = config.max_position_embeddings - 4
     window = most if window is None else integer(window, "`window`")
     if not 2 <= window <= most:
@@ -33,8 +33,8 @@ def sizes(config: Any, window: int | None = None, overlap: int | None = None) ->
 
 
 def windows(length: int, window: int, overlap: int) -> list[Window]:
-    """Windows of equal length that cover a protein, spread evenly: one, or as few as share `overlap` residues with the
-    next. Of residues in two windows each half is kept from the window in whose middle it lies deeper."""
+    """Returns the fewest windows of equal length, spread evenly, that cover a protein and share at least `overlap`
+    residues with the next. A shared residue is kept from the window whose ends are farther from it."""
     if length <= window:
         return [Window(0, length, 0, length)]
     count = -(-(length - overlap) // (window - overlap))

@@ -1,4 +1,4 @@
-"""The quality and the bytes of a spec, measured on text."""
+"""Measures the quality and the bytes of a spec on text."""
 
 from .decoder import Evaluation, FreeRunning, evaluate, evaluate_all, text_windows
 

@@ -1,11 +1,11 @@
-"""`evaluate`: the quality and the bytes of a spec, measured on text through the packed path.
+"""`evaluate` measures the quality and the bytes of a spec on text, through the packed path.
 
-The model runs twice over each window: alone, and with a `TurboQuantCache`. There every query reads stored keys and
-values, its own token's included (with `prefill="packed"`, whatever the spec says). Divergence is that of the next
+The model runs twice over each window: alone, and with a `TurboQuantCache`. With the cache every query reads stored keys
+and values, also those of its own token (`prefill="packed"`, whatever the spec says). Divergence is that of the next
 token's distribution from the model's own.
 
-Then both continue the first half of each window greedily, and the number of tokens until the texts differ is counted.
-Here every field of the spec holds, `prefill` too.
+Then both continue the first half of each window greedily, and the tokens until the texts differ are counted. Here every
+field of the spec holds, `prefill` too.
 
 A spec is measured with its sinks and its window. A window of 128 exact tokens hides most effects on short texts:
 ``everything_packed=True`` measures without it. `str` of a result and the table of `turboquant eval` say which it was.
@@ -47,9 +47,9 @@ from ..tables import html, measures, table
 __all__ = ["Evaluation", "FreeRunning", "divergence_from", "evaluate", "evaluate_all", "markdown", "text_windows"]
 
 PREFILLS = ("packed", "chunked", "decode")
-GENERATED = 1024  # the most tokens of a free-running text
-AGREEMENTS = (64, 256, 1024)  # first tokens whose equality is reported
-_PER_TOKEN = ("pages", "sinks", "window")  # parts of a cache that grow with it, or hold its tokens
+GENERATED = 1024  # the default of `generate`: the most tokens of a free-running text
+AGREEMENTS = (64, 256, 1024)  # results say how many texts agree in this many first tokens
+_PER_TOKEN = ("pages", "sinks", "window")  # parts of a cache that hold its tokens
 
 AnyProfile = Profile | str | os.PathLike[str] | None
 
@@ -73,7 +73,7 @@ class FreeRunning:
         return float(np.median(self.equal))
 
     def share(self, tokens: int) -> float | None:
-        """Share of prompts whose first `tokens` tokens are all equal, 0..1. None: not so many were generated."""
+        """Share of prompts whose first `tokens` tokens are all equal, 0..1. None: fewer were generated."""
         return None if tokens > self.tokens else sum(n >= tokens for n in self.equal) / len(self.equal)
 
     def metrics(self) -> dict[str, float]:
@@ -89,7 +89,7 @@ class FreeRunning:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured for one spec. Divergences are Kullback-Leibler, of the next token's distribution, in nats.
+    """The results of one spec. Divergences are Kullback-Leibler, of the next token's distribution, in nats.
 
     spec            as evaluated: with the sinks and window that it was run with
     prefill         how tokens were fed: "packed" (one forward), "chunked" or "decode" (one by one)
@@ -97,8 +97,8 @@ class Evaluation:
     kl_divergence, kl_divergence_p99, kl_divergence_p999, kl_divergence_max   over tokens: mean, 99th and 99.9th
                     percentile, largest
     perplexity, reference_perplexity   of the text, with the packed cache and without
-    top1_agreement  share of tokens after which both call the same one likeliest, 0..1
-    bytes_per_token  measured on the cache: bytes of pages, sinks and window over the tokens held; all layers and heads
+    top1_agreement  share of tokens after which both have the same likeliest next token, 0..1
+    bytes_per_token  measured on the cache: bytes of pages, sinks and window for each token, in all layers and heads
     effective_bits  bits per number, from the same bytes
     fixed_bytes     the cache's other bytes: tables, lengths, moments, rotations, calibration
     free_running    results of greedy texts; None if none was generated
@@ -164,21 +164,20 @@ def evaluate(
     batch: int = 1,
     progress: bool = False,
 ) -> Evaluation:
-    """Quality and bytes of one spec; see `Evaluation`.
+    """Measures quality and bytes of one spec; see `Evaluation`.
 
-    model    as `turboquant.patch` takes it, patched or not; it is left as it was. float32 measures the cache alone.
-    windows  token ids [windows, tokens] of any integer dtype, each a text of its own (`text_windows`); at least 2
-             tokens.
+    model    as `turboquant.patch` takes it, patched or not; it is left as it was. In float32 only the cache errs.
+    windows  token ids [windows, tokens] of any integer dtype, each a separate text (`text_windows`); at least 2 tokens.
     spec     a CacheSpec or the name of a preset;  profile  of the model, for a spec that uses one.
-    prefill  "packed": one forward; "chunked": `chunk` tokens at a time; "decode": one by one. They agree to rounding: a
-             cache with `outliers="prompt"` gets its first `outlier_tokens` in one forward in all three.
+    prefill  "packed": one forward; "chunked": `chunk` tokens at a time; "decode": one by one. Results agree up to
+             rounding: with `outliers="prompt"` all three run the first `outlier_tokens` tokens in one forward.
     everything_packed   without the spec's window, in any layer: all tokens but the sinks are packed.
     generate  the most tokens of each free-running text; 0: none. Generation stops when all texts of a batch have
              parted.
     batch    windows that run together.
 
-    Raises what `turboquant.patch` and `TurboQuantCache` raise, and ValueError or TypeError that names the argument: all
-    before anything is run.
+    Before anything is run, raises what `turboquant.patch` and `TurboQuantCache` raise, and ValueError or TypeError that
+    names the argument.
     """
     specs = {"spec": spec}
     results = evaluate_all(model, windows, specs, profile=profile, prefill=prefill, chunk=chunk, batch=batch,
@@ -199,8 +198,8 @@ def evaluate_all(
     batch: int = 1,
     progress: bool = False,
 ) -> dict[str, Evaluation]:
-    """`evaluate` for several specs by any name; the model alone runs once for all. Those that use no profile get
-    none."""
+    """`evaluate` for several specs, under any names. The model alone runs once for all of them. Specs that use no
+    profile get none."""
     if prefill not in PREFILLS:
         raise ValueError(f"`prefill` must be one of {', '.join(PREFILLS)}, got {prefill!r}")
     chunk, batch = bounded("evaluate: `chunk`", chunk), bounded("evaluate: `batch`", batch)
@@ -216,7 +215,7 @@ def evaluate_all(
         for start, name in steps(runs, "evaluate", "runs", progress):
             ids = windows[start : start + batch].to(device_of(model))
             if not name:
-                reference = None  # the one of the last windows goes before another is made
+                reference = None  # frees that of the last windows before the next is made
                 reference = model(input_ids=ids, use_cache=False).logits
                 continue
             cache = caches(name, "packed")
@@ -230,8 +229,8 @@ def evaluate_all(
 
 
 def divergence_from(model: Any, ids: torch.Tensor, spec: CacheSpec | str, profile: Profile, start: int) -> float:
-    """Mean divergence of the next token after token `start` of a text and each later one, as `evaluate` measures it.
-    Where a model can, no other logits are computed.  ids: [1, tokens]."""
+    """Returns the mean divergence of the next token after token `start` of a text and after each later one, as
+    `evaluate` measures it. If the model can, it computes no other logits.  ids: [1, tokens]."""
     keep = "logits_to_keep" in inspect.signature(model.forward).parameters
     asked: dict[str, Any] = {"logits_to_keep": ids.shape[1] - start} if keep else {}
     ids = ids.to(device_of(model))
@@ -267,7 +266,7 @@ def _checked(windows: Any, model: Any) -> torch.Tensor:
 @contextmanager
 def _ready(model: Any, specs: Mapping[str, CacheSpec], profile: AnyProfile) -> Iterator[Any]:
     """Patches the model, in eval mode and without gradients, and restores it. Yields a function that makes a new cache
-    for the name of a spec, with another `prefill` if one is given."""
+    for the spec of a name, with another `prefill` if one is given."""
     loaded = None if profile is None else Profile.of(profile)
     text = checked_config(model.config)
     used: dict[str, Profile | None] = {}
@@ -296,7 +295,7 @@ def _ready(model: Any, specs: Mapping[str, CacheSpec], profile: AnyProfile) -> I
 
 
 def _pieces(spec: CacheSpec, prefill: str, tokens: int, chunk: int) -> list[tuple[int, int]]:
-    """(start, stop) of each forward."""
+    """Returns (start, stop) of each forward."""
     size = {"packed": tokens, "chunked": chunk, "decode": 1}[prefill]
     asks = "prompt" in (spec.outliers, *(dict(changed).get("outliers") for _, changed in spec.overrides))
     first = min(tokens, max(size, spec.outlier_tokens if asks else 1))
@@ -304,7 +303,7 @@ def _pieces(spec: CacheSpec, prefill: str, tokens: int, chunk: int) -> list[tupl
 
 
 def _run(model: Any, ids: torch.Tensor, cache: TurboQuantCache, pieces: list[tuple[int, int]]) -> torch.Tensor:
-    """Logits [batch, tokens, vocabulary] of ids fed in pieces to an empty cache."""
+    """Runs ids in pieces over an empty cache. Returns logits [batch, tokens, vocabulary]."""
     name = cache_argument(model.forward) or CACHE
     parts = [model(input_ids=ids[:, a:b], use_cache=True, **{name: cache}).logits for a, b in pieces]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
@@ -322,7 +321,7 @@ def _free_running(
     batch: int,
     progress: bool,
 ) -> dict[str, FreeRunning]:
-    """How long greedy texts equal those of the full cache, by spec; nothing where the model has no positions left."""
+    """Returns by spec how long greedy texts equal those of the full cache; {} if the model has no positions left."""
     prompts = windows[:, : windows.shape[1] // 2].to(device_of(model))
     text = model.config.get_text_config(decoder=True)
     tokens = min(tokens, getattr(text, "max_position_embeddings", 2**31) - prompts.shape[1])
@@ -340,7 +339,7 @@ def _free_running(
 
 
 def _greedy(model: Any, ids: torch.Tensor, cache: Any) -> Iterator[torch.Tensor]:
-    """The likeliest next token of each row, [batch] on the CPU, then the one after it, without end."""
+    """Yields without end the likeliest next token of each row, [batch] on the CPU."""
     name = cache_argument(model.forward) or CACHE
     while True:
         ids = model(input_ids=ids, use_cache=True, **{name: cache}).logits[:, -1:].argmax(-1).to(ids.device)
@@ -360,7 +359,7 @@ class _Items:
 
 
 def _until_parted(full: _Items, packed: Iterator[torch.Tensor], rows: int, tokens: int) -> list[int]:
-    """For each row, how many tokens both gave alike before they first differed, of `tokens` at most."""
+    """Returns for each row how many tokens are equal before the first that differs, at most `tokens`."""
     together, equal = torch.ones(rows, dtype=torch.bool, device="cpu"), [0] * rows
     for i in range(tokens):
         together &= full[i] == next(packed)
@@ -371,7 +370,7 @@ def _until_parted(full: _Items, packed: Iterator[torch.Tensor], rows: int, token
 
 
 class _Tally:
-    """Sums over windows."""
+    """The sums of one spec over windows."""
 
     def __init__(self) -> None:
         self.divergences: list[np.ndarray] = []
@@ -414,7 +413,7 @@ class _Tally:
 
 
 def _loss(logits: torch.Tensor, ids: torch.Tensor) -> float:
-    """Sum over tokens of the negative log-likelihood of the next one, nats; a window at a time, for the memory."""
+    """Returns the sum of next tokens' negative log-likelihoods, nats. One window at a time saves memory."""
     total = 0.0
     for row, text in zip(logits, ids.to(logits.device)):
         total += float(torch.nn.functional.cross_entropy(row[:-1].float(), text[1:], reduction="sum"))
@@ -422,8 +421,8 @@ def _loss(logits: torch.Tensor, ids: torch.Tensor) -> float:
 
 
 def text_windows(text: str, tokenizer: Any, windows: int, length: int) -> torch.Tensor:
-    """Token ids [windows, length], int64 on the CPU: windows spaced evenly over the whole text, without overlap. Where
-    the tokenizer begins texts with BOS, so does each window, in place of its first token.
+    """Token ids [windows, length], int64 on the CPU: windows spaced evenly over the whole text, without overlap. If the
+    tokenizer begins texts with BOS, BOS replaces the first token of each window.
 
     ValueError if the text has fewer tokens than that; the message says how many windows it has.
     """
@@ -441,19 +440,19 @@ def text_windows(text: str, tokenizer: Any, windows: int, length: int) -> torch.
 
 
 def spaced(ids: Sequence[int], windows: int, length: int) -> list[Sequence[int]]:
-    """`windows` windows of `ids`, spaced evenly from its start to its end."""
+    """Returns `windows` windows of `ids`, spaced evenly from its start to its end."""
     starts = [i * (len(ids) - length) // max(windows - 1, 1) for i in range(windows)]
     return [ids[start : start + length] for start in starts]
 
 
 def leading_token(tokenizer: Any) -> int | None:
-    """BOS, if the tokenizer begins texts with it."""
+    """Returns BOS if the tokenizer begins texts with it, otherwise None."""
     bos: int | None = getattr(tokenizer, "bos_token_id", None)
     return bos if bos is not None and list(tokenizer("a")["input_ids"][:1]) == [bos] else None
 
 
 def markdown(results: Mapping[str, Evaluation]) -> str:
-    """A table of results, and below it how they were measured."""
+    """Returns a table of results, and below it how they were measured."""
     head = ["spec", "KL divergence", "99 %", "99.9 %", "max", "perplexity", "top-1 agreement"]
     free = [e.free_running for e in results.values() if e.free_running is not None]
     if free:

@@ -1,4 +1,4 @@
-"""The divergence that budgets forecast from, and `measure`, which may measure it."""
+"""`measure`, and the divergence from which budgets forecast quality."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ DIVERGED = "compact"  # the preset whose divergence is measured
 
 
 def measure(model: Any, tokenizer: Any = None, text: str | None = None, budget: bool = False) -> Profile:
-    """A profile of a model, without a calibration: the mean of its keys before RoPE, and the second moment of its
-    queries.
+    """Measures a profile of a model, without a calibration: the mean of its keys before RoPE, and the second moment of
+    its queries.
 
     model      a causal language model of transformers with attention through AttentionInterface, or a PeftModel of one,
                or an ESM-2 model; patched or not, of any floating dtype, quantised, on one or several devices, or with
@@ -35,7 +35,7 @@ def measure(model: Any, tokenizer: Any = None, text: str | None = None, budget: 
     text       what to measure on; its first 2,048 tokens are used, or as many as the model has positions. None: the
                text that ships with the package: prose, source code, German and Japanese. An ESM-2 model takes neither
                tokenizer nor text: it is measured on the nine proteins of the package, 2,028 residues.
-    budget     also measure the divergence that a budget forecasts from (`turboquant.patch` with `memory` or `quality`,
+    budget     also measure the divergence from which a budget forecasts (`turboquant.patch` with `memory` or `quality`,
                `turboquant calc`): two more forwards over the text.
 
     It runs one forward without the head, over BOS, if the tokenizer has one, and the tokens (ESM-2: one forward for
@@ -53,8 +53,8 @@ def measure(model: Any, tokenizer: Any = None, text: str | None = None, budget: 
 
 
 def with_divergence_of(moments: Moments, model: Any, tokenizer: Any, text: str | None = None) -> Moments:
-    """`moments` with the divergence that a forecast starts from, if they have costs; measured, if it is missing, on the
-    tokens of `measure`."""
+    """Returns `moments` with the divergence that a forecast starts from, if they have costs. If it is missing, it is
+    measured on the tokens of `measure`."""
     if moments.costs is None or moments.divergence is not None:
         return moments
     base = checked_base_model(model)
@@ -73,11 +73,11 @@ def with_divergence_of(moments: Moments, model: Any, tokenizer: Any, text: str |
 
 
 def _with_divergence(moments: Moments, model: Any, ids: torch.Tensor) -> Moments:
-    """`moments`, which have costs, with the divergence of `DIVERGED` on ids [1, tokens]: the mean over the last
-    three quarters. In the first one queries see few packed tokens.
+    """Returns `moments`, which have costs, with the divergence of `DIVERGED` on ids [1, tokens]: the mean over the last
+    three quarters, because in the first quarter queries see few packed tokens.
 
-    Costs alone say how much more one choice of widths diverges than another, and not how much: they are measured on
-    short texts, and how much more a model diverges on long ones is another factor for each model.
+    Costs alone only compare choices of widths: they are measured on short texts, and on long ones divergence is larger
+    by a factor that differs between models.
     """
     tokens = ids.shape[1]
     start = min(max(tokens // 4, SINKS + CacheSpec().window), tokens - 1)

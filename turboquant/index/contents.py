@@ -1,5 +1,5 @@
-"""The contents of an index at one moment. They are immutable: a change makes new contents, and a search goes on over
-those that it began with, without a lock."""
+"""The contents of an index at one moment. They are immutable: a change makes new contents, and a running search keeps
+those that it began with, so it needs no lock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .lists import sorted_rows
 from .storage import Segment
 from .transform import Transform
 
-_FEW = 64  # up to so many new ids are looked up one by one
+_FEW = 64  # up to this many new ids are looked up in `_seen` instead of in every segment
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Contents:
     transform: Transform
     segments: tuple[Segment, ...] = ()
     next_id: int = 0
-    # Sorted ids of the first segments, as many as the number says; some may have been removed since. So `check_new`
-    # needs no look at each segment.
+    # The sorted ids of the first segments, and the number of these segments. Some ids may have been removed since.
+    # They spare `check_new` a look at each segment.
     _seen: tuple[Ids, int] | None = None
 
     @property
     def stored(self) -> int:
-        """Rows, removed ones too."""
+        """The number of rows, with removed ones."""
         return sum(map(len, self.segments))
 
     @property
@@ -44,7 +44,7 @@ class Contents:
         return np.concatenate(kept) if kept else np.empty(0, np.int64)
 
     def starts(self) -> Iterator[tuple[int, Segment]]:
-        """Segments, and the row that each begins with."""
+        """Yields the first row of each segment, and the segment."""
         start = 0
         for segment in self.segments:
             yield start, segment
@@ -52,12 +52,12 @@ class Contents:
 
     @cached_property
     def sigmas(self) -> float:
-        """The width of a search's bound in standard deviations, from the noise of the rows that are there."""
+        """The width of a search's bound in standard deviations, from the noise of the rows that are not removed."""
         return transform.bound(self.transform.sigmas, sum(segment.noise for segment in self.segments))
 
     @cached_property
     def _first_id(self) -> int | None:
-        """The first id, if all rows are there and have consecutive ones."""
+        """The first id if no row is removed and all ids are consecutive, otherwise None."""
         first = self.segments[0].ids if self.segments else None
         if first is None or isinstance(first, np.ndarray):
             return None
@@ -67,7 +67,7 @@ class Contents:
         return int(first)
 
     def find(self, ids: Ids) -> Ids:
-        """The row of each id, -1 where it is not there."""
+        """Returns the row of each id, or -1 where the id is not in the index."""
         if self._first_id is not None:
             inside = ids - self._first_id
             return np.where((inside >= 0) & (inside < self.stored), inside, -1)
@@ -78,8 +78,8 @@ class Contents:
         return rows
 
     def check_new(self, ids: Ids) -> None:
-        """ValueError unless ids differ from one another and from those in the index. It works in parts, to need little
-        more memory than a sorted copy."""
+        """Raises ValueError unless ids differ from one another and from those in the index. Works in parts, so that it
+        needs little more memory than a sorted copy."""
         ordered = np.sort(ids)
         if (twice := ordered[1:] == ordered[:-1]).any():
             raise ValueError(f"add: `ids` must differ, got {ordered[twice.argmax()]} more than once")
@@ -91,18 +91,18 @@ class Contents:
                 raise ValueError(f"add: `ids` must be new, got {part[there.argmax()]}, which is in the index")
 
     def _seen_before(self, ids: Ids) -> NDArray[np.bool_]:
-        """Whether each id is, or was, in a segment before the last one."""
+        """Returns for each id whether it is, or was, in a segment before the last one."""
         known, n = self._seen or (np.empty(0, np.int64), 0)
         if n < len(self.segments) - 1:
             known = np.sort(np.concatenate([known, *(s.all_ids for s in self.segments[n:-1])]))
-            object.__setattr__(self, "_seen", (known, len(self.segments) - 1))  # a cache; equal from all threads
+            object.__setattr__(self, "_seen", (known, len(self.segments) - 1))  # a cache: all threads find the same
         if not len(known):
             return np.zeros(len(ids), bool)
         there: NDArray[np.bool_] = known[np.minimum(np.searchsorted(known, ids), len(known) - 1)] == ids
         return there
 
     def chosen(self, filter: Any) -> list[NDArray[np.uint8] | None]:
-        """For each segment a mask of rows, 0 where they may not be found; None if all may be."""
+        """Returns a mask for each segment, 0 at rows that a search may not find, or None if it may find all."""
         if filter is None:
             return [segment.allowed for segment in self.segments]
         mask = unmasked("search", "filter", filter)
@@ -117,17 +117,17 @@ class Contents:
                 there = [np.ones(len(s), bool) if s.allowed is None else s.allowed != 0 for s in self.segments]
                 chosen[np.flatnonzero(np.concatenate(there))[mask]] = 1
         else:
-            named = filter if mask.dtype == object else mask  # errors name what was given
+            named = filter if mask.dtype == object else mask  # so that errors name the caller's type
             rows = self.find(id_array("search", named, "filter"))
             chosen[rows[rows >= 0]] = 1
         return [chosen[start : start + len(segment)] for start, segment in self.starts()]
 
     def rows(self, filter: Any) -> tuple[tuple[Any, ...], ...]:
-        """Segments as the core takes them."""
+        """Returns the segments as the core takes them."""
         return tuple(s.core(allowed) for s, allowed in zip(self.segments, self.chosen(filter), strict=True))
 
     def fine_rows(self) -> tuple[tuple[Any, ...], ...]:
-        """The rows in 8 bits, as the core takes them."""
+        """Returns the 8-bit copies of the rows as the core takes them."""
         return tuple(s.fine.core(None) for s in self.segments if s.fine is not None)
 
     # ---- other contents ----
@@ -150,14 +150,14 @@ class Contents:
         return replace(self, segments=tuple(segments))
 
     def compact(self) -> Contents:
-        """Segments without their removed rows, which are copied together; with lists, one that is sorted by list."""
+        """Copies segments that have removed rows without these. With lists, makes one segment, sorted by list."""
         if self.transform.lists is not None:
             return replace(self, segments=sorted_rows(self.segments, len(self.transform.lists)), _seen=None)
         kept = [s if s.allowed is None else s.take(np.flatnonzero(s.allowed)) for s in self.segments if s.n_there]
         return replace(self, segments=tuple(kept), _seen=None)
 
     def divided(self, exponent: int) -> Contents:
-        """The same rows by a transform that divides vectors by 2^exponent."""
+        """Returns the same rows with a transform that divides vectors by 2^exponent."""
         less = exponent - self.transform.exponent
         if not less:
             return self
@@ -165,7 +165,7 @@ class Contents:
         return replace(self, transform=self.transform.divided(less), segments=segments)
 
     def apart(self) -> Contents:
-        """The same rows; later additions to these contents do not show there."""
+        """Returns the same rows in segments that share no room with these; later additions do not touch them."""
         return replace(self, segments=tuple(segment.apart() for segment in self.segments))
 
     @property

@@ -24,8 +24,8 @@ from .inputs import Floats
 
 __all__ = ["Document", "Documents"]
 
-OPTIONS = ("sigmas", "probe", "factor", "threads")  # of `Index.search`, which adapters pass on
-_TRIES = 3  # of a read beside writers, before it makes them wait
+OPTIONS = ("sigmas", "probe", "factor", "threads")  # options of `Index.search` that adapters pass on
+_TRIES = 3  # a read that writers disturbed this often takes their lock
 Filter = dict[str, Any] | Callable[[Any], bool] | None
 Result = TypeVar("Result")
 
@@ -35,17 +35,17 @@ class Document:
     id: str
     text: str | None
     metadata: dict[str, Any]
-    more: Any = None  # whatever else an adapter keeps
+    more: Any = None  # other data of an adapter
     number: int = -1  # the id of its vector in the index; -1: it has none
-    vector: Floats | None = None  # what its codes stand for, where a caller wants it; not kept
+    vector: Floats | None = None  # its vector decoded from the codes, in results that ask for it; never stored
 
 
 class Documents:
     """Documents and the index of their vectors, which nothing else may change.
 
-    Writers wait for one another. A read sees all of a change or nothing of it, and waits for writers only if they
-    changed something each of three times it tried. What is given and returned is copied. Errors of wrong arguments are
-    ValueError or TypeError, and nothing is changed.
+    Writers wait for one another. A read sees all of a change or nothing of it. It waits for writers only after three
+    tries during each of which they changed something. What is given and returned is copied. Wrong arguments raise
+    ValueError or TypeError, and then nothing is changed.
     """
 
     def __init__(self, index: Index) -> None:
@@ -56,7 +56,7 @@ class Documents:
         self.index = index
         self._by_id: dict[str, Document] = {}
         self._by_number: dict[int, Document] = {}
-        self._changes = 0  # odd while one is being made
+        self._changes = 0  # odd while a change is being made
         self._lock = RLock()  # for changes
 
     def __len__(self) -> int:
@@ -70,9 +70,9 @@ class Documents:
         vectors: Sequence[Any],
         existing: Literal["replace", "skip", "fail"] = "replace",
     ) -> int:
-        """Add documents, and a vector or None for each; returns how many were written. existing: what to do about an id
-        that is there already, or twice among the documents, of which then the last counts, or with "skip" the first;
-        "fail": KeyError with the id."""
+        """Add documents, and a vector or None for each. Returns how many were written. existing: what to do about an id
+        that is there already or that several of the documents have. "replace": the last document counts; "skip": the
+        first; "fail": KeyError with the id."""
         if len(vectors) != len(documents):
             raise ValueError(f"add: there must be a vector for each of {len(documents)} documents, got {len(vectors)}")
         with self._lock:
@@ -99,7 +99,7 @@ class Documents:
             return len(new)
 
     def _rows(self, vectors: Sequence[Any], which: list[int]) -> Floats:
-        """Some of the vectors, float32 [n, dim], which the index will take."""
+        """Returns some of the vectors as float32 [n, dim], checked so that the index will take them."""
         if not which:
             return np.empty((0, self.index.d), np.float32)
         for i in which:
@@ -115,7 +115,7 @@ class Documents:
         return rows
 
     def remove(self, ids: Sequence[str]) -> int:
-        """Remove documents by id, of which some may not be there; returns how many were."""
+        """Remove documents by id and return how many were removed. Unknown ids are ignored."""
         wanted = _id_list("remove", ids)
         with self._lock:
             return self._remove([self._by_id[i] for i in wanted if i in self._by_id])
@@ -152,7 +152,7 @@ class Documents:
 
     @contextmanager
     def _change(self) -> Iterator[None]:
-        """While the index and the tables change, one after the other; the lock is held."""
+        """Marks the time in which the index and the tables change, one after the other. The caller holds the lock."""
         self._changes += 1
         try:
             yield
@@ -162,7 +162,7 @@ class Documents:
     # ---- looking up ----
 
     def _read(self, look: Callable[[], Result]) -> Result:
-        """What `look` finds while nothing changes."""
+        """Returns what `look` finds while nothing changes."""
         for _ in range(_TRIES):
             before = self._changes
             if before % 2 == 0:
@@ -181,27 +181,27 @@ class Documents:
         return [document for document in list(self._by_id.values()) if test is None or test(document)]
 
     def _copies(self, documents: list[Document], vectors: bool) -> list[Document]:
-        """What callers get, with or without vectors."""
+        """Returns the copies that callers get, with or without vectors."""
         rows = [document.number for document in documents if vectors and document.number >= 0]
         decoded = dict(zip(rows, self.index.reconstruct(rows), strict=True)) if rows else {}
         return [replace(d, metadata=copy.deepcopy(d.metadata), vector=decoded.get(d.number)) for d in documents]
 
     def get(self, ids: Sequence[str], vectors: bool = False) -> list[Document]:
-        """The documents with these ids, in this order, without those that are not there. vectors: with what their codes
-        stand for."""
+        """The documents with these ids, in this order; unknown ids are ignored. vectors: whether they get their decoded
+        vectors."""
         wanted = _id_list("get", ids)
         return self._read(lambda: self._copies([self._by_id[i] for i in wanted if i in self._by_id], vectors))
 
     def matching(self, filter: Filter, vectors: bool = False) -> list[Document]:
-        """The documents that match a filter (`filters`), or for which a function of `Document` is true; None: all. In
-        the order in which they were added."""
+        """The documents that match a filter (`filters`) or for which a function of `Document` is true, or all if it is
+        None, in the order in which they were added."""
         return self._read(lambda: self._copies(self._selected(filter), vectors))
 
     def search(
         self, vector: Any, k: int, filter: Filter = None, vectors: bool = False, **options: Any
     ) -> list[tuple[Document, float]]:
-        """The k documents with the best vectors and their scores, best first; fewer where fewer match. options: of
-        `Index.search`: sigmas, probe, factor, threads."""
+        """The k documents with the best vectors and their scores, best first; fewer where fewer match. options: sigmas,
+        probe, factor and threads of `Index.search`."""
         if unknown := options.keys() - set(OPTIONS):
             raise TypeError(f"search: options must be of {', '.join(OPTIONS)}, got {', '.join(sorted(unknown))}")
         if np.ndim(vector) != 1:
@@ -227,11 +227,11 @@ class Documents:
             ) from None
 
     def similarity(self, score: float) -> float:
-        """A score of which more is better, whatever the metric: with l2 1 / (1 + distance)."""
+        """A score that is larger for better vectors with every metric: with l2 it is 1 / (1 + distance)."""
         return 1 / (1 + math.sqrt(max(score, 0))) if self.index.metric == "l2" else score
 
     def relevance(self, score: float) -> float:
-        """A score in 0..1, of which more is better: (1 + cosine) / 2, 1 / (1 + exp(-product)), 1 / (1 + distance)."""
+        """A score in 0..1, larger for better vectors: (1 + cosine) / 2, 1 / (1 + exp(-product)), 1 / (1 + distance)."""
         if self.index.metric == "ip":
             return 1 / (1 + math.exp(-score)) if score > -700 else 0.0
         return min(max((1 + score) / 2, 0.0), 1.0) if self.index.metric == "cosine" else self.similarity(score)
@@ -240,7 +240,7 @@ class Documents:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write documents and index to one file, whole or not at all. `Index.load` reads it too, without the documents.
-        ValueError for metadata that JSON does not hold as it is."""
+        ValueError for metadata that JSON would change."""
         with self._lock:
             rows = [[d.id, d.text, d.metadata, d.more, d.number] for d in self._by_id.values()]
             text = _json(rows)
@@ -248,8 +248,8 @@ class Documents:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Documents:
-        """Read what `save` wrote. The file is mapped and every byte checked; what is loaded can be changed.
-        FileNotFoundError if there is none, ValueError for one that is damaged or has no documents."""
+        """Read what `save` wrote. The file is mapped and every byte checked. The loaded documents can be changed.
+        FileNotFoundError if there is no file, ValueError if it is damaged or has no documents."""
         loaded = Index.load(path)
         try:
             loaded.verify()
@@ -269,8 +269,8 @@ class Documents:
 
 
 def ids_by_number(index: Index) -> dict[int, str]:
-    """The ids of documents by their vectors' ids, of a loaded index whose file may have documents. ValueError for
-    damaged ones."""
+    """Returns the ids of documents by the ids of their vectors, for a loaded index whose file may have documents.
+    ValueError if they are damaged."""
     assert index._loaded is not None
     held = index._loaded[1].get("documents")
     try:
@@ -283,7 +283,7 @@ def ids_by_number(index: Index) -> dict[int, str]:
 
 
 def _is_row(row: Any) -> bool:
-    """Whether the row of a file has the five fields of a document."""
+    """Whether a row of a file has the five fields of a document."""
     kinds = (str, str | None, dict, object, int)
     return isinstance(row, list) and len(row) == 5 and all(map(isinstance, row, kinds))
 
@@ -299,7 +299,7 @@ def _id_list(op: str, ids: Sequence[str]) -> list[str]:
 
 
 def _json(rows: list[list[Any]]) -> bytes:
-    """The text of documents. Tuples, keys that are no str and the like would be others once read."""
+    """Returns documents as JSON. ValueError for what JSON would change, such as tuples and keys that are no str."""
     for row in rows:
         try:
             same = json.loads(json.dumps(row, allow_nan=False)) == row

@@ -1,4 +1,4 @@
-"""What the file of an index holds, beside the arguments of `Index`."""
+"""The contents of an index's file, beside the arguments of `Index`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def meta_of(now: Contents) -> dict[str, Any]:
 
 
 def arrays_of(now: Contents) -> dict[str, list[NDArray[Any]]]:
-    """Each array in parts, of contents without removed rows."""
+    """Returns each array in parts. The contents have no removed rows."""
     t, segments = now.transform, now.segments
     arrays: dict[str, list[NDArray[Any]]] = {"bits": [t.bits], "lead": [t.lead], "steps": [t.steps]}
     fine = None if t.fine is None else t.fine.mean
@@ -71,7 +71,7 @@ def _rows_of(prefix: str, segments: tuple[Segment, ...]) -> dict[str, list[NDArr
 
 
 class _Reader:
-    """Arrays of a file, checked."""
+    """Checks and returns the arrays of a file."""
 
     def __init__(self, arrays: Arrays) -> None:
         self.arrays = arrays
@@ -89,7 +89,7 @@ class _Reader:
         return array
 
     def floats(self, name: str, most: float, *shape: int) -> Floats | None:
-        """Of numbers that are at most so large."""
+        """Returns an array of numbers of magnitude `most` at most."""
         array = self.get(name, np.float32, *shape)
         if array is not None:
             check_size(name, array, most)
@@ -102,8 +102,8 @@ def check_size(name: str, array: Floats, most: float) -> None:
 
 
 def contents(base: Transform, metric: int, n_lists: int, meta: dict[str, Any], arrays: Arrays) -> Contents:
-    """The contents of a file. base: what an index with its arguments has at first. ValueError, KeyError or TypeError
-    for what no index has written."""
+    """Returns the contents of a file. base: the transform of a new index with the same arguments. Raises ValueError,
+    KeyError or TypeError for a file that no index can have written."""
     read = _Reader(arrays)
     t = _transform(base, metric, n_lists, meta, read)
     next_id = bounded("load: `next_id`", meta["next_id"])

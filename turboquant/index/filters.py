@@ -1,17 +1,17 @@
-"""Filters of documents: one grammar, and the function of a document that it stands for.
+"""Filters of documents: their grammar, and the function of a document that a filter stands for.
 
     {"field": "meta.year", "operator": ">=", "value": 1990}
     {"operator": "AND", "conditions": [filter, ..]}     also "OR", and "NOT": not all of them hold
 
-A field is "id", "content" or a name in the metadata, with or without "meta." in front; dots lead into mappings. One
-that is not there is None. Operators, x being the document's value:
+A field is "id", "content" or a name in the metadata, with or without "meta." in front; dots lead into mappings. The
+value of a missing field is None. Operators, where x is the document's value:
 
     == !=                   equal; None too
-    > >= < <=               two numbers, or two dates in ISO 8601; others do not match, None neither
+    > >= < <=               compare two numbers, or two dates in ISO 8601; nothing else matches, nor does None
     in, not in              x is in a list
     contains                x is a list with the value in it
     any, all                x is a list with any or all of the listed values in it
-    text_match              the text is in x; text_match_insensitive: whatever the case
+    text_match              the text is in x; text_match_insensitive ignores case
     is_empty                x is None, "" or []; the value does not matter
 """
 
@@ -24,12 +24,12 @@ from typing import Any
 
 __all__ = ["equal_to", "matching"]
 
-Test = Callable[[Any], bool]  # of a document, or of a value of it
+Test = Callable[[Any], bool]  # takes a document, or a value of one
 
 
 def matching(filter: Any) -> Test:
-    """Whether a document (`documents.Document`) matches. ValueError or TypeError for what is no filter, whichever
-    documents there are."""
+    """Returns a function that says whether a document (`documents.Document`) matches. Raises ValueError or TypeError
+    at once for what is no filter."""
     if not isinstance(filter, dict):
         raise TypeError(f"`filter` must be a dict, got {filter!r:.80}")
     if "field" not in filter:
@@ -50,7 +50,7 @@ def matching(filter: Any) -> Test:
 
 
 def equal_to(values: dict[str, Any]) -> dict[str, Any]:
-    """The filter that some of the metadata have these values."""
+    """Returns the filter for documents whose metadata have these values."""
     conditions = [{"field": f"meta.{key}", "operator": "==", "value": value} for key, value in values.items()]
     return {"operator": "AND", "conditions": conditions}
 
@@ -68,7 +68,7 @@ def _all_or_any(filter: dict[str, Any]) -> Test:
 
 
 def _value(metadata: Any, path: str) -> Any:
-    """The value under a name, which may have dots in it, or under the names between its dots."""
+    """Returns the value under `path` as one name, dots included, or under the names between its dots."""
     if not isinstance(metadata, dict):
         return None
     if path in metadata or "." not in path:
@@ -102,7 +102,7 @@ def _ordered(compare: Callable[[Any, Any], bool]) -> Callable[[Any], Test]:
             date, bound = _date(x), limit
             if date is None:
                 return False
-            if date.tzinfo is None:  # a date without a zone counts in the zone of the other
+            if date.tzinfo is None:  # a date without a time zone is in that of the other
                 date = date.replace(tzinfo=bound.tzinfo)
             elif bound.tzinfo is None:
                 bound = bound.replace(tzinfo=date.tzinfo)

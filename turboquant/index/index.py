@@ -1,4 +1,4 @@
-"""`Index`: add vectors, search them by inner product, cosine or distance, straight from their codes."""
+"""`Index`: adds vectors, and searches them by inner product, cosine or distance straight from their codes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from .transform import Transform
 
 METRICS = ("ip", "cosine", "l2")
 _BITS = (1, 2, 3, 4, 5, 6, 8)
-_QUERIES = 256  # in one pass over the rows
-_COMPACT = 0.5  # share of removed rows at which `remove` calls `compact`
+_QUERIES = 256  # queries of one pass over the rows
+_COMPACT = 0.5  # share of removed rows above which `remove` calls `compact`
 
 _ALL: WeakSet[Index] = WeakSet()
 
 
 def _unlock_in_child() -> None:
-    """Threads do not survive a fork, so their locks are made anew in the child."""
+    """Makes new locks in a forked child: threads that held the old ones do not survive a fork."""
     for index in list(_ALL):
         index._lock = RLock()
 
@@ -43,7 +43,7 @@ os.register_at_fork(after_in_child=_unlock_in_child)
 def _best(
     space: Any, x: Floats, rows: tuple[Any, ...], k: int, ntotal: int, threads: int, probe: int
 ) -> tuple[Floats, Ids]:
-    """(scores, ids) [queries, k] of rows as the core takes them."""
+    """Returns (scores, ids) [queries, k]. rows: segments as the core takes them."""
     few = max(1, min(k, ntotal))
     parts = [
         _core.index_search(space, x[at : at + _QUERIES], rows, few, threads, probe) for at in range(0, len(x), _QUERIES)
@@ -64,18 +64,18 @@ class Index:
     dim: numbers of a vector, 1..4096. bits: 1..6 or 8. seed: 0..2**63 - 1, for the random rotation.
     metric: "ip" and "cosine": scores are inner products (of unit vectors), larger first; "l2": squared distances,
         smaller first.
-    lists: 0, or how many lists `train` shall divide vectors into, up to 2**20, so that `search(probe=p)` reads those
-        near the query alone.
-    refine: "int8" also keeps each vector in 8 bits a number, by which `search` ranks what it finds anew; or None.
+    lists: 0, or how many lists (an inverted file) `train` divides vectors into, up to 2**20; `search(probe=p)` then
+        reads only the p lists nearest to the query.
+    refine: "int8" also keeps each vector in 8 bits a number, and `search` ranks again by them what it finds; or None.
 
-    A search bounds each row's score from the leading bits of its numbers, and scores rows that may be among the best
-    from all bits. Of equal scores the smaller id is better. Results do not depend on threads, on how rows were added,
-    or on the instruction set.
+    A search bounds each row's score from the leading bits of its numbers. It uses all bits to score the rows that may
+    be among the best. Of equal scores the smaller id is better. Results do not depend on threads, on how rows were
+    added, or on the instruction set.
 
     Threads: a search works on the contents at the time of its call, waits for nothing and releases the GIL while it
     scans. `train`, `add`, `remove` and `compact` wait only for one another. A forked child can use the index.
 
-    Raises TypeError or ValueError; the message names the argument, and the index is as it was.
+    Raises TypeError or ValueError; the message names the argument, and the index stays as it was.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Index:
 
     @property
     def lists(self) -> int:
-        """Lists of vectors; 0: none."""
+        """The number of lists; 0: none."""
         return self._lists
 
     @property
@@ -129,7 +129,7 @@ class Index:
 
     @property
     def is_trained(self) -> bool:
-        """Whether `train` was called. An index also works without."""
+        """Whether `train` was called. An untrained index works too."""
         return self._contents.transform.training is not None
 
     @property
@@ -138,22 +138,22 @@ class Index:
 
         chosen: "none", "mean", "axes" or "lists". With axes also widths, the bits of each 32 of them; power and
             together, how widths were chosen; sigmas, the width of a search's bound in standard deviations. With
-            `recall` and `refine` also factor, and found, the recall with it.
-        queries: held-out rows of the sample. recall: the share of their 10 nearest neighbours that each candidate
-            found, by its name.
+            `recall` and `refine` also factor, and found, the recall with that factor.
+        queries: the number of held-out rows of the sample. recall: by name of each candidate, the share of their 10
+            nearest neighbours that it found.
         """
         return copy.deepcopy(self._contents.transform.training)
 
     @property
     def sigmas(self) -> float:
-        """The width of a search's bound in standard deviations of the estimate from the leading bits, wide enough for
-        the rows that are there. Infinite: searches read all bits of all rows."""
+        """The width of a search's bound, in standard deviations of the estimate from the leading bits. It is wide
+        enough for the rows in the index. Infinite: searches read all bits of all rows."""
         return self._contents.sigmas
 
     @property
     def ids(self) -> Ids:
-        """The ids of all vectors, in the order in which they were added; with lists, by list where
-        `compact` or a file has sorted them."""
+        """The ids of all vectors in the order in which they were added. With lists, those that `compact` or a file has
+        sorted are in the order of the lists."""
         return self._contents.ids
 
     @property
@@ -210,13 +210,13 @@ class Index:
         8 bits for each 32 of them. Each is kept only if more neighbours of held-out rows of the sample are found with
         it; axes must find more by two standard errors. `training` says what was chosen. The index must be empty.
 
-        recall: the share, above 0 and at most 1, of what a scan of all bits finds that a search shall find. The bound
-            of searches becomes the narrowest that keeps it on held-out rows, so that they read less. Needs 64 rows.
-            In an index that refines it is the share of the true neighbours, and what is chosen is the least `factor` of
-            `search` that finds them, or the one that finds most.
+        recall: the least share, above 0 and at most 1, that a search shall find of what a scan of all bits finds. The
+            bound of searches becomes the narrowest that finds this share for held-out rows, so that searches read less.
+            Needs 64 rows. In an index that refines it is a share of the true neighbours, and it sets the least `factor`
+            of `search` that finds this share, or the factor that finds most.
 
-        An index with lists learns their centres instead, by k-means over up to 256 rows of the sample a list, and needs
-        faiss-cpu or scikit-learn: ImportError without.
+        An index with lists learns their centres instead, by k-means over up to 256 rows of the sample for each list. It
+        needs faiss-cpu or scikit-learn, and raises ImportError without them.
         """
         self._writable("train")
         share = None if recall is None else inputs.number("train", "recall", recall, 0, 1)
@@ -266,11 +266,12 @@ class Index:
         return contents.transform.space(METRICS.index(self._metric), sigmas)
 
     def add(self, x: Any, ids: Any = None) -> Ids:
-        """Add vectors [n, dim] or [dim]: an array of numbers, a torch tensor or lists. float32 is read where it is;
-        others become float32, 16,384 rows at a time. ids: n integers in 0..2^63 - 1 that are not in the index; by
-        default those that follow the largest id ever used. Returns the ids, int64 [n].
+        """Add vectors [n, dim] or [dim]: an array of numbers, a torch tensor or lists. float32 is read in place; other
+        types are converted to float32, 16,384 rows at a time. ids: n integers in 0..2^63 - 1 that are not in the index;
+        by default those that follow the largest id ever used. Returns the ids, int64 [n].
 
-        With lists, after `train`: new rows are a tail that every search reads, until `compact` or `save` sorts them in.
+        An index with lists must be trained first. New rows form a tail that every search reads, until `compact` sorts
+        them into the lists; `save` sorts them in the file.
         """
         self._writable("add")
         x = inputs.vectors("add", "x", x, self._dim)
@@ -318,7 +319,7 @@ class Index:
         return new
 
     def remove(self, ids: Any) -> None:
-        """Remove vectors by id. ValueError if one is not there; then none is removed."""
+        """Remove vectors by id. Raises ValueError and removes none if an id is not in the index."""
         self._writable("remove")
         wanted = np.unique(id_array("remove", np.atleast_1d(ids)))
         with self._lock:
@@ -326,8 +327,8 @@ class Index:
             self._contents = left.compact() if left.ntotal < (1 - _COMPACT) * left.stored else left
 
     def compact(self) -> None:
-        """Free the memory of removed vectors. `remove` does so when half of the rows are removed. With lists, also
-        sort new rows into them."""
+        """Free the memory of removed vectors. `remove` does so once more than half of the rows are removed. With lists,
+        also sort new rows into them."""
         self._writable("compact")
         with self._lock:
             self._contents = self._contents.compact()
@@ -335,14 +336,14 @@ class Index:
     # ---- looking up ----
 
     def _known(self, op: str, ids: Ids, contents: Contents | None = None) -> Ids:
-        """The rows of ids that must be there."""
+        """Returns the rows of ids. Raises ValueError if one is not in the index."""
         rows = (contents or self._contents).find(ids)
         if (rows < 0).any():
             raise ValueError(f"{op}: `ids` must be in the index, got {ids[int((rows < 0).argmax())]}")
         return rows
 
     def _queries(self, op: str, queries: Any, now: Contents) -> tuple[bool, Floats, Contents]:
-        """Whether there is one query [dim]; the queries as the core takes them; and contents that take them."""
+        """Returns whether there is one query [dim], the queries for the core, and contents of an exponent for both."""
         vectors = inputs.vectors(op, "queries", queries, self._dim)
         x = inputs.as_float32(vectors).reshape(-1, self._dim)
         inputs.check(op, "queries", x, self._metric, given=vectors)
@@ -352,7 +353,7 @@ class Index:
         return vectors.ndim == 1, x, now
 
     def _undivided(self, scores: Floats, now: Contents) -> Floats:
-        """Scores of vectors that were divided, times the square of what they were divided by, in float32's range."""
+        """Multiplies scores of vectors that were divided by 2^exponent by its square, and clips them to float32."""
         if not now.transform.exponent:
             return scores
         most = np.finfo(np.float32).max
@@ -371,22 +372,22 @@ class Index:
         factor: int | None = None,
         probe: int | None = None,
     ) -> tuple[Floats, Ids]:
-        """The k best vectors of each query: (scores, ids), float32 and int64 [queries, k], or [k] for a query
-        [dim]; ids -1 with scores -inf (l2: inf) where fewer are left.
+        """The k best vectors for each query: (scores, ids), float32 and int64 [queries, k], or [k] for a query
+        [dim]; ids -1 with scores -inf (l2: inf) where there are fewer than k.
 
         queries: [queries, dim] or [dim], as in `add`.
         filter: ids to search among (unknown ones are ignored), or a bool mask in the order of `ids`.
         threads: how many to use at most; 0: as many as `turboquant._core.num_threads()`.
-        sigmas: the width of the bound in standard deviations, at least 0, instead of the measured one. A narrow bound
-            reads less and finds less; `math.inf`: all bits of all rows are read.
+        sigmas: the width of the bound in standard deviations, at least 0, instead of the index's own. With a narrow
+            bound a search reads less and finds less; with `math.inf` it reads all bits of all rows.
         refine: the vectors themselves, [n, dim], such as a mapped array of float32 or float16 or a tensor of bfloat16.
-            Row i must be the vector with the id i. factor * k rows are found by their codes, and the k best of them by
-            exact scores, which are returned.
-        factor: at least 1, for `refine` here and for an index that refines. None: what `train` chose with `recall`, for
-            an index that refines, else 10 at 1 bit, 3 at 2 bits, otherwise 2. With `refine` here, an index that refines
-            ranks by its 8 bits first.
-        probe: of an index with lists, how many of them each query reads, those nearest to it among lists with rows that
-            `filter` allows; None: all. If at most 1 row in 50 is allowed, all of these are scored.
+            Row i must be the vector with the id i. factor * k rows are found by their codes. The k best of them by
+            exact scores are returned, with these scores.
+        factor: at least 1, for `refine` here and for an index that refines. None: in an index that refines, what
+            `train` chose with `recall`; otherwise 10 at 1 bit, 3 at 2 bits, 2 from 3 bits on. With `refine` here, an
+            index that refines first ranks by its 8 bits, with its own factor.
+        probe: for an index with lists, how many of them each query reads: the nearest to it that have rows which
+            `filter` allows. None: all. If at most 1 row in 50 is allowed, all allowed rows are scored.
         """
         k = bounded("search: `k`", k)
         threads = bounded("search: `threads`", threads)
@@ -411,7 +412,7 @@ class Index:
         return (scores[0], ids[0]) if single else (scores, ids)
 
     def _probed(self, probe: int | None) -> int:
-        """How many lists a query reads; 1 without lists."""
+        """Returns how many lists a query reads, or 1 without lists."""
         if probe is None:
             return max(1, self._lists)
         if not self._lists:
@@ -473,7 +474,7 @@ class Index:
         return np.asarray(lims, np.int64), np.concatenate(all_scores), np.concatenate(all_ids)
 
     def reconstruct(self, ids: Any) -> Floats:
-        """The vectors that codes stand for, float32 [n, dim], or [dim] for one id. ValueError if one is not there."""
+        """The vectors decoded from their codes, float32 [n, dim], or [dim] for one id. ValueError for an unknown id."""
         wanted = id_array("reconstruct", np.atleast_1d(ids))
         now = self._contents
         rows, t = self._known("reconstruct", wanted, now), now.transform
@@ -507,7 +508,7 @@ class Index:
         self._save(path, {})
 
     def _save(self, path: str | os.PathLike[str], more: dict[str, list[NDArray[Any]]]) -> None:
-        """`save`, with other arrays in the same file; `load` takes no notice of them."""
+        """Saves the index with other arrays in the same file, which `load` ignores."""
         now = self._contents.apart().compact()  # apart: rows may be added to a segment meanwhile
         meta = {
             "dim": self._dim,
@@ -522,8 +523,8 @@ class Index:
     @classmethod
     def load(cls, path: str | os.PathLike[str], mmap: bool = True) -> Index:
         """Read an index. With `mmap` the file is mapped and the index cannot be changed; header, sizes and ids are
-        checked now, and every byte by `verify`. Without, every byte is checked now. FileNotFoundError if there is
-        none, ValueError for a damaged file."""
+        checked now, and every byte by `verify`. Without `mmap` every byte is checked now. FileNotFoundError if there is
+        no file, ValueError if it is damaged."""
         name = existing_file(path, "a file of an index")
         meta, arrays = storage.read(name, mmap)
         try:

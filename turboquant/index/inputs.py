@@ -1,4 +1,4 @@
-"""What callers hand to an index, checked."""
+"""Checks of what callers pass to an index."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Ids = NDArray[np.int64]
 
 
 def number(op: str, name: str, value: Any, low: float, high: float) -> float:
-    """ValueError unless low <= value <= high."""
+    """Returns a number as a float. Raises TypeError for anything else, ValueError unless low <= value <= high."""
     try:
         own = float(value.__float__())
-    except (AttributeError, TypeError):  # text too
+    except (AttributeError, TypeError):  # also for text, which float() would take
         raise TypeError(f"{op}: `{name}` must be a number, got {quoted(value)}") from None
     if not low <= own <= high:  # NaN too
         wanted = f"at least {low:g}" if math.isinf(high) else f"in {low:g}..{high:g}"
@@ -33,15 +33,15 @@ def _is_torch(x: Any) -> bool:
 
 
 def unmasked(op: str, name: str, x: Any) -> NDArray[Any]:
-    """x as a plain array; ValueError if entries are masked, which would be read all the same."""
+    """Returns x as a plain array. Raises ValueError if entries are masked: NumPy would read them like the others."""
     if np.ma.is_masked(x):
         raise ValueError(f"{op}: `{name}` must have no masked entries, got {np.ma.getmaskarray(x).sum()} of them")
     return np.asarray(x)
 
 
 def vectors(op: str, name: str, x: Any, dim: int) -> Any:
-    """x, [n, dim] or [dim]: a NumPy array of numbers, or a bfloat16 tensor, which NumPy cannot view. Other tensors are
-    viewed, not copied. `as_float32` converts parts of either."""
+    """Returns x, [n, dim] or [dim], as a NumPy array of numbers. A bfloat16 tensor, which NumPy cannot view, stays a
+    tensor; others are viewed, not copied. `as_float32` converts parts of arrays and tensors."""
     device, kind = getattr(x, "device", None), type(x).__name__
     if getattr(device, "type", "cpu") != "cpu":
         raise TypeError(f"{op}: `{name}` must be on the CPU, got one on {device}; write {name}.cpu()")
@@ -70,15 +70,15 @@ def as_float32(x: Any) -> Floats:
         return np.asarray(x.float().numpy() if _is_torch(x) else x, np.float32, order="C")
 
 
-LARGEST = 2.0**55  # the largest number that the core takes, but with cosine (TQ_INDEX_MAX_INPUT)
+LARGEST = 2.0**55  # the largest number that the core takes, except with cosine (TQ_INDEX_MAX_INPUT)
 
 
 class TooLarge(ValueError):
-    """Numbers are finite, but larger than the core takes."""
+    """Raised for finite numbers that are larger than the core takes."""
 
 
 def exponent(rows: Floats) -> int:
-    """The least e >= 0 so that rows / 2^e are small enough for the core."""
+    """Returns the least e >= 0 for which rows / 2^e are small enough for the core."""
     most = max(float(rows.max(initial=0)), -float(rows.min(initial=0)))
     return max(0, math.frexp(most / LARGEST)[1]) if most > LARGEST else 0
 
@@ -100,8 +100,8 @@ def id_array(op: str, ids: Any, name: str = "ids") -> Ids:
 
 
 def check(op: str, name: str, rows: Floats, metric: str, first: int | Ids = 0, given: Any = None) -> None:
-    """ValueError unless rows are finite, and not zero with cosine. first: the number of rows[0], or those of all.
-    given: the rows as they were before `as_float32`, if they were anything else."""
+    """Raises ValueError unless rows are finite and, with cosine, not zero. first: the number of rows[0] in errors, or
+    the numbers of all rows. given: the rows before `as_float32`, if they had another type."""
 
     def which(i: int) -> int:
         return first + i if isinstance(first, int) else int(first[i])
@@ -116,7 +116,7 @@ def check(op: str, name: str, rows: Floats, metric: str, first: int | Ids = 0, g
 
 
 def normalised(rows: Floats) -> Floats:
-    """Rows of length 1. Squares of small numbers need float64."""
+    """Returns the rows scaled to length 1. Squares of small numbers need float64."""
     length = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))
     out = np.empty_like(rows)
     np.divide(rows, length[:, None], out=out, casting="same_kind")
@@ -125,8 +125,8 @@ def normalised(rows: Floats) -> Floats:
 
 @contextmanager
 def explained(op: str, name: str, rows: Floats, metric: str, first: int, given: Any) -> Iterator[None]:
-    """Names row and column if the core refuses numbers. The core checks them as it reads them, so nothing else does.
-    TooLarge if they are finite."""
+    """Turns the core's refusal of a number into an error that names its row and column, or TooLarge if all numbers are
+    finite. Nothing is checked before: the core checks numbers as it reads them."""
     try:
         yield
     except ValueError as error:

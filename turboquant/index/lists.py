@@ -1,4 +1,4 @@
-"""The lists of an index: their centres, learnt from a sample, and rows sorted by list."""
+"""The lists of an index (an inverted file, IVF): their centres, learnt from a sample, and rows sorted by list."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from . import inputs, storage
 from .inputs import Floats, Ids
 from .storage import BLOCK, Segment
 
-_TOGETHER = 16  # centres whose numbers lie together (turboquant_index.h)
-PER_LIST = 256  # the most rows of a sample that centres are learnt from, for each list
-_ROUNDS = 10  # of k-means
+_TOGETHER = 16  # centres whose numbers are interleaved (TQ_INDEX_CENTRES in turboquant_index.h)
+PER_LIST = 256  # the most rows of a sample for each list that centres are learnt from
+_ROUNDS = 10  # iterations of k-means
 
 
 @dataclass(frozen=True)
 class Lists:
     """directions: float32 [n, dim], of unit length; for squared distances the centres themselves.
-    lengths: float32 [n]: a list's centre is its direction times its length; None for squared distances: 1."""
+    lengths: float32 [n]; a list's centre is its direction times its length. None for squared distances: all are 1."""
 
     directions: Floats
     lengths: Floats | None
@@ -31,7 +31,7 @@ class Lists:
         return len(self.directions)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"directions": self.directions, "lengths": self.lengths}  # not `core`, which is made anew
+        return {"directions": self.directions, "lengths": self.lengths}  # without `core`, which is computed again
 
     @property
     def nbytes(self) -> int:
@@ -39,7 +39,7 @@ class Lists:
 
     @cached_property
     def core(self) -> tuple[Floats, Floats]:
-        """As the core takes them."""
+        """Directions and lengths as the core takes them."""
         n, dim = self.directions.shape
         padded = np.zeros((-(-n // _TOGETHER) * _TOGETHER, dim), np.float32)
         padded[:n] = self.directions
@@ -47,20 +47,20 @@ class Lists:
         return packed, np.ones(n, np.float32) if self.lengths is None else self.lengths
 
     def centres(self, lists: NDArray[np.int32]) -> Floats:
-        """[n, dim], of some lists."""
+        """Returns the centres of some lists, [n, dim]."""
         directions = self.directions[lists]
         return directions if self.lengths is None else directions * self.lengths[lists, None]
 
     def divided(self, exponent: int) -> Lists:
-        """The lists of vectors divided by 2^exponent."""
+        """Returns the lists for vectors that are divided by 2^exponent."""
         if self.lengths is None:
             return Lists(np.ldexp(self.directions, -exponent), None)
         return Lists(self.directions, np.ldexp(self.lengths, -exponent))
 
 
 def learn(x: Floats, n: int, distances: bool, seed: int, space: Any) -> Lists:
-    """The centres of n lists of a sample: by k-means, by direction unless `distances`. space: takes the tuple of
-    `Lists.core` and returns that of the core."""
+    """Learns the centres of n lists from a sample by k-means: of directions, or with `distances` of the vectors. space:
+    a function that takes the tuple of `Lists.core` and returns the core's tuple of a space."""
     x = np.ascontiguousarray(x[:: -(-len(x) // (PER_LIST * n))])
     if distances:
         return Lists(_clustered(x, n, False, seed), None)
@@ -75,7 +75,7 @@ def learn(x: Floats, n: int, distances: bool, seed: int, space: Any) -> Lists:
 
 
 def _clustered(x: Floats, n: int, by_direction: bool, seed: int) -> Floats:
-    """k-means by FAISS, or without it by scikit-learn."""
+    """Runs k-means with FAISS, or without it with scikit-learn."""
     seed %= 2**31
     try:
         import faiss
@@ -97,9 +97,9 @@ def _clustered(x: Floats, n: int, by_direction: bool, seed: int) -> Floats:
 
 @dataclass
 class Sorted(Segment):
-    """Rows that lie list after list. Leading bits of each list begin a new block."""
+    """Rows sorted by list. The leading bits of each list begin a new block."""
 
-    starts: Ids = field(default_factory=lambda: np.zeros(1, np.int64))  # [lists + 1]: rows that each begins with
+    starts: Ids = field(default_factory=lambda: np.zeros(1, np.int64))  # [lists + 1]: first row of each, then n
 
     @cached_property
     def _first_blocks(self) -> Ids:
@@ -124,7 +124,7 @@ class Sorted(Segment):
         )
 
     def apart(self) -> Segment:
-        return self  # nothing is added to it
+        return self  # it has no room: nothing is ever added to it
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +132,7 @@ class Sorted(Segment):
 
 
 def sorted_rows(segments: tuple[Segment, ...], n: int) -> tuple[Segment, ...]:
-    """The rows that are there, in one segment sorted by list; rows of a list keep their order."""
+    """Copies the rows that are not removed into one segment that is sorted by list. Rows of a list keep their order."""
     if len(segments) == 1 and isinstance(segments[0], Sorted) and segments[0].allowed is None:
         return segments
     kept = [np.arange(len(s)) if s.allowed is None else np.flatnonzero(s.allowed) for s in segments]
@@ -158,7 +158,7 @@ def sorted_rows(segments: tuple[Segment, ...], n: int) -> tuple[Segment, ...]:
         out.fine = Segment(codes, signs, np.empty(total, np.float32), offsets, 0)
     at = 0
     for segment, rows in zip(segments, kept, strict=True):
-        for part in storage.parts(rows):  # little memory beside the new segment
+        for part in storage.parts(rows):  # in parts, to need little memory beside the new segment
             _put(out, to[at : at + len(part)], segment, part)
             at += len(part)
     return (out,)

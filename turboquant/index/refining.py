@@ -1,4 +1,4 @@
-"""Better scores of the rows that a search found: from their 8 bits, or exact ones from the caller's vectors."""
+"""Scores again the rows that a search found: from their 8-bit copies, or exactly from the caller's vectors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from . import inputs
 from .contents import Contents
 from .inputs import Floats, Ids
 
-_TOGETHER = 2**22  # numbers that are gathered at a time
-_FACTORS = {1: 10, 2: 3}  # rows that are scored exactly, as a multiple of k, by bits
+_TOGETHER = 2**22  # how many numbers are gathered at a time
+_FACTORS = {1: 10, 2: 3}  # by bits of the index: how many times k rows are scored again
 
 
 def factor_for(bits: int) -> int:
@@ -20,8 +20,8 @@ def factor_for(bits: int) -> int:
 
 
 def by_codes(now: Contents, metric: int, queries: Floats, candidates: Ids, k: int, threads: int) -> tuple[Floats, Ids]:
-    """(scores, ids), float32 and int64 [queries, k]: the k best of the ids that were found, by the rows' 8 bits; -inf
-    and -1 where there are none. Scores are the core's."""
+    """Returns (scores, ids), float32 and int64 [queries, k]: the k best candidates by their 8-bit copies, -inf and -1
+    where there are fewer. Scores are the core's: larger is better, also with l2."""
     assert now.transform.fine is not None
     rows = now.find(candidates.ravel()).reshape(candidates.shape)
     scores = _core.index_scores_of(now.transform.fine.space(metric), queries, now.fine_rows(), rows, threads)
@@ -30,7 +30,7 @@ def by_codes(now: Contents, metric: int, queries: Floats, candidates: Ids, k: in
 
 
 def rows_of(refine: Any, dim: int) -> Any:
-    """The caller's vectors, checked but for their numbers."""
+    """Checks type and shape of the caller's vectors, not their numbers."""
     x = inputs.vectors("search", "refine", refine, dim)
     if x.ndim != 2:
         raise ValueError(f"search: `refine` must be of shape [n, {dim}], got {list(x.shape)}")
@@ -38,8 +38,8 @@ def rows_of(refine: Any, dim: int) -> Any:
 
 
 def best(queries: Floats, candidates: Ids, refine: Any, metric: str, k: int) -> tuple[Floats, Ids]:
-    """(scores, ids), float32 and int64 [queries, k]: the k best of the ids that were found, -1 where there are none, by
-    their exact scores."""
+    """Returns (scores, ids), float32 and int64 [queries, k]: the k best candidates by their exact scores, -inf and -1
+    where there are fewer. Larger scores are better, also with l2."""
     if (most := int(candidates.max(initial=-1))) >= len(refine):
         raise ValueError(f"search: `refine` must have a row for every id, got {len(refine)} rows, but the id {most}")
     scores = np.empty((len(queries), k), np.float32)

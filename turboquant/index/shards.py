@@ -1,4 +1,4 @@
-"""Indexes in several files, searched as one: here or by an executor's workers. A manifest names the files."""
+"""Indexes in several files that are searched as one, here or by an executor's workers. A manifest names the files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ALIKE = "shards must have one transform: fill copies of one index, trained or n
 
 @dataclass(frozen=True)
 class _Shard:
-    """The absolute path of an index's file, and what a manifest says of it."""
+    """The absolute path of an index's file, and the checksums that a manifest has for it."""
 
     path: str
     checksum: str | None = None
@@ -51,7 +51,7 @@ def _open(path: str) -> _Opened:
 
 
 def _checksum(index: Index) -> str:
-    """SHA-256 of what the header of an index's file says. With the CRC-32 of each array, it stands for the file."""
+    """SHA-256 of the header of an index's file, which holds the CRC-32 of each array and so stands for the file."""
     assert index._loaded is not None
     meta, arrays = index._loaded
     shapes = {name: [array.dtype.str, array.shape] for name, array in arrays.items()}
@@ -59,7 +59,7 @@ def _checksum(index: Index) -> str:
 
 
 def _transform_checksum(index: Index) -> str:
-    """SHA-256 of what decides the codes and the scores of a vector."""
+    """SHA-256 of all that the codes and scores of a vector depend on."""
     t = index._contents.transform
     mean = None if t.mean is None else np.ldexp(t.mean.astype(np.float64), t.exponent)
     digest = hashlib.sha256(json.dumps([index.d, index.metric, t.seed]).encode())
@@ -81,13 +81,13 @@ def _transform_checksum(index: Index) -> str:
 
 # ---- search ----
 
-# What this process has opened, by path, with what tells a replaced file. Two threads may both open one; then one of the
-# two is kept.
+# The files that this process has opened, by path, each with the numbers by which a replaced file is noticed. If two
+# threads open the same file, one of the two is kept.
 _OPENED: dict[str, tuple[tuple[int, ...], _Opened]] = {}
 
 
 def _opened(path: str) -> _Opened:
-    """A mapped file, from an earlier search if it is the same file still."""
+    """Returns a mapped file, the one of an earlier search if the file has not been replaced."""
     about = os.stat(existing_file(path, "a file of an index"))
     identity = about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
     known = _OPENED.get(path)
@@ -97,7 +97,7 @@ def _opened(path: str) -> _Opened:
 
 
 def _search_one(shard: _Shard, queries: Any, k: int, options: dict[str, Any]) -> tuple[str, str, Floats, Ids]:
-    """(checksum of the transform, metric, scores, ids) of one shard; what workers do."""
+    """Searches one shard; workers run this. Returns (checksum of the transform, metric, scores, ids)."""
     opened = _opened(shard.path)
     shard.check(opened)
     try:
@@ -118,19 +118,19 @@ def search_shards(
     sigmas: float | None = None,
     probe: int | None = None,
 ) -> tuple[Floats, Ids]:
-    """The k best vectors of each query in several files of indexes: (scores, ids) as `Index.search` returns them,
-    merged by score, then id. Each process maps a file once, and anew where it was replaced.
+    """The k best vectors for each query in several files of indexes: (scores, ids) as `Index.search` returns them,
+    merged by score, then id. Each process maps a file once, and again after it was replaced.
 
     paths: the path of a manifest (`write_manifest`), or a list of paths of files that `Index.save` wrote. Their indexes
-        must have one transform: fill copies of one index, trained or not. Ids must differ between files, which
-        `write_manifest` checks, and this does not.
+        must have one transform: fill copies of one index, trained or not. Ids must differ between files; only
+        `write_manifest` and `verify_shards` check that.
     queries, k, threads, sigmas, probe: as in `Index.search`, for each file. `queries` is sent to each worker.
-    executor: whatever has `submit` as the executors of `concurrent.futures` do, such as one of processes, or Dask's
-        `client.get_executor()`. Workers open the files by their absolute paths. None: one file after the other, here.
-    filter: ids to search among, whichever files they are in; no mask.
+    executor: an object with `submit` as the executors of `concurrent.futures` have it, such as a process pool, or
+        Dask's `client.get_executor()`. Workers open the files by their absolute paths. None: search here, in turn.
+    filter: ids to search among, whichever files they are in; a mask is not allowed.
 
-    Each file bounds its rows by its own best ones, so that at the same `sigmas` a few ids may be others than those of
-    one index of all rows. With `sigmas=math.inf` they are the same.
+    The bound of a search compares rows of the same file only, so at the same `sigmas` a few results may differ from
+    those of one index of all rows. With `sigmas=math.inf` they are the same.
 
     Raises ValueError or TypeError for wrong arguments, a damaged file, and files that the manifest does not name or
     whose transforms differ; FileNotFoundError for one that is not there.
@@ -148,7 +148,7 @@ def search_shards(
             results = [future.result() for future in futures]
         finally:
             for future in futures:
-                future.cancel()  # of no effect where it has run
+                future.cancel()  # no effect on one that has run
     transforms, metrics, scores, ids = zip(*results, strict=True)
     for shard, transform in zip(shards, transforms, strict=True):
         if transform != transforms[0]:
@@ -157,7 +157,7 @@ def search_shards(
 
 
 def _merged(scores: Floats, ids: Ids, k: int, metric: str) -> tuple[Floats, Ids]:
-    """The k best along the last axis. Where there is none, ids are -1 and scores worse than any."""
+    """Returns the k best along the last axis. Entries without a vector have id -1 and a score worse than any."""
     order = np.lexsort((ids, scores if metric == "l2" else -scores), axis=-1)[..., :k]
     return np.take_along_axis(scores, order, axis=-1), np.take_along_axis(ids, order, axis=-1)
 
@@ -166,11 +166,11 @@ def _merged(scores: Floats, ids: Ids, k: int, metric: str) -> tuple[Floats, Ids]
 
 
 def write_manifest(path: str | os.PathLike[str], shards: Iterable[str | os.PathLike[str]]) -> None:
-    """Write the JSON file that names files of indexes for `search_shards`, whole or not at all: the paths from its own
-    folder, the checksum of each, and that of their transform.
+    """Write the JSON file that names files of indexes for `search_shards`, whole or not at all: the paths relative to
+    its own folder, the checksum of each file, and that of their transform.
 
-    Every byte of the files is checked. ValueError for a damaged one, if transforms differ, or if two files have the
-    same id; FileNotFoundError for one that is not there. Then nothing is written.
+    Every byte of the files is checked. ValueError if a file is damaged, if transforms differ, or if two files have the
+    same id; FileNotFoundError if a file is missing. Then nothing is written.
     """
     listed = _listed("shards", shards)
     folder = os.path.dirname(os.path.abspath(file_name(path)))
@@ -185,7 +185,7 @@ def write_manifest(path: str | os.PathLike[str], shards: Iterable[str | os.PathL
 
 def verify_shards(path: str | os.PathLike[str]) -> None:
     """Check every byte of the files of a manifest as `write_manifest` does, and that they are the files that it names.
-    Errors as there."""
+    Raises the same errors."""
     _checked(_read_manifest(path))
 
 

@@ -1,4 +1,4 @@
-"""The rows of an index in segments, and their file."""
+"""The rows of an index, in segments, and the file format."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 from .. import _core
 from ..files import Tensor, array_bytes, crc32, numpy_dtype, read_header, tensor, write_tensors
 
-ROWS = 16_384  # of a segment
-BLOCK = 64  # rows whose leading bits lie together
-UNSORTED = 256  # rows of a segment that are looked through for an id one by one
+ROWS = 16_384  # how many rows `add` encodes at a time, and the room of a segment that grows
+BLOCK = 64  # rows whose leading bits are interleaved (TQ_INDEX_BLOCK in turboquant_index.h)
+UNSORTED = 256  # up to this many new rows of a segment are compared with up to this many ids one by one
 FORMAT = "turboquant-index-6"
 
 
 @dataclass
 class Segment:
-    """Rows of an index, never changed. Rows that are added to it later make a new segment over the same `room`."""
+    """Rows of an index, which never change. Adding rows makes a new segment that shares the memory of `room`."""
 
     codes: NDArray[np.uint8]  # [n, row bytes]
     signs: NDArray[np.uint8]  # [blocks, planes, 64], leading bits
@@ -30,9 +30,9 @@ class Segment:
     offsets: NDArray[np.float32] | None  # [n]: <mean, x - mean>; l2: -|x - mean|^2 / 2
     ids: NDArray[np.int64] | int  # [n], or the first of consecutive ones
     allowed: NDArray[np.uint8] | None = None  # [n], 0 where removed; None: all are there
-    room: Segment | None = None  # a larger segment that begins with these rows; more may be added to it
-    # The ids that are there, ascending, and their rows, of as many first rows as the last number says. `find` looks
-    # through the other rows one by one, so that adding a row does not need a new order.
+    room: Segment | None = None  # a larger segment that begins with these rows and has memory for more
+    # Ids that are not removed, ascending; their rows; and how many of the first rows both cover. `find` compares the
+    # other rows one by one, so that adding a row does not need a new sort.
     _order: tuple[NDArray[np.int64], NDArray[np.int64], int] | None = None
     _noise: NDArray[np.int64] | None = None
     _factors: NDArray[np.float32] | None = None
@@ -47,7 +47,7 @@ class Segment:
         return len(self) if self.allowed is None else int(np.count_nonzero(self.allowed))
 
     def find(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The row of each id, -1 where it is not there."""
+        """Returns the row of each id, or -1 where the id is not in the segment."""
         if not isinstance(self.ids, np.ndarray):
             inside = (ids >= self.ids) & (ids - self.ids < len(self))
             rows = np.where(inside, ids - self.ids, 0)
@@ -56,7 +56,7 @@ class Segment:
             return np.where(inside, rows, -1)
         covered = self._order[2] if self._order else 0
         few = len(self) - covered <= UNSORTED and len(ids) <= UNSORTED
-        if self._order is None or (covered < len(self) and not few):  # two searches may both do it, with equal results
+        if self._order is None or (covered < len(self) and not few):  # two threads may both do it, with equal results
             rows = np.arange(len(self)) if self.allowed is None else np.flatnonzero(self.allowed)
             order = np.argsort(self.ids[rows], kind="stable")
             self._order = self.ids[rows][order], rows[order], len(self)
@@ -74,7 +74,7 @@ class Segment:
 
     @property
     def noise(self) -> NDArray[np.int64]:
-        """How many rows there are of each binary exponent of a scale and noise class (turboquant_index.h), [256, 8]."""
+        """The number of rows by binary exponent of the scale and noise class (turboquant_index.h), [256, 8]."""
         if self._noise is None:
             scales = self.scales if self.allowed is None else self.scales[self.allowed != 0]
             words = np.ascontiguousarray(scales).view(np.uint32)
@@ -83,39 +83,39 @@ class Segment:
 
     @property
     def factors(self) -> NDArray[np.float32]:
-        """What a search wants to know of each block (turboquant_index.h), [blocks, 2]."""
+        """The factors that a search needs of each block (tq_index_factors in turboquant_index.h), [blocks, 2]."""
         if self._factors is None:
             self._factors = _core.index_factors(self.scales, self.offsets, self.list_starts())
         return self._factors
 
     def list_starts(self) -> NDArray[np.int64] | None:
-        """Where each list starts, if rows are sorted by list."""
+        """The first row of each list, then n, if rows are sorted by list, otherwise None."""
         return None
 
     def core(self, allowed: NDArray[np.uint8] | None) -> tuple[Any, ...]:
-        """The segment as the core takes it. allowed: [n], 0 where rows may not be found; None: all may be."""
+        """The segment as the core takes it. allowed: [n], 0 at rows that a search may not find, or None."""
         starts = self.list_starts()
         lists = self.lists if starts is None else starts
         rows = (self.codes, self.signs, self.scales, self.offsets, self.ids, allowed, self.factors)
         return rows if lists is None else (*rows, lists)
 
     def without(self, rows: NDArray[np.int64]) -> Segment:
-        """The same without some rows."""
+        """Returns the same segment with some more rows removed."""
         allowed = np.ones(len(self), np.uint8) if self.allowed is None else self.allowed.copy()
         allowed[rows] = 0
         return replace(self, allowed=allowed, _order=None, _noise=None)
 
     def sign_rows(self, rows: NDArray[Any] | None = None) -> NDArray[np.uint8]:
-        """Leading bits row after row, [n, planes]."""
+        """Returns leading bits row after row, [n, planes]."""
         blocks, lanes = self.places(np.arange(len(self)) if rows is None else rows)
         return self.signs[blocks, :, lanes]
 
     def places(self, rows: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The block of each row's leading bits, and where they are in it."""
+        """Returns for each row the block of its leading bits, and the place in the block."""
         return rows // BLOCK, rows % BLOCK
 
     def lists_of(self, rows: NDArray[Any]) -> NDArray[np.int32]:
-        """The list of each of some rows."""
+        """Returns the list of each row."""
         assert self.lists is not None
         lists: NDArray[np.int32] = self.lists[rows]
         return lists
@@ -129,26 +129,26 @@ class Segment:
         return Segment(self.codes[rows], signs, self.scales[rows], offsets, self.all_ids[rows], lists=lists, fine=fine)
 
     def divided(self, exponent: int) -> Segment:
-        """The rows of vectors divided by 2^exponent."""
+        """Returns the rows that the vectors would have, divided by 2^exponent."""
         offsets = None if self.offsets is None else np.ldexp(self.offsets, -2 * exponent)
         scales = np.ldexp(self.scales, -exponent)
         fine = None if self.fine is None else self.fine.divided(exponent)
         return Segment(self.codes, self.signs, scales, offsets, self.ids, self.allowed, lists=self.lists, fine=fine)
 
     def apart(self) -> Segment:
-        """The same rows without room: later additions to this segment do not show there."""
+        """Returns the same rows without room, so that later additions to this segment do not touch them."""
         if self.room is None:
             return replace(self, _order=None, _noise=None, _factors=None)
         copy = self.take(np.arange(len(self)))
         return replace(copy, ids=_own(self.ids), allowed=self.allowed)
 
     def followed_by(self, new: Segment) -> Segment | None:
-        """These rows and then the new ones, which are copied into the room; None if they do not fit."""
+        """Copies new rows into the room behind these, and returns a segment of both; None if they do not fit."""
         room, n, m = self.room, len(self), len(new)
         if room is None or n + m > len(room):
             return None
         room.codes[n : n + m] = new.codes
-        block, lane = divmod(n, BLOCK)  # rows of a new block become the last of one and the first of the next
+        block, lane = divmod(n, BLOCK)  # rows of a new block end one block here and begin the next
         first = room.signs[block : block + len(new.signs), :, lane:]
         first[:] = new.signs[:, :, : BLOCK - lane]
         rest = room.signs[block + 1 : block + 1 + len(new.signs), :, :lane]
@@ -194,7 +194,7 @@ def _own(ids: NDArray[np.int64] | int) -> NDArray[np.int64] | int:
 
 
 def blocks_of(sign_rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """[n, planes] -> [blocks, planes, 64]."""
+    """Interleaves leading bits: [n, planes] -> [blocks, planes, 64], 0 behind the last row."""
     n, planes = sign_rows.shape
     blocks = -(-n // BLOCK)
     padded = np.zeros((blocks * BLOCK, planes), np.uint8)
@@ -203,7 +203,7 @@ def blocks_of(sign_rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def with_room(new: Segment) -> Segment:
-    """The rows of a segment, copied to where others can follow."""
+    """Copies the rows of a segment into one with room for more, unless it is more than half full already."""
     if len(new) > ROWS // 2:
         return new
     joined = _before(new).followed_by(new)
@@ -212,7 +212,7 @@ def with_room(new: Segment) -> Segment:
 
 
 def _before(new: Segment) -> Segment:
-    """No rows, with room for those of a segment and others."""
+    """Returns an empty segment with room for the rows of `new` and others."""
     _, planes, _ = new.signs.shape
     room = Segment(
         np.empty((ROWS, new.codes.shape[1]), np.uint8),
@@ -229,7 +229,7 @@ def _before(new: Segment) -> Segment:
 
 
 def parts(x: Any) -> Iterator[Any]:
-    """Rows of x, a segment at a time."""
+    """Yields the rows of x, a segment's worth at a time."""
     return (x[at : at + ROWS] for at in range(0, len(x), ROWS))
 
 
@@ -238,12 +238,12 @@ def _dtype_name(array: NDArray[Any]) -> str:
 
 
 def _numpy_dtype(entry: Tensor) -> np.dtype[Any]:
-    """NumPy has no bfloat16."""
+    """The dtype of an array; NumPy has no bfloat16, so that its words are read as uint16."""
     return np.dtype("<u2") if entry.dtype == "BF16" else numpy_dtype(entry)
 
 
 def write(path: str | os.PathLike[str], meta: dict[str, Any], arrays: dict[str, list[NDArray[Any]]]) -> None:
-    """A safetensors file (`files`); an array is given in parts along its first dimension."""
+    """Writes a safetensors file (`files`). Each array is given in parts along its first dimension."""
     parts = {name: list(map(array_bytes, pieces)) for name, pieces in arrays.items()}
     tensors = {
         name: Tensor(_dtype_name(pieces[0]), (sum(map(len, pieces)), *pieces[0].shape[1:]))
@@ -254,7 +254,7 @@ def write(path: str | os.PathLike[str], meta: dict[str, Any], arrays: dict[str, 
 
 
 def read(path: str, mapped: bool) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """(metadata, arrays) of a file that `write` made. Sizes are checked against the file, bytes are not (`damaged`)."""
+    """Returns (metadata, arrays) of a file that `write` made. Checks sizes against the file, not bytes (`damaged`)."""
     try:
         with open(path, "rb") as file:
             meta, tensors, start = read_header(file, FORMAT)
@@ -274,5 +274,5 @@ def read(path: str, mapped: bool) -> tuple[dict[str, Any], dict[str, NDArray[Any
 
 
 def damaged(meta: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> list[str]:
-    """Names of the arrays whose checksums differ from those in the file."""
+    """Returns the names of the arrays whose checksums differ from those in the file."""
     return [name for name, array in arrays.items() if crc32([array_bytes(array)]) != meta["crc32"][name]]

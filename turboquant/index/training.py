@@ -1,4 +1,4 @@
-"""What `Index.train` learns, judged by the recall of held-out rows."""
+"""What `Index.train` learns. Candidates are judged by the recall of held-out rows."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from .storage import Segment
 from .transform import TWO_LEAD, Axes, Transform, bound, with_mean
 
 JUDGES = 100_000  # the most rows of a sample that are used, spread evenly
-_SAMPLE = 20_000  # the most that mean and axes are learnt from
-_HELD = 1000  # the most queries
-LEAST = 64  # rows of a sample that can be judged
-_SIGMAS = (3.0, 3.5, 4.0)
+_SAMPLE = 20_000  # the most rows that mean and axes are learnt from
+_HELD = 1000  # the most rows that are held out as queries
+LEAST = 64  # the fewest rows of a sample that candidates are judged on
+_SIGMAS = (3.0, 3.5, 4.0)  # widths of the bound to try with axes
 _WIDE_SIGMAS = (*_SIGMAS, 5.0, 6.0)  # with few coordinates a row that passes a wide bound costs little
-_DIAL = tuple(0.25 * i for i in range(16))
+_DIAL = tuple(0.25 * i for i in range(16))  # widths of the bound to try for `recall`
 _MISSED = 0.0005  # share of the best rows that a bound below the widest may miss
-_LOST = 0.004  # of the recall, by the widest
-_FACTORS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of k rows, which are ranked anew
-_POWERS = (1.0, 0.5, 0.0)  # of variances, for widths
+_LOST = 0.004  # recall that axes may lose by their bound
+_FACTORS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # multiples of k to try: how many rows are ranked again
+_POWERS = (1.0, 0.5, 0.0)  # powers of variances to try in `transform.allocate`
 
-Recalls = NDArray[np.float64]  # of each query
+Recalls = NDArray[np.float64]  # the recall of each query
 
 
 class _Trial:
-    """Rows of a sample: a tenth of them are queries, and the others an index."""
+    """A sample divided into queries, every tenth row up to `_HELD`, and the rows that they search."""
 
     def __init__(self, x: Floats, metric: int) -> None:
         self.metric = metric
@@ -55,8 +55,8 @@ class _Trial:
         return _share(self.found(t, rows), self.truth)
 
     def width_for(self, t: Transform, share: float) -> float:
-        """The least width of a bound that keeps this share of what a scan of all bits finds; the transform's own if
-        none is narrower."""
+        """Returns the least width of a bound with which searches find this share of what a scan of all bits finds, or
+        the transform's own width if no narrower one does."""
         rows = self.encoded(t)
         every = self.found(t, rows)
         for sigmas in _DIAL:
@@ -65,8 +65,8 @@ class _Trial:
         return t.sigmas
 
     def bounded(self, t: Transform, rows: Segment) -> tuple[float, Recalls]:
-        """The least width of a bound that hardly misses what a scan of all bits finds, at most 4 standard deviations,
-        or 6 with few coordinates; and the recall with it."""
+        """Returns the least width of a bound that misses almost nothing that a scan of all bits finds (`_MISSED`), at
+        most 4 standard deviations, or 6 with few coordinates; and the recall with it."""
         every = self.found(t, rows)
         for sigmas in _WIDE_SIGMAS if t.channels <= TWO_LEAD else _SIGMAS:
             ids = self.found(t, rows, sigmas)
@@ -76,8 +76,8 @@ class _Trial:
 
 
 def with_factor(t: Transform, x: Floats, metric: int, share: float) -> Transform:
-    """`t`, which refines, with the least factor that finds this share of the true neighbours of held-out rows of x, or
-    the one that finds most."""
+    """Returns `t`, which refines, with the least factor that finds this share of the true neighbours of held-out rows
+    of x, or with the factor that finds most."""
     assert t.fine is not None and t.training is not None
     trial = _Trial(_spread(x, JUDGES), metric)
     rows, fine = trial.encoded(t), trial.encoded(t.fine)
@@ -109,14 +109,14 @@ def _rises(before: Recalls, after: Recalls) -> bool:
 
 
 def _spread(x: Floats, most: int) -> Floats:
-    """At most so many rows of x, spread evenly."""
+    """Returns at most this many rows of x, spread evenly."""
     return x[:: max(1, -(-len(x) // most))]
 
 
 def choose(base: Transform, x: Floats, bits: int, metric: int, axes: bool, share: float | None = None) -> Transform:
-    """`base`, its mean alone, or axes and widths too: what finds the most neighbours of held-out rows of x. Axes must
-    find more by two standard errors, with such a bound (`_Trial.bounded`), also among more rows than they were
-    learnt from. share: of what a scan of all bits finds, that the bound must keep."""
+    """Returns `base` as it is, with a mean, or with mean, axes and widths: what finds the most neighbours of held-out
+    rows of x. Axes must find more by two standard errors, also with their bound (`_Trial.bounded`) and among more rows
+    than they were learnt from. share: how much of what a scan of all bits finds the bound must keep, or None."""
     if len(x) < LEAST:
         return replace(with_mean(base, x), training={"chosen": "mean", "queries": 0, "recall": {}})
     judges, x = _spread(x, JUDGES), _spread(x, _SAMPLE)
@@ -142,7 +142,7 @@ def choose(base: Transform, x: Floats, bits: int, metric: int, axes: bool, share
 
 
 def _holds(trial: _Trial, plain: Transform, axes: Transform, sigmas: float) -> bool:
-    """Whether axes find more than `plain` among the rows of a trial."""
+    """Whether axes find more than `plain` by two standard errors among the rows of a trial."""
     before = trial.recall(plain, trial.encoded(plain))
     return _rises(before, _share(trial.found(axes, trial.encoded(axes), sigmas), trial.truth))
 
@@ -150,8 +150,8 @@ def _holds(trial: _Trial, plain: Transform, axes: Transform, sigmas: float) -> b
 def _best_axes(
     trial: _Trial, base: Transform, bits: int, recalls: dict[str, Recalls], plain: Recalls
 ) -> tuple[float, bool, float] | None:
-    """(power, together, sigmas) of the widths that find most; None if none of them finds more than `plain`. The recall
-    of each is added to `recalls`."""
+    """Returns (power, together, sigmas) of the axes that find most, or None if none find more than `plain`. Adds the
+    recall of each candidate to `recalls`."""
     learnt = Axes(base, trial.rest)
     tried: dict[str, tuple[float, bool, Transform]] = {}
     for power in _POWERS:

@@ -1,4 +1,4 @@
-"""The transform of an index's vectors before they are encoded, and how it is learnt from a sample."""
+"""The transform of an index's vectors before they are encoded, and learning it from a sample."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .storage import Segment
 
 FINE_BITS = 8
 GROUP, EIGHT = 32, 8  # channels of a group; the last group has a multiple of 8
-FEW = 16  # up to this many numbers, the rotated coordinates are no independent noise, and the scan has no bound
+FEW = 16  # up to this many numbers, rotated coordinates are not like independent noise, and the scan has no bound
 TWO_LEAD = 192  # up to this many coordinates, the scan of an untrained index reads two bits of each
-# E[(u - its level)^2] of N(0, 1), by bits
+# E[(u - level(u))^2] for u from N(0, 1), by bits
 _DISTORTION = {0: 1.0, 1: 0.3634, 2: 0.1188, 3: 0.03455, 4: 0.009506, 5: 0.002519, 6: 0.0006625, 8: 0.0000814}
 
 Floats = NDArray[np.float32]
@@ -29,17 +29,17 @@ Floats = NDArray[np.float32]
 class Transform:
     """z = R (x - mean), zero-padded to a multiple of 8.
 
-    bits: uint8 [groups], of each group of 32 coordinates of z, the last of which may be smaller; steps: float32
-        [groups], their magnitude.
+    bits: uint8 [groups], bits of a coordinate of z in each group of 32; the last group may be smaller.
+    steps: float32 [groups], the magnitude of a group's coordinates.
     lead: uint8 [groups], how many of the bits the scan reads.
     mean: float32 [dim] or None. matrix: bfloat16 as uint16 [channels, channels], R transposed, so that
         z = (x - mean) @ matrix; None: a random Hadamard rotation by `seed`.
     sigmas: the scan bounds what unread bits add to a score by this many standard deviations.
-    exponent: x are divided by 2^exponent first, above 0 where numbers are larger than the core takes.
+    exponent: x is divided by 2^exponent first; above 0 where numbers are larger than the core takes.
     training: what `train` chose, and why (`Index.training`).
     lists: None, or the lists of the vectors: then z = R (x - the centre of x's list), without a mean.
-    fine: None, or the transform by which each vector is also kept in 8 bits, to rank what a search finds anew.
-    factor: how many times k rows a search finds, where they are ranked anew.
+    fine: None, or the transform of a second, 8-bit copy of each vector, by which what a search finds is ranked again.
+    factor: with `fine`, a search finds this many times k rows and ranks them again.
     """
 
     dim: int
@@ -58,7 +58,7 @@ class Transform:
 
     @property
     def channels(self) -> int:
-        """Numbers of z."""
+        """How many numbers z has."""
         return -(-self.dim // EIGHT) * EIGHT
 
     @property
@@ -68,12 +68,12 @@ class Transform:
 
     @property
     def row_bytes(self) -> int:
-        """The other bytes of its codes."""
+        """Bytes of a row's codes that the scan does not read."""
         return int(self.bits @ eights(self.channels)) - self.planes
 
     @property
     def nbytes(self) -> int:
-        """Bytes that do not grow with the vectors."""
+        """Bytes of the transform, which do not grow with the number of vectors."""
         arrays = (self.bits, self.lead, self.steps, self.mean, self.matrix)
         parts = sum(part.nbytes for part in (self.lists, self.fine) if part is not None)
         return parts + sum(array.nbytes for array in arrays if array is not None)
@@ -86,14 +86,14 @@ class Transform:
         return plan, self.dim, metric, self.bits, self.lead, self.steps, self.mean, self.matrix, width, *lists
 
     def divided(self, exponent: int) -> Transform:
-        """The transform of vectors that are divided by another 2^exponent first."""
+        """Returns the transform that divides vectors by another 2^exponent first."""
         mean = None if self.mean is None else np.ldexp(self.mean, -exponent)
         lists = None if self.lists is None else self.lists.divided(exponent)
         fine = None if self.fine is None else self.fine.divided(exponent)
         return replace(self, mean=mean, lists=lists, fine=fine, exponent=self.exponent + exponent)
 
     def decoded(self, segment: Segment, rows: NDArray[np.int64]) -> Floats:
-        """The vectors that some rows of a segment stand for."""
+        """Decodes some rows of a segment to vectors."""
         if self.fine is not None and segment.fine is not None:
             return self.fine.decoded(segment.fine, rows)
         codes, leading, scales = segment.codes[rows], segment.sign_rows(rows), segment.scales[rows]
@@ -107,44 +107,44 @@ class Transform:
 
 
 def widened(bfloats: NDArray[np.uint16]) -> Floats:
-    """bfloat16 as float32."""
+    """Converts bfloat16 to float32."""
     return (bfloats.astype(np.uint32) << 16).view(np.float32)
 
 
 def as_bfloat16(x: Floats) -> NDArray[np.uint16]:
-    """Finite float32 rounded to bfloat16, half to even."""
+    """Rounds finite float32 to bfloat16, half to even."""
     words = np.ascontiguousarray(x).view(np.uint32)
     return ((words + 0x7FFF + (words >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 def eights(channels: int) -> NDArray[np.int64]:
-    """[groups]: how many times 8 channels each group has, 4 but for the last."""
+    """Returns [groups]: a group's channels / 8, which is 4 except for the last group."""
     return np.diff(np.append(np.arange(0, channels, GROUP), channels)) // EIGHT
 
 
 @lru_cache(maxsize=64)
 def _plan(channels: int, dense: bool, seed: int) -> Any:
-    """The words of a plan that has this rotation."""
+    """Returns the words of a plan that has this rotation."""
     rotation = Rotation.DENSE if dense else Rotation.HADAMARD
     return Plan(channels, Side(1, rotation), seed=seed).words  # a rotation does not depend on the rest
 
 
-# What the rows of each noise class count as: the ends of the classes are in turboquant_index.h
+# The noise that `bound` assumes for the rows of each noise class. turboquant_index.h has the ends of the classes.
 _NOISE = np.array([0.95, 1.1, 1.35, 1.7, 2.15, 2.8, 3.8, 6.0])
-_WIDEST = 4.0  # standard deviations of a bound
+_WIDEST = 4.0  # the widest finite bound, in standard deviations
 _BEYOND = 0.0125  # share of rows that may lie above their bounds
-_LARGEST = 0.05  # share of rows: the largest by inner product may be these
+_LARGEST = 0.05  # `bound` also checks the rows with the largest scales, at least this share of all: they may score best
 
 
 def _share_beyond(sigmas: float) -> float:
-    """Of a normal distribution."""
+    """Returns the share of a normal distribution above this many standard deviations."""
     return math.erfc(sigmas / math.sqrt(2)) / 2
 
 
 def bound(sigmas: float, counts: Any) -> float:
-    """The least width of a bound, `sigmas` or wider in steps of 0.5, that few of the rows lie above, of all of them and
-    of those with the largest scales. counts: rows of each binary exponent of a scale and noise class, [256, 8], or 0.
-    Infinite if none up to 4 deviations is wide enough."""
+    """Returns the least width of a bound, `sigmas` or wider in steps of 0.5, that few rows lie above, both of all rows
+    and of those with the largest scales. counts: the number of rows by binary exponent of the scale and noise class,
+    [256, 8], or 0. Infinite if no width up to 4 standard deviations is enough."""
     rows = np.cumsum(np.atleast_2d(counts)[::-1], axis=0)
     rows = rows[rows.sum(axis=1) >= max(1, _LARGEST * rows[-1].sum())]
     most = max(_BEYOND, 2 * _share_beyond(sigmas))
@@ -157,8 +157,8 @@ def bound(sigmas: float, counts: Any) -> float:
 
 def untrained(dim: int, bits: int, seed: int) -> Transform:
     groups = -(-dim // GROUP)
-    # With few coordinates, bounds from one bit are so loose that scoring the rows that pass takes longer than reading
-    # two bits.
+    # With few coordinates a bound from one bit is loose: scoring all rows that pass it takes longer than reading a
+    # second bit.
     lead = min(bits, 2) if dim <= TWO_LEAD else 1
     widths, leads = np.full(groups, bits, np.uint8), np.full(groups, lead, np.uint8)
     sigmas = math.inf if dim <= FEW else 3.0 if lead == 2 else 2.5
@@ -166,7 +166,7 @@ def untrained(dim: int, bits: int, seed: int) -> Transform:
 
 
 def with_fine(base: Transform, factor: int, mean: Floats | None) -> Transform:
-    """`base`, by which vectors are also kept in 8 bits a number, around the mean."""
+    """Returns `base` with a second, 8-bit copy of each vector (`Transform.fine`), of vectors less the mean."""
     bits, lead = np.full_like(base.bits, FINE_BITS), np.zeros_like(base.lead)
     steps = np.ones_like(base.steps)
     fine = Transform(base.dim, base.seed, bits, lead, steps, mean, sigmas=math.inf, exponent=base.exponent)
@@ -179,13 +179,12 @@ def with_mean(base: Transform, sample: Floats) -> Transform:
 
 
 def _cheapest(costs: list[dict[int, float]], sizes: list[int], average: int) -> NDArray[np.uint8]:
-    """Bits of each group, at most `average` a channel, with the least sum of costs.
+    """Returns the bits of each group with the least sum of costs, on average at most `average` bits a channel.
 
-    costs   of a channel, by bits
-    sizes   channels / 8 of each group
+    costs: of each group, the cost of a channel by bits. sizes: channels / 8 of each group.
     """
     budget = average * sum(sizes)
-    cost = np.zeros(budget + 1)  # least cost of the groups so far, by the bits that they may take
+    cost = np.zeros(budget + 1)  # least cost of the groups so far, by bits / 8 that they may take
     chosen = np.empty((len(costs), budget + 1), np.uint8)
     for g, (choices, size) in enumerate(zip(costs, sizes, strict=True)):
         best = np.full(budget + 1, np.inf)
@@ -206,17 +205,17 @@ def _cheapest(costs: list[dict[int, float]], sizes: list[int], average: int) -> 
 def allocate(
     variances: NDArray[np.float64], sizes: NDArray[np.int64], bits: int, power: float = 1.0
 ) -> NDArray[np.uint8]:
-    """Widths of groups of sizes channels / 8 that are at most `bits` on average and have the least sum of
-    variance^(1 + power) * distortion(width) over channels. Power 0 is the mean squared error of vectors; power 1 that
-    of scores, if queries vary as the vectors do."""
+    """Returns the widths of groups, at most `bits` on average, with the least sum of variance^(1 + power) *
+    distortion(width) over channels. sizes: channels / 8 of each group. With power 0 the sum is the mean squared error
+    of vectors; with power 1 that of scores, if queries vary as the vectors do."""
     costs = [{width: v ** (1 + power) * error for width, error in _DISTORTION.items()} for v in variances.tolist()]
     return _cheapest(costs, sizes.tolist(), bits)
 
 
 def leading(variances: NDArray[np.float64], sizes: NDArray[np.int64], bits: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """How many bits of each group the scan reads, one on average, for the best estimate of scores. A group without any
-    is estimated as 0, also for neighbours, whose coordinates resemble the query's. That is a bias and no noise, so its
-    error counts five times (of 1, 5, 20 and 60 the best on MiniLM)."""
+    """Returns how many bits of each group the scan reads for the best estimate of scores, one on average. A group of
+    which it reads none is estimated as 0, also for neighbours, whose coordinates resemble the query's. That is a bias,
+    not noise, so its error counts five times (the best of 1, 5, 20 and 60 on MiniLM)."""
     costs = [
         {lead: v**2 * _core.index_lead_error(b, lead) * (1 if lead else 5) for lead in range(min(b, 6) + 1)}
         for v, b in zip(variances.tolist(), bits.tolist(), strict=True)
@@ -228,7 +227,7 @@ def leading(variances: NDArray[np.float64], sizes: NDArray[np.int64], bits: NDAr
 
 
 class Axes:
-    """The principal axes of a sample, from the largest variance on."""
+    """The principal axes of a sample, by descending variance."""
 
     def __init__(self, base: Transform, sample: Floats) -> None:
         self.centred = with_mean(base, sample)
@@ -242,9 +241,9 @@ class Axes:
         self.variances = np.add.reduceat(np.maximum(values[::-1], 0), self.starts) / (EIGHT * self.sizes)
 
     def transform(self, bits: int, power: float, together: bool) -> Transform | None:
-        """Groups of 32 axes with widths after their variances (`allocate`). A random rotation mixes the axes of each
-        group, or `together` those of all groups of one width. None if the sample has no variance, or less than float32
-        holds."""
+        """Returns a transform with groups of 32 axes whose widths follow their variances (`allocate`). A random
+        rotation mixes the axes of each group, or with `together` those of all groups of the same width. None if the
+        sample has no variance, or less than float32 holds."""
         seed, variances = self.centred.seed, self.variances
         widths = allocate(variances, self.sizes, bits, power)
         blocks = [np.flatnonzero(widths == width) for width in np.unique(widths)] if together else []

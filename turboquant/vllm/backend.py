@@ -1,4 +1,4 @@
-"""vLLM's backend, metadata builder and implementation, as far as they are the same for all of its versions."""
+"""vLLM's backend, metadata builder and implementation: the part that is the same for all versions of vLLM."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOST_SINKS = Counter("turboquant:sinks_lost", "Steps of requests whose first tok
 
 
 class PackedBackend(AttentionBackend):
-    """A kind of attention over packed pages. Layers with records of the same size share a class of `of_record`."""
+    """The backend for attention over packed pages. Layers with records of the same size share a class (`of_record`)."""
 
     record_bytes: ClassVar[int] = 0
     forward_includes_kv_cache_update = True
@@ -62,8 +62,8 @@ class PackedBackend(AttentionBackend):
 
     @classmethod
     def of_record(cls, record_bytes: int) -> type[PackedBackend]:
-        """The class for pages of `record_bytes` a head. vLLM makes one metadata builder for each class, which it knows
-        by its name."""
+        """Returns the class for pages of `record_bytes` a head. vLLM makes one metadata builder for each class, and
+        tells classes apart by their names."""
         backends = cls.__dict__.get("_backends")
         if backends is None:
             backends = cls._backends = {}
@@ -77,7 +77,7 @@ class PackedBackend(AttentionBackend):
 
 
 class Builder(AttentionMetadataBuilder):
-    """What builders of metadata have in common. vLLM makes one for all layers of a class of backends."""
+    """The common part of metadata builders. vLLM makes one builder for all layers of a backend class."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -90,8 +90,8 @@ class Builder(AttentionMetadataBuilder):
                 log.info(self.engine.summary(cache.num_gpu_blocks, cache.block_size))
 
     def count(self, exact: int, lost: int) -> None:
-        """More requests had the exact row of their first tokens in a step, or had none. Says how often they had none,
-        at 1, 10, 100, .. times."""
+        """Counts requests of a step that had the exact row of their first tokens, and those that had none. Logs the
+        first of the latter, and again whenever their number gets another digit."""
         before = self.lost
         self.exact_count, self.lost = self.exact_count + exact, before + lost
         EXACT_SINKS.inc(exact)
@@ -103,7 +103,7 @@ class Builder(AttentionMetadataBuilder):
 
 
 class PackedBuilder(Builder):
-    """Makes the `Batch` of a step on a CPU, once for all layers of a class."""
+    """Makes the `Batch` of a step on a CPU, once for all layers of a backend class."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -167,7 +167,7 @@ class PackedImpl(AttentionImpl):
         self.adopt(layer, prepared)
 
     def adopt(self, layer: Any, prepared: Layer) -> None:
-        """Gives a layer of vLLM's the backend of its record's size."""
+        """Gives a layer of vLLM the backend class for its record size."""
         layer.attn_backend = self.backend.of_record(prepared.plan.record_bytes)
 
     def forward(
@@ -203,7 +203,7 @@ class PackedImpl(AttentionImpl):
 
 
 def _device(layer: Any) -> torch.device:
-    """Where the layer's vectors are: where vLLM makes tensors for its model."""
+    """Returns the device of the layer's vectors: the one on which vLLM makes tensors for its model."""
     if current_platform.is_cpu():
         return torch.device("cpu")
     return torch.device(current_platform.device_type, torch.cuda.current_device())

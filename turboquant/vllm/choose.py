@@ -1,7 +1,7 @@
 """The classes that vLLM resolves by name.
 
-vLLM keeps a resolved class for all engines of a process. So the class for CPUs is vLLM's own but for one method, which
-is called for each layer, when the configuration of the engine is known.
+vLLM keeps a resolved class for all engines of a process. So the class for CPUs is vLLM's own except for one method,
+which is called for each layer, when the configuration of the engine is known.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["CpuAttention", "Custom", "configured"]
 
 
 def configured() -> bool:
-    """Whether the engine that is being built is to have packed caches."""
+    """Whether the engine that is being built gets packed caches."""
     return "turboquant" in (get_current_vllm_config().additional_config or {})
 
 
@@ -33,7 +33,7 @@ if current_platform.is_cpu():
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     class CpuAttention(CPUAttentionBackend):
-        """vLLM's attention on CPUs, or ours."""
+        """vLLM's attention on CPUs, or that over packed pages if the engine is configured so."""
 
         @staticmethod
         def get_impl_cls() -> Any:
@@ -42,7 +42,7 @@ if current_platform.is_cpu():
 
 
 def __getattr__(name: str) -> Any:
-    """vLLM's own class of a kind of attention that cannot be packed."""
+    """Returns vLLM's own class of an attention that cannot be packed; `check_engine` refuses it in a packed engine."""
     if name not in ("CPU_MLA", "AMX_MLA"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm.utils.import_utils import resolve_obj_by_qualname

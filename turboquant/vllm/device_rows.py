@@ -1,8 +1,8 @@
-"""Which exact tokens lie beside which block, on a device: `rows.Sinks` for engines whose block tables the host does not
-have. The rules are the same, and nothing is read back: a step costs some small operations, queued before the model.
+"""Which rows hold the exact first tokens of which block, on a device: `rows.Sinks` for block tables that are not on the
+host. The rules are the same. Nothing is read back: a step costs a few small operations, queued before the model.
 
-A block and its row name each other, so a row is found by the block and belongs to it if it says so too. Taking a row
-away is one write.
+A block and its row name each other: `row_of` finds the row of a block, and `owner` says whether it still belongs to the
+block. So one write takes a row away.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ __all__ = ["DeviceSinks"]
 class DeviceSinks:
     """Rows of the first `size` tokens of sequences.
 
-    sliding_window  tokens that the layers see, 0: all (`batch.ExactRows`)
-    counts          int64 [3] on the device: look-ups that found a row, that did not, and of padding
+    sliding_window  how many tokens the layers see, 0: all (`batch.ExactRows`)
+    counts          int64 [3] on the device: look-ups that found a row, that did not, and requests without a look-up
     """
 
     def __init__(self, rows: int, size: int, blocks: int, device: torch.device, sliding_window: int = 0) -> None:
@@ -27,8 +27,8 @@ class DeviceSinks:
         def table(length: int, value: int) -> torch.Tensor:
             return torch.full((length,), value, dtype=torch.int64, device=device)
 
-        self.row_of = table(blocks, 0)  # of each block; it counts if `owner` of the row is the block
-        # One entry behind the rows takes the writes that are not meant. It is nobody's and has no tokens.
+        self.row_of = table(blocks, 0)  # row of each block; valid if `owner` of the row is the block
+        # One entry behind the rows takes the writes of requests without a row. It has no owner and no tokens.
         self.owner, self.stop, self.used = table(rows + 1, -1), table(rows + 1, 0), table(rows + 1, 0)
         self.counts = table(3, 0)
         self._ones = table(1, 1)
@@ -38,10 +38,10 @@ class DeviceSinks:
         self, query_start_loc: torch.Tensor, lengths: torch.Tensor, block_table: torch.Tensor, max_query_len: int,
         *, begins: bool, enters: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """`Batch.sink_rows` int32 [requests], after all that the batch writes has been noted.
+        """Notes all that a batch writes, and returns its `Batch.sink_rows`, int32 [requests].
 
-        begins  whether a request may be at its first token
-        enters  whether a request may write the first token of a page
+        begins  whether any request may be at its first token
+        enters  whether any request may write the first token of a page
         """
         self._step += 1
         tokens = query_start_loc.diff().long()
@@ -52,7 +52,7 @@ class DeviceSinks:
         first = block_table[:, 0].long()
         row = self.row_of[first]
         sought = new & (first != NULL_BLOCK)
-        if self.sliding_window:  # it has left the first tokens: `ExactRows`
+        if self.sliding_window:  # not where the window is past the first tokens: `ExactRows`
             sought &= past - self.size + 1 < self.sliding_window
         hits = sought & (self.owner[row] == first) & (self.stop[row] >= past.clamp(max=self.size))
         if begins:
@@ -69,7 +69,7 @@ class DeviceSinks:
     def _drop(
         self, block_table: torch.Tensor, past: torch.Tensor, lengths: torch.Tensor, new: torch.Tensor, most: int
     ) -> None:
-        """Pages behind the first one are written without a row."""
+        """Takes their rows from blocks that are written as pages behind the first one, which have no row."""
         width = (most + PAGE - 2) // PAGE + 1
         page = past[:, None] // PAGE + torch.arange(width, device=past.device)
         written = new[:, None] & (page > 0) & (page * PAGE < lengths[:, None])
@@ -79,7 +79,7 @@ class DeviceSinks:
         self.owner.index_fill_(0, gone.flatten(), -1)
 
     def _claim(self, block: torch.Tensor, row: torch.Tensor, hits: torch.Tensor, begun: torch.Tensor) -> torch.Tensor:
-        """A row for each request that has `begun`: free ones, then those that no request has used for longest."""
+        """Assigns a row to each request that has `begun`: free rows, then those not used for longest. Returns it."""
         self.used.index_fill_(0, torch.where(hits, row, self.rows), self._step)
         age = torch.where(self.owner[: self.rows] < 0, -1, self.used[: self.rows])
         oldest = age.argsort(stable=True)

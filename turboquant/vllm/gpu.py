@@ -1,4 +1,4 @@
-"""The metadata builder for GPUs, where the host knows neither block tables nor, with drafts, exact lengths; and the
+"""The metadata builder for GPUs, where the host does not know block tables or, with drafts, exact lengths; and the
 attention of chunks."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .steps import Schedule, Step
 
 __all__ = ["GpuBuilder", "dense_attention"]
 
-TELL = 64  # steps between two looks at how many rows were found
+TELL = 64  # steps between two copies of the counts of rows to the host
 
 
 class GpuBuilder(Builder):
@@ -45,14 +45,14 @@ class GpuBuilder(Builder):
         return torch.zeros(schedule_rows(requests, self.device), 4, dtype=torch.int32, device=self.device)
 
     def _table(self) -> DeviceSinks | None:
-        """The rows of first tokens; None if there are none, or while vLLM makes builders before it has counted blocks,
-        as it does to measure its memory."""
+        """Returns the rows of first tokens. None if the spec has no sinks, or while vLLM measures its memory: then it
+        makes builders before it has counted blocks."""
         size, blocks = self.engine.settings.exact[0], self.vllm_config.cache_config.num_gpu_blocks
         if not size or blocks is None:
             return None
         spec = self.kv_cache_spec
         window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
-        pages = blocks * max(1, self.vllm_config.cache_config.block_size // PAGE)  # the spec's are blocks of kernels
+        pages = blocks * max(1, self.vllm_config.cache_config.block_size // PAGE)  # spec.block_size is the kernels'
         return DeviceSinks(self.engine.rows, size, pages, self.device, window)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
@@ -77,7 +77,7 @@ class GpuBuilder(Builder):
         return Step.of(whole, starts, bounds, few, schedule)
 
     def _count(self) -> None:
-        """Tells metrics and the log what the device had counted at the last look, and looks again."""
+        """Every `TELL` steps, passes the last copy of the device's counts to metrics and log, and starts the next."""
         if self.steps % TELL == 0:
             assert self.sinks is not None
             exact, lost, _ = self.told.tolist()
@@ -90,7 +90,7 @@ def dense_attention(
     attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_loc: torch.Tensor, k_loc: torch.Tensor,
     most_q: int, most_k: int, causal: bool, out: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """`steps.Dense` by vLLM's FlashAttention."""
+    """A `steps.Dense` that runs vLLM's FlashAttention."""
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 
     window = [attention.sliding_window - 1, 0] if causal and attention.sliding_window else None

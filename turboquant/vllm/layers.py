@@ -1,4 +1,4 @@
-"""What an engine's layers are packed with: the specs, a profile, the part of this rank, and rows of exact tokens."""
+"""How an engine's layers are packed: specs, a profile, the heads of this rank, and rows of exact tokens."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ log = logging.getLogger("vllm.turboquant")  # below vLLM's own logger, which has
 
 
 def find_profile(settings: Settings, model: str, revision: str | None, dummy: bool) -> Profile | None:
-    """The profile of a checkpoint: from the file that the settings name, or the one that `turboquant measure` keeps.
-    None if the settings say so. ValueError, which names the command, if there is none, or one of another checkpoint.
+    """Returns the profile of a checkpoint, from the file that the settings name or the one that `turboquant measure`
+    keeps. None if the settings say so. ValueError, which names the command to run, if there is no profile or it is of
+    another checkpoint.
 
     model, revision   a folder, or a name on the hub whose files are in its cache
-    dummy             whether the weights are random and no checkpoint's (load_format="dummy")
+    dummy             whether the weights are random instead of a checkpoint's (load_format="dummy")
     """
     if settings.profile is None:
         return None
@@ -65,7 +66,7 @@ def _digest(model: str, revision: str | None) -> str:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer on this rank. sinks, tails: rows of exact tokens, if there are any."""
+    """One layer on this rank. sinks, tails: rows of exact tokens, or None."""
 
     plan: Plan
     transforms: dict[str, torch.Tensor]
@@ -75,21 +76,21 @@ class Layer:
 
     @property
     def exact_bytes(self) -> int:
-        """Bytes of all rows."""
+        """Bytes of all rows of exact tokens."""
         return sum(one.k.nbytes + one.v.nbytes for one in (self.sinks, self.tails) if one is not None)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a packed token."""
+        """Bytes of a packed token, all KV heads of this rank."""
         return self.kv_heads * self.plan.record_bytes // PAGE
 
 
 @dataclass(eq=False)
 class Engine:
-    """One engine's share of this process.
+    """The part of an engine that is in this process.
 
-    rows     of exact tokens, of each layer
-    numbers  of the layers that have keys: index in the model -> place in the profile
+    rows     how many rows of exact tokens each layer has
+    numbers  layers that have keys: index in the model -> place in the profile
     """
 
     settings: Settings
@@ -106,7 +107,7 @@ class Engine:
 
     @classmethod
     def of(cls, config: Any) -> Engine:
-        """For a `VllmConfig`. ValueError for what it may not have."""
+        """Returns the engine of a `VllmConfig`. ValueError for what that may not have."""
         options = (config.additional_config or {}).get("turboquant")
         if options is None:
             raise ValueError("--attention-backend CUSTOM is turboquant's here and needs --additional-config "
@@ -122,7 +123,7 @@ class Engine:
         engine = cls(settings, config, ROWS_PER_REQUEST * config.scheduler_config.max_num_seqs,
                      parallel.rank % parallel.tensor_parallel_size, parallel.tensor_parallel_size, numbers)  # fmt: skip
         if os.path.isdir(config.model_config.model):
-            engine.find()  # before weights are read
+            engine.find()  # so that errors come before weights are read
         return engine
 
     def find(self) -> None:
@@ -155,7 +156,7 @@ class Engine:
         self.said.add(what)
 
     def prepare(self, name: str, index: int, head_dim: int, kv_heads: int, dtype: torch.dtype, device: Any) -> Layer:
-        """The layer called `name`, the index-th of the model, with this rank's heads."""
+        """Prepares this rank's heads of the layer called `name`, which has this index in the model."""
         self.find()
         assert self._specs is not None
         if index not in self.numbers:
@@ -180,7 +181,7 @@ class Engine:
         return layer
 
     def _own(self, transforms: dict[str, torch.Tensor], kv_heads: int) -> dict[str, torch.Tensor]:
-        """The part of this rank's heads. With more ranks than heads, ranks share one."""
+        """Returns the transforms of this rank's heads. With more ranks than heads, several ranks have the same head."""
         own = {}
         for key, x in transforms.items():
             if key == "key_turns" or len(x) in (1, kv_heads):
@@ -193,13 +194,13 @@ class Engine:
     def _rows(self, kv_heads: int, tokens: int, head_dim: int, dtype: torch.dtype, device: Any) -> Exact | None:
         if not tokens:
             return None
-        # Written, so that an engine which measures its memory counts them.
+        # Written at once, so that they are there when the engine measures its memory.
         k, v = (torch.zeros(self.rows, kv_heads, tokens, head_dim, dtype=dtype, device=device) for _ in range(2))
         return Exact(k.fill_(0), v.fill_(0))
 
     def _take(self, nbytes: int) -> None:
-        """Rows are part of the memory that was given to the cache, where that is a number of bytes. Otherwise the
-        engine measures what is left, after this."""
+        """Takes the bytes of exact rows from the cache's memory if that is set in bytes. Otherwise the engine measures
+        later how much memory is left."""
         cache = self.config.cache_config
         limit = getattr(cache, "kv_cache_memory_bytes", None)
         if limit is None or not nbytes:
@@ -210,7 +211,7 @@ class Engine:
         cache.kv_cache_memory_bytes = limit - nbytes
 
     def summary(self, blocks: int, block_size: int) -> str:
-        """The line of the log that says what was built."""
+        """Returns the line for the log that says what was built."""
         layers = [*self.layers.values()]
         packed = sum(layer.token_bytes for layer in layers)
         plain = sum(2 * layer.kv_heads * layer.plan.head_dim * 2 for layer in layers)
@@ -227,7 +228,7 @@ _engines: dict[int, tuple[weakref.ref[Any], Engine]] = {}
 
 
 def engine_of(config: Any) -> Engine:
-    """The engine of a `VllmConfig`; copies of it share their compilation_config."""
+    """Returns the engine of a `VllmConfig`, the same for its copies, which share their compilation_config."""
     shared = config.compilation_config
     entry = _engines.get(id(shared))
     if entry is None or entry[0]() is not shared:

@@ -1,7 +1,7 @@
-"""Appends a ragged batch to packed pages, and attends for one: the operators of this plug-in but one, which steps.py
-calls.
+"""Appends a ragged batch to packed pages, and attends for one. These are the plug-in's calls of operators, except for
+`dequantize`, which steps.py calls.
 
-Every query reads what was packed, but for the tokens that exact rows have.
+Every query reads packed tokens, except those that exact rows have.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class Exact:
 class Attention:
     """What a layer's attention computes with.
 
-    transforms     the operators' arguments
+    transforms     the arguments of operators for the plan's transforms
     sinks          rows of the first tokens of sequences
-    learned_sinks  float32 [heads]: a logit that a head's softmax has beside its tokens, with a value of zero
+    tails          rows of the last tokens of pages
+    learned_sinks  float32 [heads]: a logit in each head's softmax beside those of its tokens, with a value of zero
     """
 
     plan: Plan
@@ -50,13 +51,13 @@ class Attention:
 
     @cached_property
     def words(self) -> tuple[int, ...]:
-        """Of the plan, as operators take them."""
+        """The plan's words, as operators take them."""
         return tuple(self.plan.words)
 
 
 def append(attention: Attention, key: torch.Tensor, value: torch.Tensor, batch: Batch, pages: torch.Tensor) -> None:
     """Packs new keys and values, [tokens, kv_heads, head_dim], into `pages` uint8 [pages, kv_heads, record_bytes], and
-    copies those that have exact rows."""
+    copies those that have exact rows to these."""
     _append(attention.words, key, value, batch.lengths, pages, batch.block_table,
             **_shared(attention, batch, batch.tail_rows))  # fmt: skip
 
@@ -65,9 +66,9 @@ def attend(
     attention: Attention, query: torch.Tensor, batch: Batch, pages: torch.Tensor, out: torch.Tensor, *,
     lse: torch.Tensor | None = None, ends: torch.Tensor | None = None, schedule: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Writes to out [tokens, heads, head_dim] what the queries of the same shape see: all tokens up to their own, or
-    those before `ends` int32 [requests]. lse: float32 [tokens, heads], written too. schedule: of `write_schedule`.
-    Learned sinks are left out (`share_with_learned_sinks`)."""
+    """Writes to out [tokens, heads, head_dim] the attention of `query`, of the same shape. Queries see all tokens up to
+    their own, or with `ends` int32 [requests] those before. lse: float32 [tokens, heads], written too. schedule: from
+    `write_schedule`. Learned sinks are left out (`share_with_learned_sinks`)."""
     how = _shared(attention, batch, batch.tail_reads)
     if attention.tails is not None and batch.tail_reads is not None:
         how["window"] = batch.window
@@ -77,8 +78,8 @@ def attend(
 
 
 def share_with_learned_sinks(attention: Attention, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Changes `out` [tokens, heads, head_dim], whose softmax had tokens alone, to what it is with the learned sinks of
-    the layer. lse: float32 [tokens, heads], of the tokens."""
+    """Applies the layer's learned sinks to `out` [tokens, heads, head_dim], in place. lse: float32 [tokens, heads], the
+    log-sum-exp of the softmax without them."""
     assert attention.learned_sinks is not None
     out.mul_(torch.sigmoid(lse - attention.learned_sinks).unsqueeze(-1).to(out.dtype))
 
@@ -86,8 +87,8 @@ def share_with_learned_sinks(attention: Attention, out: torch.Tensor, lse: torch
 def attend_workspace(
     attention: Attention, query: torch.Tensor, kv_heads: int, requests: int, length: int, most: int
 ) -> int:
-    """The most bytes of workspace that `attend` needs for new tokens of the shape of `query` and fewer, of so many
-    requests and fewer, each with up to `length` tokens, of which up to `most` are new."""
+    """Returns the most bytes of workspace that `attend` needs for up to as many new tokens as `query` has, of up to
+    this many requests, each with up to `length` tokens, of which up to `most` are new."""
 
     def numbers(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=query.device)
@@ -104,8 +105,8 @@ def attend_workspace(
 def write_schedule(
     attention: Attention, query: torch.Tensor, batch: Batch, pages: torch.Tensor, table: torch.Tensor
 ) -> None:
-    """Divides what `attend` does with these arguments among a GPU's thread blocks, into `table` (`ops.schedule_rows`):
-    for all layers with pages of this size."""
+    """Writes to `table` (`ops.schedule_rows`) how a GPU's thread blocks share the work of `attend` with these
+    arguments. It serves all layers with pages of this size."""
     sinks = 0 if attention.sinks is None or batch.sink_rows is None else attention.sinks.k.shape[2]
     _schedule(attention.words, table, query, pages, batch.block_table, batch.lengths, sinks=sinks,
               sliding_window=attention.sliding_window, query_start_loc=batch.query_start_loc,
@@ -113,7 +114,7 @@ def write_schedule(
 
 
 def _shared(attention: Attention, batch: Batch, tail_rows: torch.Tensor | None) -> dict[str, object]:
-    """Arguments of both operators: how the batch is cut, the layer's transforms, and rows of exact tokens."""
+    """Returns arguments of both operators: the ragged batch, the layer's transforms, and rows of exact tokens."""
     arguments: dict[str, object] = dict(attention.transforms)
     arguments |= {"query_start_loc": batch.query_start_loc, "max_query_len": batch.max_query_len}
     for name, exact, rows, of in (("sink", attention.sinks, batch.sink_rows, "sink_rows"),

@@ -1,4 +1,4 @@
-"""What an engine may not have beside packed caches, found before anything is loaded: one clear line each."""
+"""What an engine may not have beside packed caches. Found before anything is loaded, with a line for each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLAIN_DTYPES = ("auto", "float16", "bfloat16", "float32")
 
 
 def check_engine(config: Any) -> None:
-    """ValueError for a `VllmConfig` that packed caches do not serve, naming each reason and what to do."""
+    """Raises ValueError for a `VllmConfig` that cannot have packed caches, naming each reason and what to do."""
     if reasons := list(_of_engine(config)):
         raise ValueError("; ".join(reasons))
 
@@ -58,7 +58,7 @@ def _of_engine(config: Any) -> Iterator[str]:
 
 
 def check_exact(window: int, device: str) -> None:
-    """ValueError for exact tokens at the end on a GPU."""
+    """Raises ValueError for a window of exact tokens on a GPU."""
     if window and device != "cpu":
         raise ValueError(f'"window" of turboquant must be 0 on {device} so far, got {window}')
 
@@ -71,7 +71,7 @@ def _takes_images(model: Any) -> bool:
 def check_layer(
     head_dim: int, attn_type: str, alibi: object, shares: str | None, dtype: str, others: Mapping[str, object]
 ) -> None:  # fmt: skip
-    """ValueError for an attention layer that cannot be packed. others: arguments that this package does not know."""
+    """Raises ValueError for an attention layer that cannot be packed. others: arguments unknown to this package."""
     if dtype not in _PLAIN_DTYPES:  # a checkpoint may name one
         raise ValueError(_DTYPE.format(dtype))
     if attn_type != "decoder":
@@ -89,8 +89,8 @@ def check_layer(
 
 
 def check_kind(kind: str, head_dim: int, value_dim: int) -> None:
-    """ValueError for a layer of a class that masks, stores or reads keys in another way than vLLM's `Attention`, or
-    whose keys and values differ in size."""
+    """Raises ValueError for a layer of another class than vLLM's `Attention`, which may mask, store or read keys in
+    another way, and for one whose keys and values differ in size."""
     if kind != "Attention":
         raise ValueError(f"{_PACKS} no layers of the class {kind} in vLLM: {_OFF.removeprefix('or ')}")
     if value_dim != head_dim:

@@ -1,15 +1,15 @@
-"""Which exact tokens lie beside which block, on the host.
+"""Which rows hold the exact tokens of which block, on the host.
 
 Every token is packed on arrival. Beside the pages an engine has some rows of exact keys and values, and a row belongs
-to a block. The block manager knows nothing of them: a row that is gone costs quality alone, its tokens are read from
-the page. A row of another content would be wrong. So whoever writes a page says so here, and the row of its block then
-holds the new tokens, or is dropped.
+to a block. The block manager does not know of rows. Losing a row only costs quality: its tokens are read from the page.
+But a row must never hold tokens that are no longer its block's. So every write of a page is noted here, and the row of
+its block then takes the new tokens or is dropped.
 
     Sinks   a row has the first tokens of a sequence, and belongs to the sequence's first block
     Tails   a row is a ring of the last 32 tokens that were written to a page, and belongs to that page's block
 
-Rows that no request has used for longest are taken for others. Three rows a request keep those of the running ones: a
-step uses at most two for each.
+If no row is free, the one that has not been used for longest is taken. With three rows for each request the running
+requests keep theirs: a step uses at most two for each.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dataclasses import dataclass
 __all__ = ["NULL_BLOCK", "PAGE", "ROWS_PER_REQUEST", "Held", "Sinks", "Tails"]
 
 PAGE = 128
-NULL_BLOCK = 0  # vLLM's: it stands for pages that a sliding window has left, and for those of dummy runs
+NULL_BLOCK = 0  # vLLM's: stands for pages that a sliding window has left, and for those of dummy runs
 ROWS_PER_REQUEST = 3
 
 
 @dataclass
 class Held:
-    """The row of a block, and which tokens it has: from `first` up to `stop`, counted from the page's start."""
+    """The row of a block. It has the tokens from `first` up to `stop`, counted from the page's start."""
 
     number: int
     first: int
@@ -33,7 +33,7 @@ class Held:
 
 
 class _Table:
-    """Rows by block, the one that was used last at the end."""
+    """Rows by block, in the order of their last use."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -53,7 +53,7 @@ class _Table:
         return row
 
     def drop(self, block: int) -> None:
-        """The block's page is written without its row."""
+        """Frees a block's row, because its page is written without the row."""
         row = self.of.pop(block, None)
         if row is not None:
             self._free.append(row.number)
@@ -67,8 +67,8 @@ class Sinks(_Table):
         self.size = size
 
     def written(self, block: int, start: int, stop: int) -> int:
-        """Tokens start..stop - 1 of a sequence are written to its first block. The row that takes those below `size`,
-        or -1 if the block has none with the tokens before them."""
+        """Notes that tokens start..stop - 1 of a sequence are written to its first block. Returns the row that takes
+        those below `size`, or -1 if the block has no row with the tokens before them."""
         row = self._used(block)
         if start == 0:
             row = row or self._new(block, 0, 0)
@@ -80,7 +80,7 @@ class Sinks(_Table):
         return row.number
 
     def find(self, block: int) -> int:
-        """The row of a first block that is full, or -1."""
+        """Returns the row of a first block if it has all `size` tokens, otherwise -1."""
         row = self._used(block)
         return row.number if row is not None and row.stop >= self.size else -1
 
@@ -93,8 +93,8 @@ class Tails(_Table):
         self.size = size
 
     def written(self, block: int, start: int, stop: int) -> Held:
-        """Tokens start..stop - 1 of a page are written: its row takes them. A start before what was written last
-        replaces that: drafts that were rejected."""
+        """Notes that tokens start..stop - 1 of a page are written, and returns the row that takes them. A start before
+        the end of what was written replaces that: drafts were rejected."""
         row = self._used(block)
         follows = row is not None and 0 < start <= row.stop
         row = row or self._new(block, start, stop)
@@ -103,5 +103,5 @@ class Tails(_Table):
         return row
 
     def find(self, block: int) -> Held | None:
-        """The row of a block and what it has."""
+        """Returns the row of a block, or None."""
         return self._used(block)

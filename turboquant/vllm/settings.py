@@ -1,4 +1,4 @@
-"""What an engine is asked for: the mapping under "turboquant" in vLLM's `--additional-config`."""
+"""The settings of an engine: the mapping under "turboquant" in vLLM's `--additional-config`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..spec import CacheSpec
 
 __all__ = ["FIND", "RING", "Settings"]
 
-FIND = "find"  # a profile that is looked up by the checkpoint's digest
-RING = 32  # exact tokens that a page's row of the window holds
+FIND = "find"  # look the profile up by the checkpoint's digest
+RING = 32  # the most exact tokens that a page's row holds
 _OF_NO_ENGINE = ("prefill", "outlier_tokens", "uniform")  # fields of a CacheSpec that mean nothing here
 
 
@@ -23,7 +23,7 @@ class Settings:
 
     spec     how layers are stored; its `sinks` and `window` are the exact tokens of each sequence
     name     of the preset
-    profile  path of a file, FIND, or None: without wave and metric
+    profile  path of a file, FIND, or None: pack without wave and metric
     """
 
     spec: CacheSpec
@@ -32,8 +32,8 @@ class Settings:
 
     @classmethod
     def of(cls, options: object) -> Settings:
-        """From ``{"spec": PRESET, "profile": FILE or null, "sinks": 4, "window": 0}``, all optional. Other keys are
-        fields of `CacheSpec` that differ from the preset; keys of "overrides" are layers, as text. TypeError or
+        """Reads ``{"spec": PRESET, "profile": FILE or null, "sinks": 4, "window": 0}``, all optional. Other keys are
+        fields of `CacheSpec` that differ from the preset; keys of "overrides" are layers, as text. Raises TypeError or
         ValueError that names the entry."""
         if not isinstance(options, Mapping):
             raise TypeError(f'"turboquant" in --additional-config must be a mapping, such as {{"spec": "default"}}, '
@@ -58,7 +58,7 @@ class Settings:
 
 
 def _from_json(fields: dict[str, Any]) -> dict[str, Any]:
-    """JSON has lists for tuples, and text for the numbers of layers."""
+    """Converts what JSON cannot hold: lists become tuples, and layers given as text become numbers."""
     converted = {key: tuple(x) if isinstance(x, list) and key != "overrides" else x for key, x in fields.items()}
     if isinstance(overrides := converted.get("overrides"), Mapping):
         try:
@@ -80,7 +80,7 @@ def _checked(spec: CacheSpec) -> CacheSpec:
 
 
 def _without_profile(spec: CacheSpec) -> CacheSpec:
-    """The spec without wave and metric. ValueError if it needs a calibration."""
+    """Returns the spec without wave and metric. ValueError if it needs a calibration."""
     if spec.calibrated:
         raise ValueError('"profile" of turboquant must be the file of a calibrated profile for this spec, got null: '
                          "`turboquant calibrate` makes one")  # fmt: skip

