@@ -7,6 +7,20 @@ typedef struct {
     int64_t got;
 } size;
 
+/** A stride of an array, and the length of its dimension. */
+typedef struct {
+    const char *name;
+    int64_t got, length;
+} stride;
+
+/** The strides `name`_stride_batch, .. of params for an array [batch, heads, tokens, head_dim]. */
+/* clang-format off */
+#define STRIDES(params, name, heads, tokens)                                                                           \
+    {#name "_stride_batch", params->name##_stride_batch, params->layer.batch},                                         \
+    {#name "_stride_head", params->name##_stride_head, heads},                                                         \
+    {#name "_stride_token", params->name##_stride_token, tokens}
+/* clang-format on */
+
 /** A pointer argument. given: what it must be if it may not be NULL; absent: what it must be if it may only be NULL. */
 typedef struct {
     const char *name;
@@ -20,6 +34,17 @@ static tq_status check_sizes(const size *sizes, size_t n, tq_error *error)
 {
     for (size_t i = 0; i < n; i++)
         if (sizes[i].got < 0) return tq_fail(error, TQ_E_VALUE, sizes[i].name, -1, (double)sizes[i].got, "at least 0");
+    return TQ_OK;
+}
+
+static tq_status check_strides(const stride *strides, size_t n, tq_error *error)
+{
+    for (size_t i = 0; i < n; i++) {
+        int64_t span; /* times 16, so that the bytes of an array with three such strides fit */
+        TQ_TRY(check_sizes(&(size){strides[i].name, strides[i].got}, 1, error));
+        if (strides[i].length > 1)
+            TQ_TRY(tq_product(strides[i].got, 16 * strides[i].length, &span, strides[i].name, error));
+    }
     return TQ_OK;
 }
 
@@ -82,7 +107,8 @@ tq_status tq_check_transform(const tq_plan *plan, const tq_transform *t, int is_
     else turns.absent = "absent, because the plan has no wave";
     const pointer all[] = {rotation, centre, steps, turns, moments};
     TQ_TRY(check_pointers(all, LENGTH(all), error));
-    return check_sizes(&(size){"stride_head", t->stride_head}, 1, error);
+    const size sizes[] = {{"stride_head", t->stride_head}, {"rotation_stride_head", t->rotation_stride_head}};
+    return check_sizes(sizes, LENGTH(sizes), error);
 }
 
 /* ---- layer ---- */
@@ -201,16 +227,11 @@ tq_status tq_check_append_sizes(const tq_plan *plan, const tq_append_params *p, 
     TQ_TRY(tq_plan_check(plan, error));
     TQ_NEED(error, {"params", p, 0});
     TQ_TRY(check_layer_sizes(plan, &p->layer, error));
-    const size sizes[] = {{"tokens", p->tokens},
-                          {"threads", p->threads},
-                          {"k_stride_batch", p->k_stride_batch},
-                          {"k_stride_head", p->k_stride_head},
-                          {"k_stride_token", p->k_stride_token},
-                          {"v_stride_batch", p->v_stride_batch},
-                          {"v_stride_head", p->v_stride_head},
-                          {"v_stride_token", p->v_stride_token},
-                          {"total_tokens", p->total_tokens}};
+    const int64_t tokens = p->query_start_loc ? p->total_tokens : p->tokens;
+    const size sizes[] = {{"tokens", p->tokens}, {"threads", p->threads}, {"total_tokens", p->total_tokens}};
     TQ_TRY(check_sizes(sizes, LENGTH(sizes), error));
+    const stride strides[] = {STRIDES(p, k, p->layer.kv_heads, tokens), STRIDES(p, v, p->layer.kv_heads, tokens)};
+    TQ_TRY(check_strides(strides, LENGTH(strides), error));
     return check_dtype(p->layer.dtype, error);
 }
 
@@ -274,27 +295,17 @@ tq_status tq_check_attend_sizes(const tq_plan *plan, const tq_attend_params *a, 
     TQ_NEED(error, {"params", a, 0});
     if (!plan->value.tile_bytes) return tq_fail(error, TQ_E_VALUE, "plan", -1, 0, "one with value bits");
     TQ_TRY(check_layer_sizes(plan, &a->layer, error));
+    const int64_t tokens = a->query_start_loc ? a->total_tokens : a->query_tokens;
     const size sizes[] = {{"query_tokens", a->query_tokens},
                           {"query_heads", a->query_heads},
                           {"sliding_window", a->sliding_window},
                           {"threads", a->threads},
-                          {"q_stride_batch", a->q_stride_batch},
-                          {"q_stride_head", a->q_stride_head},
-                          {"q_stride_token", a->q_stride_token},
-                          {"fresh_k_stride_batch", a->fresh_k_stride_batch},
-                          {"fresh_k_stride_head", a->fresh_k_stride_head},
-                          {"fresh_k_stride_token", a->fresh_k_stride_token},
-                          {"fresh_v_stride_batch", a->fresh_v_stride_batch},
-                          {"fresh_v_stride_head", a->fresh_v_stride_head},
-                          {"fresh_v_stride_token", a->fresh_v_stride_token},
-                          {"out_stride_batch", a->out_stride_batch},
-                          {"out_stride_head", a->out_stride_head},
-                          {"out_stride_token", a->out_stride_token},
-                          {"lse_stride_batch", a->lse_stride_batch},
-                          {"lse_stride_head", a->lse_stride_head},
-                          {"lse_stride_token", a->lse_stride_token},
                           {"total_tokens", a->total_tokens}};
     TQ_TRY(check_sizes(sizes, LENGTH(sizes), error));
+    const stride strides[] = {STRIDES(a, q, a->query_heads, tokens), STRIDES(a, fresh_k, a->layer.kv_heads, tokens),
+                              STRIDES(a, fresh_v, a->layer.kv_heads, tokens), STRIDES(a, out, a->query_heads, tokens),
+                              STRIDES(a, lse, a->query_heads, tokens)};
+    TQ_TRY(check_strides(strides, LENGTH(strides), error));
     TQ_TRY(check_dtype(a->layer.dtype, error));
     if (a->layer.kv_heads ? a->query_heads % a->layer.kv_heads : a->query_heads)
         return tq_fail(error, TQ_E_VALUE, "query_heads", -1, a->query_heads, "a multiple of kv_heads");
@@ -507,8 +518,14 @@ tq_status tq_check_merge(const float *outs, const float *lses, int32_t parts, in
     int64_t row_bytes, bytes;
     TQ_TRY(tq_product(rows, (int64_t)sizeof(float) * head_dim, &row_bytes, "rows", error));
     TQ_TRY(tq_product(parts, row_bytes, &bytes, "parts", error));
-    if (tq_overlap(out, row_bytes, outs, bytes)) return tq_fail(error, TQ_E_VALUE, "out", -1, 0, "apart from outs");
-    if (tq_overlap(lse, 4 * rows, lses, 4 * rows * parts))
-        return tq_fail(error, TQ_E_VALUE, "lse", -1, 0, "apart from lses");
+    const int64_t lse_bytes = (int64_t)sizeof(float) * rows;
+    const tq_array written[] = {{"out", out, row_bytes}, {"lse", lse, lse_bytes}};
+    for (int i = 0; i < 2; i++) {
+        if (tq_overlap(written[i].at, written[i].bytes, outs, bytes))
+            return tq_fail(error, TQ_E_VALUE, written[i].name, -1, 0, "apart from outs");
+        if (tq_overlap(written[i].at, written[i].bytes, lses, lse_bytes * parts))
+            return tq_fail(error, TQ_E_VALUE, written[i].name, -1, 0, "apart from lses");
+    }
+    if (tq_overlap(out, row_bytes, lse, lse_bytes)) return tq_fail(error, TQ_E_VALUE, "lse", -1, 0, "apart from out");
     return TQ_OK;
 }

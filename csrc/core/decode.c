@@ -306,7 +306,7 @@ tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *quer
     job.biases = biases;
     for (int64_t q = 0; q < n_queries; q++)
         biases[q] = dot_operand(&job, key, queries + q * plan->head_dim, (uint8_t *)workspace + q * job.operand_bytes);
-    tq_parallel((n + plan->page_tokens - 1) / plan->page_tokens, tq_effective_threads(threads),
+    tq_parallel((n + plan->page_tokens - 1) / plan->page_tokens, threads,
                 tq_is_plain(plan) ? dot_page : dot_baseline_page, &job);
     return TQ_OK;
 }

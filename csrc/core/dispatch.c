@@ -214,7 +214,7 @@ const char *tq_kernel_name(const char *operation, const tq_plan *plan)
     static const char *const baselines[][2] = {{"append", "append_baseline"},
                                                {"attend", "attend_baseline"},
                                                {"dequantize", "dequantize_baseline"},
-                                               {"dot", "dot_blocks"}};
+                                               {"dot", "dot_baseline"}};
     for (size_t i = 0; !tq_is_plain(plan) && i < sizeof baselines / sizeof *baselines; i++)
         if (strcmp(operation, baselines[i][0]) == 0) return baselines[i][1];
     const char *names[][2] = {{"rotate", kernels->names.rotate},

@@ -237,7 +237,9 @@ static void encode_block(void *context, int64_t block, int32_t worker)
         }
         if (job->lists) {
             memcpy(z, to, sizeof(float) * (size_t)use->padded);
-            tq_index_centre_on_list(use, z, job->lists[first + i], to, &offset, &squares,
+            const int32_t list = job->lists[first + i],
+                          last = use->space->n_lists - 1; /* see list_value, index_scan.c */
+            tq_index_centre_on_list(use, z, (uint32_t)list < (uint32_t)last ? list : last, to, &offset, &squares,
                                     centres + (int64_t)i * use->padded);
         }
         offsets[i] = use->space->metric == TQ_INDEX_L2 ? -squares / 2 : offset;
@@ -266,7 +268,7 @@ tq_status tq_index_encode(const tq_index_space *space, const float *x, int64_t n
         return tq_fail(error, TQ_E_VALUE, "lists", -1, space->n_lists, "given if there are lists, and only then");
     job.lists = lists;
     int64_t blocks = (n + TQ_INDEX_BLOCK - 1) / TQ_INDEX_BLOCK;
-    threads = tq_effective_threads(tq_threads_for(threads, n, 4 * TQ_INDEX_BLOCK));
+    threads = tq_threads_for(threads, n, 4 * TQ_INDEX_BLOCK);
     job.workspace = malloc(sizeof(float) * (lists ? 3 : 2) * TQ_INDEX_BLOCK * (size_t)threads * (size_t)job.use.padded);
     if (!job.workspace)
         return tq_fail(error, TQ_E_MEMORY, "threads", -1, threads, "few enough for the memory there is");

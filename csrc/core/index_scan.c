@@ -82,7 +82,9 @@ static void leading_bits(const tq_index_job *job, const tq_index_rows *rows, int
 static double list_value(const tq_index_job *job, const tq_index_rows *rows, int64_t q, int64_t row)
 {
     if (!job->values) return 0;
-    return job->values[q * job->use.list_stride + (rows->lists ? rows->lists[row] : rows->list)];
+    const int32_t list = rows->lists ? rows->lists[row] : rows->list, last = job->use.space->n_lists - 1;
+    /* Another thread of the caller may have written to lists since they were checked. */
+    return job->values[q * job->use.list_stride + ((uint32_t)list < (uint32_t)last ? list : last)];
 }
 
 /** Returns the limit for scores without what lists add, slightly lowered for float32 rounding. */

@@ -32,7 +32,6 @@ typedef struct {
 } tq_scan_layout;
 
 typedef struct {
-    const char *isa;
     /** Centres x [n], n a multiple of 32. out: x / |x| with `unit`, otherwise x, less mean (NULL: 0). offset: <mean,
      *  out>. squares: those of x with `unit`, otherwise of out, summed. Returns whether all numbers are finite and,
      *  without `unit`, at most TQ_INDEX_MAX_INPUT in magnitude. Sums are in float64: 32 lanes, then halves added. */

@@ -30,7 +30,7 @@ tq_status tq_need(const tq_array *arrays, int32_t n, tq_error *error)
 tq_status tq_product(int64_t a, int64_t b, int64_t *out, const char *argument, tq_error *error)
 {
     if (__builtin_mul_overflow(a, b, out))
-        return tq_fail(error, TQ_E_VALUE, argument, -1, (double)b, "small enough that sizes fit 63 bits");
+        return tq_fail(error, TQ_E_VALUE, argument, -1, (double)a, "small enough that sizes fit 63 bits");
     return TQ_OK;
 }
 

@@ -1,4 +1,4 @@
 /* The scan of an index, compiled for this instruction set. */
 #include "scan_signs.h"
 
-const tq_scan_kernels tq_scan_avx512_vnni = TQ_SCAN_TABLE("avx512_vnni");
+const tq_scan_kernels tq_scan_avx512_vnni = TQ_SCAN_TABLE;

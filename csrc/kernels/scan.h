@@ -330,7 +330,7 @@ static int32_t scan_next_sum(const tq_scan_layout *layout, const uint8_t *row, c
     }
 }
 
-#define TQ_SCAN_TABLE(name)                                                                                            \
-    {name,          scan_centre, scan_rotate,   scan_values,     scan_rough_values, scan_encode,    scan_unpack,       \
-     scan_products, scan_score,  scan_next_sum, scan_fill_table, scan_sums,         scan_sums_many, scan_above}
+#define TQ_SCAN_TABLE                                                                                                  \
+    {scan_centre, scan_rotate,   scan_values,     scan_rough_values, scan_encode,    scan_unpack, scan_products,       \
+     scan_score,  scan_next_sum, scan_fill_table, scan_sums,         scan_sums_many, scan_above}
 #endif

@@ -13,8 +13,8 @@ const char doc_codebook[] = PyDoc_STR(
     "codebook(law, head_dim, bits)\n--\n\n"
     "The codebook of `bits` (1..6) for a law (turboquant.plan.Codebook; head_dim matters to SPHERE alone), as a "
     "dict.\nA decoded number is levels[code] * step, one rounded product in float32; the rank of a number u is "
-    "how many thresholds are <= u,\nand code_of_rank[rank] its code. Lloyd-Max (Max 1960, Lloyd 1982) at 3 to 5 "
-    "bits, uniform at 1 and 2; distortion of N(0, 1)\n.363 / .119 / .0345 / .0095 / .0025.");
+    "how many thresholds are <= u,\nand code_of_rank[rank] its code. Lloyd-Max (Max 1960, Lloyd 1982) at 3 to 6 "
+    "bits, uniform at 1 and 2.");
 FUNCTION(codebook)
 {
     PyObject *levels = NULL, *thresholds = NULL, *codes = NULL, *result = NULL;

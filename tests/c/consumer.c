@@ -472,6 +472,7 @@ static void check_append_refused(void)
     REFUSES("tokens", p.tokens = -1);
     REFUSES("batch", p.layer.batch = -1);
     REFUSES("k_stride_token", p.k_stride_token = -64);
+    REFUSES("v_stride_batch", p.v_stride_batch = INT64_MAX / 8);
     REFUSES("k", p.k = NULL);
     REFUSES("v", p.v = NULL);
     REFUSES("pages", p.layer.pages = c.pages + 4);
@@ -501,6 +502,7 @@ static void check_append_refused(void)
     REFUSES("key_numbers", (p.layer.key.steps = steps, p.layer.key.stride_head = 4));
     REFUSES("key_numbers", (p.layer.key.moments = steps, p.layer.key.stride_head = 4));
     REFUSES("stride_head", p.layer.key.stride_head = -4);
+    REFUSES("rotation_stride_head", p.layer.key.rotation_stride_head = -4);
     REFUSES("rotation", p.layer.value.rotation = c.k);
     free(steps);
     p = good;
@@ -545,6 +547,8 @@ static void check_attend_refused(void)
     REFUSES("pages", p.layer.pages = c.pages + 1);
     REFUSES("window_k", p.layer.window_k = NULL);
     REFUSES("out", p.out = c.window_k);
+    REFUSES("out_stride_batch", p.out_stride_batch = (int64_t)1 << 62);
+    CHECK(e.got == 0x1p62);
     REFUSES("lse", p.lse = out);
     REFUSES("softmax_scale", p.softmax_scale = NAN);
     REFUSES("softcap", p.softcap = INFINITY);
@@ -557,6 +561,11 @@ static void check_attend_refused(void)
     REFUSES("block_table", c.table[0] = INT32_MIN);
     REFUSES("block_table", (c.table[0] = 0, p.layer.n_pages = 1));
     c.table[0] = (int32_t)c.n_pages - 1;
+    size_t own, bound;
+    p = good, p.query_tokens = 1 << 12, p.threads = 200; /* more than there are */
+    OK(tq_attend_workspace_bytes(&c.plan, &p, &own, error));
+    OK(tq_attend_workspace_bound(&c.plan, &p, &bound, error));
+    CHECK(own <= bound);
     CHECK(tq_attend(&c.plan, &good, workspace, bytes - 1, NULL) == TQ_E_VALUE);
     CHECK(tq_attend(NULL, &good, workspace, bytes, NULL) == TQ_E_VALUE);
     tq_plan vectors = make_plan(64, 4, 0, 32);
@@ -585,6 +594,9 @@ static void check_others_refused(void)
     CHECK(tq_merge(matrix, matrix, -1, 1, 24, matrix, matrix, NULL) == TQ_E_VALUE);
     CHECK(refused(tq_merge(matrix, NULL, 1, 1, 24, matrix + 24, matrix + 48, &e), TQ_E_VALUE, &e, "lses"));
     CHECK(refused(tq_merge(matrix, matrix, 1, 1, 24, NULL, matrix + 48, &e), TQ_E_VALUE, &e, "out"));
+    CHECK(refused(tq_merge(matrix, matrix + 24, 1, 1, 24, matrix + 48, matrix + 3, &e), TQ_E_VALUE, &e, "lse"));
+    CHECK(refused(tq_merge(matrix, matrix + 50, 1, 1, 24, matrix + 48, matrix + 24, &e), TQ_E_VALUE, &e, "out"));
+    CHECK(refused(tq_merge(matrix, matrix + 24, 1, 1, 24, matrix + 48, matrix + 50, &e), TQ_E_VALUE, &e, "lse"));
     const int32_t count = 1, page = 0;
     void *bytes = zeros((size_t)plan.record_bytes);
     tq_layer good = {.batch = 1, .kv_heads = 1, .max_pages = 1, .n_pages = 1, .pages = bytes}, layer;
