@@ -146,14 +146,6 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&x)[4], uint3
                  : "memory");
 }
 
-__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
-{
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-        "{%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 /** Shapes for head_dim up to D. A warp has 8 * BLOCKS channels of all tokens of a tile. */
 template <int D> struct Shape {
     static constexpr int BLOCKS = D == 128 ? 4 : 2, CHANNELS = 8 * BLOCKS;
@@ -384,7 +376,9 @@ __device__ __forceinline__ void rows_of_side(const Args &a, char *memory)
                     if constexpr (KEYS) load_matrices(x, operand + 16 * m * S::KEY_ROW + 32 * k);
                     else load_matrices_transposed(x, operand + 16 * k * S::VALUE_ROW + 32 * m);
 #pragma unroll
-                    for (int j = 0; j < BLOCKS; j++) multiply(c[m][j], x, matrix[k][j][0], matrix[k][j][1]);
+                    for (int j = 0; j < BLOCKS; j++)
+                        mma_halves(c[m][j], make_uint4(x[0], x[1], x[2], x[3]),
+                                   make_uint2(matrix[k][j][0], matrix[k][j][1]));
                 }
             }
         float sums[4][OWN]; // in local memory
