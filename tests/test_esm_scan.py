@@ -16,6 +16,8 @@ from turboquant.esm import (
     EXACT,
     ContextCache,
     evaluate,
+    heat_map,
+    joint_marginals,
     masked_marginals,
     protein_batches,
     read_fasta,
@@ -86,6 +88,17 @@ def test_lone_masks_are_finite():
     """A lone <mask> as a sequence of its own would have token dropout divide 0 by 0."""
     scan = masked_marginals(tiny_esm(), "W", spec=bare(4, 4))
     assert np.isfinite(scan.log_probabilities).all()
+
+
+def test_a_masked_residue_is_one_letter_of_the_sequence(tmp_path):
+    letters, model = ["M", "<mask>", "K", "W"], tiny_esm()
+    scans = [masked_marginals(model, letters, spec=bare(4, 4)), wild_type_marginals(model, letters)]
+    for scan in (*scans, *joint_marginals(model, letters, [[0, 2]], False)):
+        assert list(scan.sequence) == letters and scan.sequence[3] == "W"
+    assert wild_type_marginals(model, ["M", "K"]).sequence == "MK"
+    pytest.importorskip("matplotlib")
+    heat_map(wild_type_marginals(model, letters, [3]), tmp_path / "masked.svg")
+    assert "W4" in (tmp_path / "masked.svg").read_text()
 
 
 @pytest.mark.parametrize("default", [torch.device("meta"), torch.bfloat16, torch.float16, torch.float64], ids=str)

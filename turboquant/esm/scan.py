@@ -37,14 +37,14 @@ __all__ = ["Plain", "Scan", "joined", "joint_marginals", "masked_marginals", "wi
 class Scan:
     """The result of a scan.
 
-    sequence    letters of the protein
+    sequence    letters of the protein, one for each residue: a str, or a tuple if one is "<mask>"
     positions   the positions that were scanned, counted from 0
     log_probabilities   float32 [positions, 20], nats: of each amino acid of `AMINO_ACIDS` at the position, from the
                 distribution over all tokens of the alphabet
     wild_type   float32 [positions], nats: the same for the protein's own letter
     """
 
-    sequence: str
+    sequence: str | tuple[str, ...]
     positions: tuple[int, ...]
     log_probabilities: NDArray[np.float32]
     wild_type: NDArray[np.float32]
@@ -187,9 +187,10 @@ def _chosen(tokens: Sequence[int], positions: Sequence[int] | None, argument: st
 def _scan(tokens: Sequence[int], at: tuple[int, ...], logits: torch.Tensor) -> Scan:
     """Makes the result of a scan. logits: [positions, vocabulary], at the positions `at`."""
     log_p = logits.float().log_softmax(-1).cpu().numpy()
-    letters = [ALPHABET.index(letter) for letter in AMINO_ACIDS]
+    amino_acids = [ALPHABET.index(letter) for letter in AMINO_ACIDS]
     wild = log_p[np.arange(len(at)), [tokens[p + 1] for p in at]]
-    return Scan("".join(ALPHABET[t] for t in tokens[1:-1]), at, log_p.take(letters, axis=1), wild)
+    letters = tuple(ALPHABET[t] for t in tokens[1:-1])
+    return Scan(letters if MASK in tokens else "".join(letters), at, log_p.take(amino_acids, axis=1), wild)
 
 
 def joined(sequence: str, parts: Sequence[tuple[int, Scan]]) -> Scan:
