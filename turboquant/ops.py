@@ -497,8 +497,9 @@ def schedule(
         of the longest), each sequence gets equally many thread blocks, which is faster. Otherwise the device divides
         the work by the lengths; results are the same bit for bit as without a schedule.
     starts, causal, sliding_window: as in the calls of `attend`.
-    out: a schedule of an earlier step with as many sequences, to overwrite, so that a CUDA graph with `schedule` and
-        `attend` can be replayed. None: a new one.
+    out: a schedule of an earlier step with as many sequences, to overwrite and return, so that a CUDA graph with
+        `schedule` and `attend` can be replayed. It is written for about equal lengths too. One with an empty table,
+        which is for about equal lengths alone, cannot be overwritten and counts as None. None: a new one.
 
     `attend` uses lengths and starts as they were when the schedule was made. A CPU ignores schedules.
     """
@@ -510,11 +511,12 @@ def schedule(
             raise TypeError(f"schedule: `lengths` must be a list of integers, got {quoted(lengths)}")
         if len(lengths) != q.shape[0]:
             raise ValueError(f"schedule: `lengths` must have one for each of {q.shape[0]} sequences, got {lengths!r}")
-        if about_equal(min(lengths, default=0), max(lengths, default=0)):
-            return Schedule(torch.empty((0, 4), dtype=torch.int32, device=q.device))
     if out is None or not len(out.table):
-        rows = schedule_rows(q.shape[0], q.device)
+        equal = lengths is not None and about_equal(min(lengths, default=0), max(lengths, default=0))
+        rows = 0 if equal else schedule_rows(q.shape[0], q.device)
         out = Schedule(torch.zeros((rows, 4), dtype=torch.int32, device=q.device))
+        if equal:
+            return out
     _schedule(
         packed.plan.words,
         out.table,
