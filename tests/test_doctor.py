@@ -16,6 +16,7 @@ from conftest import ROOT
 
 pytest.importorskip("turboquant._core")
 import models
+from causal_types import VERSION
 from models import torch, transformers
 
 import turboquant
@@ -100,6 +101,16 @@ def test_sliding_windows_are_counted(tmp_path, capsys):
     assert said["layers"] == ("ok", expected)
     assert f"{(32768 + 2 * 512) * 2 * 2 * 32 / 2**20:.1f} MiB in bfloat16" in said["cache"][1]
     assert "measured on random token ids: no tokenizer is found" in said["moments"][1]
+
+
+@pytest.mark.skipif(VERSION < (5, 20), reason="older transformers has no cache layers with chunks")
+def test_chunks_are_no_full_attention(tmp_path, capsys):
+    kinds = ["chunked_attention"] * 3 + ["full_attention"]
+    fields = dict(SMALL, num_hidden_layers=4, num_key_value_heads=1, head_dim=32, num_local_experts=2)
+    model = config_folder(tmp_path, "Llama4TextConfig", **fields, layer_types=kinds, attention_chunk_size=512)
+    assert main(["doctor", model]) == 0
+    expected = "4 of 4 packed, 1 KV head of 32 channels; 1 with full attention, 3 with chunks of 512 tokens"
+    assert lines(capsys.readouterr().out)["layers"] == ("ok", expected)
 
 
 @pytest.mark.skipif(not hasattr(transformers, "Qwen3_5Config"), reason="transformers is older")

@@ -61,8 +61,7 @@ def diagnose(name: str, spec: str, tokens: int) -> Iterator[Finding]:
         yield _moments(model, name, spec, chosen)
         return
     text = config.get_text_config(decoder=True)
-    windows, count = [_window(text, i) for i in packed_indices(text)], len(kinds_of(text))
-    yield Finding("layers", f"{layers} of {count} packed, {_heads(facts)}; {_kinds(windows)}")
+    yield Finding("layers", f"{layers} of {len(kinds_of(text))} packed, {_heads(facts)}; {_kinds(text)}")
     yield Finding("preset", f"{spec} fits: {_words(chosen)}")
     yield _savings(name, text, chosen, tokens)
     if not piece_size(text):
@@ -109,16 +108,22 @@ def _moments(model: Any, name: str, preset: str, spec: CacheSpec) -> Finding:
     return Finding("moments", f"measured on {source}, when a cache is first made; {place}", way_out)
 
 
-def _window(text: Any, layer: int) -> int:
-    """Returns the width of a layer's sliding window, or 0 if it has none."""
+def _seen(text: Any, layer: int) -> tuple[int, str]:
+    """Returns how many tokens the attention of a layer sees at most, 0 if it sees all, and that in words."""
     kinds = getattr(text, "layer_types", None)
-    return 0 if kinds and kinds[layer] != "sliding_attention" else getattr(text, "sliding_window", None) or 0
+    kind = kinds[layer] if kinds else "sliding_attention"
+    chunk, window = getattr(text, "attention_chunk_size", None), getattr(text, "sliding_window", None)
+    if kind == "chunked_attention" and chunk:
+        return chunk, f"chunks of {chunk} tokens"
+    if kind in ("sliding_attention", "hybrid_sliding") and window:
+        return window, f"a window of {window} tokens"
+    return 0, "full attention"
 
 
-def _kinds(windows: list[int]) -> str:
-    count = Counter(windows)
-    kinds = ((n, f"a window of {width} tokens" if width else "full attention") for width, n in sorted(count.items()))
-    return ", ".join(f"{n} with {kind}" for n, kind in kinds)
+def _kinds(text: Any) -> str:
+    """Returns in words what the layers that have keys and values see."""
+    count = Counter(_seen(text, i) for i in packed_indices(text))
+    return ", ".join(f"{n} with {words}" for (_, words), n in sorted(count.items()))
 
 
 def _words(spec: CacheSpec) -> str:
