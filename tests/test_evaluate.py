@@ -99,7 +99,7 @@ def test_three_ways_of_feeding_agree(spec, model, windows, calibration):
 
 
 def test_more_bits_are_better_and_exact_tokens_are_said(model, windows):
-    specs = {f"{b} bits": bare(b, b) for b in (2, 3, 4, 5)}
+    specs = {f"{b} bits": bare(b, b) for b in (2, 3, 4, 5)} | {"": bare(6, 6)}  # under any names
     found = evaluate_all(model, windows, specs, generate=0, batch=3)
     kl = [e.kl_divergence for e in found.values()]
     assert kl == sorted(kl, reverse=True) and kl[-1] > 0
@@ -213,6 +213,9 @@ def test_what_it_refuses(model, windows, calibration):
             turboquant.evaluate(model, windows, "default", **{name: 1.5})
     with pytest.raises(TypeError, match="`model` must be a transformers model, got str"):
         turboquant.evaluate("model", windows, "default")
+    for bad in (["default"], "default"):
+        with pytest.raises(TypeError, match="`specs` must be a mapping of names to specs, got "):
+            evaluate_all(model, windows, bad)
     with pytest.raises(ValueError, match="at least one window of two tokens"):
         turboquant.evaluate(model, windows[:, :1], "default")
     with pytest.raises(ValueError, match="`prefill` must be one of packed, chunked, decode, got 'fast'"):

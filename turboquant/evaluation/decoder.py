@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from ..arguments import bounded
+from ..arguments import bounded, quoted
 from ..hf.cache import TurboQuantCache
 from ..hf.notices import quiet
 from ..hf.patching import llama
@@ -210,11 +210,11 @@ def evaluate_all(
     free: dict[str, FreeRunning] = {}
     with _ready(model, chosen, profile) as caches:
         tallies = {name: _Tally() for name in chosen}
-        runs = [(start, name) for start in range(0, len(windows), batch) for name in ("", *chosen)]
+        runs = [(start, name) for start in range(0, len(windows), batch) for name in (None, *chosen)]
         reference = None
         for start, name in steps(runs, "evaluate", "runs", progress):
             ids = windows[start : start + batch].to(device_of(model))
-            if not name:
+            if name is None:
                 reference = None  # frees that of the last windows before the next is made
                 reference = model(input_ids=ids, use_cache=False).logits
                 continue
@@ -246,6 +246,8 @@ def divergence_from(model: Any, ids: torch.Tensor, spec: CacheSpec | str, profil
 
 
 def _chosen(specs: Mapping[str, CacheSpec | str], everything_packed: bool) -> dict[str, CacheSpec]:
+    if not isinstance(specs, Mapping):
+        raise TypeError(f"`specs` must be a mapping of names to specs, got {quoted(specs)}")
     chosen = {name: resolve(spec) for name, spec in specs.items()}
     return {name: _without_window(spec) if everything_packed else spec for name, spec in chosen.items()}
 
