@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from fuzz.index_file_fuzzer import joined, split
 
 import turboquant
 from turboquant.index import transform
@@ -49,6 +51,48 @@ def test_what_was_chosen_is_told(tmp_path):
     few = turboquant.Index(128, 3)
     few.train(x[:40])
     assert few.training == {"chosen": "mean", "queries": 0, "recall": {}}
+
+
+MEAN = {"chosen": "mean", "queries": 0, "recall": {"mean": 0.5}}
+AXES = {**MEAN, "chosen": "axes", "power": 1.0, "together": False, "widths": [3, 3]}
+FORGED = {
+    "no object": "axes",
+    "nothing": {},
+    "axes alone": {"chosen": "axes"},
+    "an unknown choice": {**MEAN, "chosen": "both"},
+    "no recall": {"chosen": "mean", "queries": 0},
+    "recall of text": {**MEAN, "recall": {"mean": "1"}},
+    "queries of text": {**MEAN, "queries": "9"},
+    "a huge power": {**AXES, "power": 10**999},
+    "widths that are a number": {**AXES, "widths": 5},
+    "widths of others": {**AXES, "widths": [9, 9]},
+    "more": {**MEAN, "more": [[[]]]},
+}
+
+
+@pytest.mark.parametrize("forged", FORGED.values(), ids=FORGED)
+def test_files_that_tell_what_train_cannot_are_refused(forged, tmp_path):
+    path = tmp_path / "index"
+    turboquant.Index(64, 3).save(path)
+    header, payload = split(path.read_bytes())
+    for told in (AXES, forged):
+        header["__metadata__"]["turboquant"]["training"] = told
+        path.write_bytes(joined(copy.deepcopy(header), payload))
+        if told is AXES:
+            assert turboquant.Index.load(path).training == AXES
+    with pytest.raises(ValueError, match="`path` must be a file of an index, got .*: `training` must be null or what"):
+        turboquant.Index.load(path)
+
+
+@pytest.mark.parametrize("forged", [10**999, "3", True, [1.0]], ids=lambda x: type(x).__name__)
+def test_files_with_a_bound_that_is_no_number_are_refused(forged, tmp_path):
+    path = tmp_path / "index"
+    turboquant.Index(64, 3).save(path)
+    header, payload = split(path.read_bytes())
+    header["__metadata__"]["turboquant"]["sigmas"] = forged
+    path.write_bytes(joined(header, payload))
+    with pytest.raises(ValueError, match="`path` must be a file of an index, got .*: `sigmas` must be null or a"):
+        turboquant.Index.load(path)
 
 
 def test_a_sample_of_10_000_rows_has_500_queries():

@@ -1,14 +1,17 @@
 """Mutations of index files, checksums made to fit: `Index.load` must refuse each, or read wrong numbers.
 
 A refusal is a ValueError that names the file; anything else that is raised is a finding. Whatever was loaded can be
-searched, changed and saved again, or says clearly why not. Needs no torch, so it runs under sanitizers too.
+described, searched, changed and saved again, or says clearly why not. Needs no torch, so it runs under sanitizers too.
 """
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
 import random
 import zlib
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +19,7 @@ import numpy as np
 
 from fuzz.mutations import bytes_changed, fuzz_files, moved
 from turboquant import Index
+from turboquant.cli.index_commands import info
 from turboquant.index.lists import Lists
 from turboquant.index.transform import Transform
 
@@ -95,6 +99,9 @@ def check(path: Path) -> None:
         except ValueError as error:
             assert str(error).startswith(f"`path` must be a file of an index, got {str(path)!r}: "), error
             return
+        with redirect_stdout(io.StringIO()):
+            info(argparse.Namespace(index=str(path)))
+        assert repr(index)
         try:
             index.verify()
         except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -125,11 +126,13 @@ def _transform(base: Transform, metric: int, n_lists: int, meta: dict[str, Any],
     matrix = read.get("matrix", np.uint16, channels, channels)
     if matrix is not None:
         check_size("matrix", transform.widened(matrix), 1.01)
-    sigmas = np.inf if meta["sigmas"] is None else float(meta["sigmas"])
+    sigmas = np.inf if meta["sigmas"] is None else meta["sigmas"]
+    if type(sigmas) is not float:
+        raise ValueError("`sigmas` must be null or a float")
     exponent, factor = bounded("load: `exponent`", meta["exponent"]), bounded("load: `factor`", meta["factor"])
     learnt = meta["training"]
-    if not (learnt is None or (isinstance(learnt, dict) and isinstance(learnt.get("chosen"), str))):
-        raise ValueError(f"`training` must be null or an object that says what was chosen, got {learnt!r}")
+    if learnt is not None:
+        _check_training(learnt, bits.tolist())
     lists = _lists(dim, metric, n_lists, read)
     if lists is not None and (mean is not None or matrix is not None):
         raise ValueError("`mean` and `matrix` must not be there with lists")
@@ -139,6 +142,22 @@ def _transform(base: Transform, metric: int, n_lists: int, meta: dict[str, Any],
     none = None if lists is None else np.empty(0, np.int32)
     _core.index_encode(t.space(0), np.zeros((0, dim), np.float32), lists=none)  # checks widths and steps
     return t
+
+
+_TOLD = {  # what `Index.training` may tell, by type
+    "chosen": (str,), "queries": (int,), "recall": (dict,), "power": (float,), "together": (bool,), "widths": (list,),
+    "sigmas": (float, NoneType), "factor": (int,), "found": (float,),
+}  # fmt: skip
+_ALWAYS, _OF_AXES = {"chosen", "queries", "recall"}, {"power", "together", "widths"}
+
+
+def _check_training(told: Any, widths: list[int]) -> None:
+    """Raises ValueError for what `train` cannot have told of an index with these widths."""
+    right = isinstance(told, dict) and all(type(value) in _TOLD.get(name, ()) for name, value in told.items())
+    right = right and told.keys() >= (_ALWAYS | _OF_AXES if told.get("chosen") == "axes" else _ALWAYS)
+    right = right and told["chosen"] in ("none", "mean", "axes", "lists") and told.get("widths", widths) == widths
+    if not right or not all(type(share) is float for share in told["recall"].values()):
+        raise ValueError("`training` must be null or what `train` can tell of this index")
 
 
 def _lists(dim: int, metric: int, n_lists: int, read: _Reader) -> Lists | None:
