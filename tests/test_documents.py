@@ -270,6 +270,8 @@ def test_files_that_are_refused(tmp_path):
     unequal = {
         "one less": rows[:-2],
         "a number twice": [*rows[:1], [*rows[1][:4], 0], *rows[2:]],
+        "a number twice, and all vectors": [*rows, ["twin", "", {}, None, 0]],
+        "a truth value as a number": [*rows[:1], [*rows[1][:4], True], *rows[2:]],
         "an id twice": [*rows, rows[4]],
         "a short row": [["x"]],
         "no rows": {"a": 1},

@@ -304,6 +304,7 @@ def test_ids_of_documents_are_printed(here, capsys):
     assert main(["index", "search", "x", "queries.npy", "-k", "3"]) == 0
     lines = list(csv.DictReader(capsys.readouterr().out.splitlines()))
     assert [line["id"] for line in lines] == [f"d{i}" for i in want.ravel()]
-    documents.index._save("x", {"documents": [np.frombuffer(b"[[1]]", np.uint8)]})
-    said = fails(capsys, "search", "x", "queries.npy")
-    assert "INDEX must be a file of an index, got one whose documents are damaged" in said
+    for damaged in (b"[[1]]", b'[["a", "", {}, null, 0], ["b", "", {}, null, 0]]'):
+        documents.index._save("x", {"documents": [np.frombuffer(damaged, np.uint8)]})
+        said = fails(capsys, "search", "x", "queries.npy")
+        assert "INDEX must be a file of an index, got one whose documents are damaged" in said

@@ -254,9 +254,7 @@ class Documents:
         try:
             loaded.verify()
             assert loaded._loaded is not None
-            rows = json.loads(bytes(loaded._loaded[1].get("documents", b"null")))
-            if not isinstance(rows, list) or not all(map(_is_row, rows)):
-                raise ValueError("it has no documents, or they are damaged")
+            rows = _rows_in(loaded._loaded[1].get("documents", b"null"))
             self = cls(Index(loaded.d, loaded.bits, loaded.metric))
             self.index = loaded.copy()
             self._by_id = {row[0]: Document(*row) for row in rows}
@@ -274,18 +272,27 @@ def ids_by_number(index: Index) -> dict[int, str]:
     assert index._loaded is not None
     held = index._loaded[1].get("documents")
     try:
-        rows = [] if held is None else json.loads(bytes(held))
-        if not isinstance(rows, list) or not all(map(_is_row, rows)):
-            raise TypeError
-    except (TypeError, ValueError, RecursionError):
+        rows = [] if held is None else _rows_in(held)
+    except (ValueError, RecursionError):
         raise ValueError("`path` must be a file of an index, got one whose documents are damaged") from None
     return {row[4]: row[0] for row in rows}
+
+
+def _rows_in(held: Any) -> list[list[Any]]:
+    """Returns the rows of a file's documents. ValueError or RecursionError if they are damaged."""
+    rows = json.loads(bytes(held))
+    if not isinstance(rows, list) or not all(map(_is_row, rows)):
+        raise ValueError("it has no documents, or they are damaged")
+    numbers = [row[4] for row in rows if row[4] >= 0]
+    if len(set(numbers)) != len(numbers):
+        raise ValueError("each of its documents must have a vector of its own")
+    return rows
 
 
 def _is_row(row: Any) -> bool:
     """Whether a row of a file has the five fields of a document."""
     kinds = (str, str | None, dict, object, int)
-    return isinstance(row, list) and len(row) == 5 and all(map(isinstance, row, kinds))
+    return isinstance(row, list) and len(row) == 5 and all(map(isinstance, row, kinds)) and not isinstance(row[4], bool)
 
 
 def _test(filter: Filter) -> Callable[[Any], bool] | None:
