@@ -252,11 +252,22 @@ def test_a_run_that_ended_before_its_first_note_begins_anew(model, sequences, tm
     with monkeypatch.context() as patch, pytest.raises(Stop):
         stopping(patch, 0)
         esm.embed(model, sequences, out=tmp_path / "e")
-    assert os.listdir(tmp_path) == ["e.part"]
+    assert sorted(os.listdir(tmp_path)) == ["e.part", "e.part.json"]
+    with pytest.raises(ValueError, match="must be of this run"):
+        esm.embed(model, sequences, layers=(1,), out=tmp_path / "e")
     assert np.array_equal(esm.embed(model, sequences, out=tmp_path / "e").means(), esm.embed(model, sequences).means())
     (tmp_path / "e.part.json").write_text("{")
     with pytest.raises(ValueError, match="must be of this run"):
         esm.embed(model, sequences, out=tmp_path / "e")
+
+
+def test_another_file_is_not_overwritten(model, sequences, tmp_path):
+    (tmp_path / "e.part").write_text("mine")
+    with pytest.raises(ValueError, match="e.part' must be of this run .*, and .*e.part.json' must say so: remove them"):
+        esm.embed(model, sequences, out=tmp_path / "e")
+    assert os.listdir(tmp_path) == ["e.part"] and (tmp_path / "e.part").read_text() == "mine"
+    with pytest.raises(FileNotFoundError, match="`out` must be a file in a folder that is there"):
+        esm.embed(model, sequences, out=tmp_path / "none" / "e")
 
 
 @settings(max_examples=150, deadline=None)

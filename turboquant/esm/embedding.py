@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..arguments import bounded, integer
-from ..files import file_name, write_whole
+from ..files import file_name, path_called, write_whole
 from ..models.esm import CLS, EOS, checked_model, dropout_factor, letter_tokens, padded
 from ..models.esm import embed as embedded
 from ..models.identity import fingerprint
@@ -286,17 +286,22 @@ class _Note:
         dtype = str(next(model.parameters()).dtype)
         told = [job.names, job.tokens, job.layers, job.residues, job.window, job.overlap, job.budget, dtype]
         self.run = hashlib.sha256(json.dumps([told, fingerprint(model)], sort_keys=True).encode()).hexdigest()
-        if not os.path.exists(self.path):
+        if not os.path.exists(part) and not os.path.exists(self.path):
+            with path_called("`out`"):
+                self._write(0)  # before `part` is there, so that no other file is taken for it
             return
         try:
             with open(self.path, encoding="utf-8") as file:
                 said = json.load(file)
             run, self.done = said["run"], integer(said["done"], "`done`")
-        except (ValueError, KeyError, TypeError):
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
             run = None
-        if run != self.run or not os.path.exists(part):
-            raise ValueError(f"{part!r} must be of this run (proteins, model, options): remove it and {self.path!r}, "
-                             "or name another output")  # fmt: skip
+        if run != self.run or (self.done and not os.path.exists(part)):
+            raise ValueError(f"{part!r} must be of this run (proteins, model, options), and {self.path!r} must say so: "
+                             "remove them, or name another output")  # fmt: skip
+
+    def _write(self, done: int) -> None:
+        write_whole(self.path, [json.dumps({"run": self.run, "done": done}).encode()])
 
     def reached(self, done: int, arrays: Arrays, last: bool = False) -> None:
         """Notes that this many steps are on the disk, at most every ten seconds."""
@@ -307,4 +312,4 @@ class _Note:
             flush = getattr(array, "flush", None)
             if flush is not None:
                 flush()
-        write_whole(self.path, [json.dumps({"run": self.run, "done": done}).encode()])
+        self._write(done)
