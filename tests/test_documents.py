@@ -11,7 +11,7 @@ import pytest
 
 from turboquant import Index
 from turboquant.index.documents import Document, Documents
-from turboquant.index.filters import equal_to, matching
+from turboquant.index.filters import equal_to, is_filter, matching
 
 DIM = 32
 X = np.random.default_rng(0).standard_normal((40, DIM)).astype(np.float32)
@@ -78,6 +78,14 @@ def test_conditions(condition, wanted):
 def test_equal_to():
     assert matching(equal_to({"n": 3, "d.t": 5}))(DOCUMENT) and not matching(equal_to({"n": 3, "x": 0}))(DOCUMENT)
     assert matching(equal_to({}))(DOCUMENT)
+
+
+def test_metadata_may_have_the_names_of_a_filter():
+    assert is_filter({"field": "n", "operator": "==", "value": 3}) and is_filter({"operator": "OR", "conditions": []})
+    assert is_filter({"field": "n", "operator": "~"})  # a wrong one, which `matching` refuses
+    for metadata in ({"field": "physics"}, {"conditions": ["dry"]}, {"operator": "Ada"}, {"n": 3}, {}):
+        document = Document("a", "", {"more": 1, **metadata})
+        assert not is_filter(metadata) and matching(equal_to(metadata))(document)
 
 
 BAD_FILTERS = [

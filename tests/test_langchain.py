@@ -83,6 +83,9 @@ def test_filters(store):
     assert found == {"one red", "one blue", "two red", "two blue"}
     assert [d.id for d in store.similarity_search("one", k=9, filter=lambda d: d.id == "six red")] == ["six red"]
     assert store.similarity_search("one", k=9, filter={"colour": "pink"}) == []
+    store.add_texts(["one"], [{"field": "physics", "conditions": "dry"}], ids=["new"])
+    for metadata in ({"field": "physics"}, {"conditions": "dry"}):
+        assert [d.id for d in store.similarity_search("one", k=50, filter=metadata)] == ["new"]
     assert {d.metadata["colour"] for d in store.max_marginal_relevance_search("ten", k=5, filter={"number": 9})} == set(
         WORDS[10:]
     )

@@ -15,7 +15,7 @@ from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
 from .index import Index, documents
 from .index.documents import Documents
-from .index.filters import equal_to
+from .index.filters import equal_to, is_filter
 
 __all__ = ["TurboQuantVectorStore"]
 
@@ -27,7 +27,8 @@ class TurboQuantVectorStore(VectorStore):
 
     embedding: embeds texts and queries. index: an empty index of the embedding's dimension; it may be trained.
 
-    filter: a dict of metadata that must be equal, a filter of `turboquant.index.filters`, or a function of Document.
+    filter: a dict of metadata that must be equal; a filter of `turboquant.index.filters`, which is a dict with
+        "operator" and "field" or "conditions"; or a function of Document.
     Scores are those of the index: with l2 they are squared distances, and less is better. Adding a document with an id
     that is there replaces it. If embedding or anything else fails, nothing is changed.
     """
@@ -141,6 +142,6 @@ def _filter(filter: Filter) -> Any:
     """Returns a store's filter as `Documents` takes it."""
     if callable(filter):
         return lambda document: filter(_document(document))
-    if isinstance(filter, dict) and not ("field" in filter or "conditions" in filter):
+    if isinstance(filter, dict) and not is_filter(filter):
         return equal_to(filter)
     return filter

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-__all__ = ["equal_to", "matching"]
+__all__ = ["equal_to", "is_filter", "matching"]
 
 Test = Callable[[Any], bool]  # takes a document, or a value of one
 
@@ -47,6 +47,11 @@ def matching(filter: Any) -> Test:
         return lambda document: test(document.id if field == "id" else document.text)
     path = field.removeprefix("meta.")
     return lambda document: test(_value(document.metadata, path))
+
+
+def is_filter(values: dict[str, Any]) -> bool:
+    """Whether a dict is a filter of this grammar, right or not, rather than metadata: those may have such names too."""
+    return "operator" in values and ("field" in values or "conditions" in values)
 
 
 def equal_to(values: dict[str, Any]) -> dict[str, Any]:
