@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -38,6 +39,22 @@ def test_encode_is_the_exact_pass():
         assert cache.lengths == [40, 7, 131, 126]
         for got, sequence in zip(said.logits, PROTEINS):
             assert torch.allclose(got, full(model, sequence), atol=1e-4)
+
+
+def test_many_proteins_are_sorted_at_once(monkeypatch):
+    proteins = [("MK", "M", "MKV")[i % 3] for i in range(60_000)]
+
+    def stopped(base, modules, packed, tokens, row_of):
+        assert [tokens[row] for row in row_of] == [tokenise(p, model.config) for p in proteins]
+        raise KeyboardInterrupt
+
+    model = tiny_esm()
+    cache = ContextCache(model, bare(2, 2))
+    monkeypatch.setattr("turboquant.esm.context.empty", stopped)
+    before = time.process_time()
+    with pytest.raises(KeyboardInterrupt):
+        cache.encode(proteins)
+    assert time.process_time() - before < 5  # a search in a list for each takes several times as long
 
 
 def test_masked_residues_in_what_is_read():

@@ -165,7 +165,7 @@ class ContextCache:
         self._check_mode()
         tokenised = [tokenise(p, self.model.config, f"proteins[{i}]") for i, p in enumerate(proteins)]
         order = sorted(range(len(tokenised)), key=lambda i: len(tokenised[i]))
-        tokens, row_of = [tokenised[i] for i in order], [order.index(i) for i in range(len(tokenised))]
+        tokens, row_of = [tokenised[i] for i in order], sorted(range(len(order)), key=order.__getitem__)
         store = empty(self._base, self._modules, self._packed, tokens, row_of)
         hidden: list[torch.Tensor] = []
         for start in range(0, len(order), batch_size):
