@@ -217,7 +217,7 @@ def _layer_parts(
     layer: Layer, spec: CacheSpec, per_token: float, batch: int, tokens: int, item_bytes: int
 ) -> Iterator[tuple[str, float]]:
     heads, channels = layer.kv_heads, layer.head_dim
-    rows = _page_rows(layer, spec, tokens)
+    rows = _page_rows(spec, tokens)
     pages = batch * rows
     if layer.window:  # pages that no query sees are freed once there are enough of them (`pages.PageTable.compact`)
         before = max(0, tokens - layer.window + 1 - PAGE_TOKENS) - spec.sinks
@@ -235,7 +235,7 @@ def _layer_parts(
         yield "transforms", 4 * heads * channels * _matrix_rows(spec, channels)
 
 
-def _page_rows(layer: Layer, spec: CacheSpec, tokens: int) -> int:
+def _page_rows(spec: CacheSpec, tokens: int) -> int:
     """Returns the pages of one sequence, with those that a sliding window has left."""
     return -(-max(0, tokens - spec.sinks - spec.window) // PAGE_TOKENS)
 

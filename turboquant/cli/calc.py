@@ -289,7 +289,7 @@ def _print_table(
 def _plot(model: Model, specs: dict[str, CacheSpec], chosen: argparse.Namespace) -> None:
     """Plots GiB of the cache by tokens of each sequence, from a 64th of `--tokens` on."""
     at = sorted({max(1, chosen.tokens >> i) for i in range(7)})
-    sizes = {name: [full_bytes(model, chosen.batch, n, bits) for n in at] for name, bits in FULL.items()}
+    sizes = {name: [full_bytes(model, chosen.batch, n, bytes_) for n in at] for name, bytes_ in FULL.items()}
     sizes |= {name: [sum(packed_parts(model, spec, chosen.batch, n, ITEM_BYTES[chosen.dtype]).values()) for n in at]
               for name, spec in specs.items()}  # fmt: skip
     gib = {name: [size / 2**30 for size in each] for name, each in sizes.items()}

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..models.fasta import Entries
 
 CALIBRATION_TOKENS, CALIBRATION_WINDOW = 16384, 2048
-HELD_OUT = 4  # 1 token in 4 of a text is held out, to try methods on
+HELD_OUT = 4  # 1 token in 4 of a text, or 1 protein in 4, is held out, to try methods on
 EVALUATED_PROTEINS = 60
 _EXAMPLES = {
     "info": "info --kernels 16,8,4,32768,128",

@@ -29,12 +29,11 @@ from ..models.fasta import Entries, Protein, doubts, read_entries
 from ..progress import log
 from ..spec import CacheSpec
 from ..tables import table
+from .commands import HELD_OUT
 from .index_commands import check_names, fill
 
 __all__ = ["calibrated", "check_embedding", "embedded", "evaluated", "markdown", "scan"]
 
-
-HELD_OUT = 4  # 1 protein in 4 is held out of a calibration
 Amount = tuple[int | None, int]  # the number asked for, or None, and the default
 Read = Entries | None  # the entries of a file that has been read already: a pipe can be read only once
 

@@ -125,7 +125,7 @@ def embed(
             if n < note.done:
                 shown.skip(amount)
                 continue
-            _write(embeddings, job, step, _states(model, base, job, step), quantizer)
+            _write(embeddings, job, step, _states(base, job, step), quantizer)
             note.reached(n + 1, arrays)
             shown.add(amount)
     if part is None or out is None:
@@ -218,7 +218,7 @@ def _sum(rows: torch.Tensor) -> torch.Tensor:
     return (rows if rows.device.type in ("cpu", "cuda") else rows.cpu()).sum(0, dtype=torch.float64)
 
 
-def _states(model: Any, base: Any, job: _Job, step: Sequence[int]) -> Iterator[tuple[_Piece, _Part]]:
+def _states(base: Any, job: _Job, step: Sequence[int]) -> Iterator[tuple[_Piece, _Part]]:
     """Yields what is kept of each window of some proteins."""
     pieces = [_Piece(i, one) for i in step for one in job.windows_of(i)]
     pieces.sort(key=lambda piece: piece.window.start - piece.window.stop)  # stable

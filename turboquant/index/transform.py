@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from .. import _core
 from ..plan import Plan, Rotation, Side
+from .inputs import Floats
 from .lists import Lists
 from .storage import Segment
 
@@ -21,8 +22,6 @@ FEW = 16  # up to this many numbers, rotated coordinates are not like independen
 TWO_LEAD = 192  # up to this many coordinates, the scan of an untrained index reads two bits of each
 # E[(u - level(u))^2] for u from N(0, 1), by bits
 _DISTORTION = {0: 1.0, 1: 0.3634, 2: 0.1188, 3: 0.03455, 4: 0.009506, 5: 0.002519, 6: 0.0006625, 8: 0.0000814}
-
-Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ class PackedImpl(AttentionImpl):
         name, layer = own[0]
         check_kind(type(layer).__name__, self.head_size, getattr(layer, "head_size_v", self.head_size))
         prepared = self.engine.prepare(name, extract_layer_index(name), self.head_size, self.num_kv_heads, act_dtype,
-                                   _device(layer))  # fmt: skip
+                                   _device())  # fmt: skip
         learned = None if self.learned_sinks is None else self.learned_sinks.detach().float()
         self.attention = Attention(prepared.plan, prepared.transforms, self.scale, self.softcap,
                                    self.sliding_window, prepared.sinks, prepared.tails, learned)  # fmt: skip
@@ -202,8 +202,8 @@ class PackedImpl(AttentionImpl):
                 config.model_config.max_model_len, 1 + drafts)  # fmt: skip
 
 
-def _device(layer: Any) -> torch.device:
-    """Returns the device of the layer's vectors: the one on which vLLM makes tensors for its model."""
+def _device() -> torch.device:
+    """Returns the device of a layer's vectors: the one on which vLLM makes tensors for its model."""
     if current_platform.is_cpu():
         return torch.device("cpu")
     return torch.device(current_platform.device_type, torch.cuda.current_device())
