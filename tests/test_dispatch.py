@@ -182,7 +182,7 @@ def test_blocks_around_split_have_whole_tiles(head_dim: int, page_tokens: int, r
     ]
     for asked, (name, *numbers) in zip(lines, table(lines=lines), strict=True):
         rows, prepared, combined = map(int, numbers[-3:])
-        if "split" in name or "_many_rows" in name and "fused" not in name:
+        if "split" in name or ("_many_rows" in name and "fused" not in name):
             assert rows % prepared == 0 and rows % combined == 0, (asked, name)
 
 
