@@ -22,19 +22,20 @@ ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "docs" / "compatibility.md"
 HEAD = """# What works with which version
 
-Written by `python tests/compatibility.py` from the tests named in it; `make test-compat` fills in a column for each
-version. "-" is a feature whose tests could not run, for want of a GPU or in this transformers; an empty cell has not
-been run yet. Another torch, from 2.10 on:
+`python tests/compatibility.py` writes this page from the tests named in it; `make test-compat` fills in a column for
+each version. "-" means that the tests could not run, because there was no GPU or because this transformers lacks the
+feature. An empty cell has not been run yet. For another torch, from 2.10 on:
 `make test-compat COMPAT_TORCH=torch==2.10.0`.
-Diverse beam search, contrastive search and DoLa are not in transformers since 4.57, but code on the hub.
-What does not work says so in an error that [troubleshooting.md](troubleshooting.md) lists.
+Since 4.57, diverse beam search, contrastive search and DoLa are not part of transformers but code on the hub.
+What does not work raises an error that [troubleshooting.md](troubleshooting.md) lists.
 
-**Positions.** A spec with a wave turns the mean key by the positions of the model, where those of each sequence are the
-cache's own count of tokens and one shift: left padding without `position_ids`, or `position_ids` that begin elsewhere.
-The first forward decides. Positions that jump by 4 or more inside a sequence (several texts in one row) give right
-results at a larger error: with 2 bits, 4 positions make the divergence of SmolLM2-135M 1.3 times as large, 512 make it
-2.3 times (512 tokens, no window, 4 sinks). A patched model warns of that once. On a GPU, steps of one token are not
-looked at, because that would synchronise the device. With `centre="none"` positions do not matter.
+**Positions.** A spec with a wave turns the mean key by the positions of the model. In each sequence these may differ
+from the cache's own count of tokens by one shift: with left padding without `position_ids`, or with `position_ids`
+that begin elsewhere. The first forward sets the shift. If positions jump by 4 or more inside a sequence (several texts
+in one row), results are right but have a larger error. At 2 bits a jump of 4 positions makes the divergence of
+SmolLM2-135M 1.3 times as large, one of 512 positions 2.3 times (512 tokens, no window, 4 sinks). A patched model warns
+of that once. On a GPU, steps of one token are not checked, because that would synchronise the device. With
+`centre="none"` positions do not matter.
 
 """
 # Names of tests in TESTS, or parts of them, or the file that has all tests of a feature.

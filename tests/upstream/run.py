@@ -31,16 +31,16 @@ FILES = [
 TITLE = "## transformers' own tests on our cache"
 HEAD = f"""{TITLE}
 
-Written by `python tests/upstream/run.py TREE`, TREE being a checkout of transformers (its packages lack these tests):
+`python tests/upstream/run.py TREE` writes this section. TREE is a checkout of transformers, whose packages lack tests:
 {", ".join(f"`{name}`" for name in FILES)}, with
 every `LlamaForCausalLM` patched and a window that holds everything.
 Tests that want models from the hub or a GPU cannot run there, and tests of other
-classes of caches never meet ours.
+classes of caches never use ours.
 
-By their messages none of those below fails for a wrong number. They ask for attention weights beside a cache;
-compare `layer.keys`, full-precision tensors that a packed layer does not have ("NoneType"; in
-`test_generate_continue_*` after texts and scores agreed); demand the class `DynamicCache` ("False is not true"); or set
-`config._attn_implementation`.
+By their messages, none of the tests below fails because of a wrong number. Some ask for attention weights with a cache.
+Some compare `layer.keys`, full-precision tensors that a packed layer does not have ("NoneType"; in
+`test_generate_continue_*` after texts and scores agreed). Some demand the class `DynamicCache` ("False is not true"),
+or set `config._attn_implementation`.
 """
 
 Outcome = tuple[str, str, bool]  # passed, failed or skipped; why; whether our cache was given keys
