@@ -446,6 +446,7 @@ CHANGED_MOMENTS = {
     "of another model": (lambda h: h["moments"]["fingerprint"].update(kv_heads=9), "`profile` must be of this model"),
     "of an unknown kind": (lambda h: h["moments"]["kinds"].__setitem__(0, "new"), "`kind` must be one of"),
     "a list": (lambda h: h.update(moments=[1]), "`moments` is no mapping"),
+    "averaged, without the measured": (lambda h: h["moments"].update(averaged=True), "`moments.0.measured` is not of"),
 }
 
 

@@ -13,6 +13,7 @@ from specs import bare
 
 import turboquant
 from turboquant import TurboQuantCache
+from turboquant.hf.persistence import moments_mark
 from turboquant.kvcache import attend, decoded
 from turboquant.models import names
 
@@ -50,11 +51,14 @@ def pieces(positions: Any, mask: Any = MASK) -> Any:
         yield dict(input_ids=IDS[:, start:stop], attention_mask=mask[:, :stop], **given)
 
 
+def forward(model: Any, cache: Any, given: Any) -> Any:
+    with torch.no_grad():
+        return model(**given, use_cache=True, **{names.CACHE: cache}).logits
+
+
 def run(model: Any, cache: Any, position_ids: Any = None) -> Any:
     """Logits of all tokens."""
-    with torch.no_grad():
-        parts = [model(**given, use_cache=True, **{names.CACHE: cache}).logits for given in pieces(position_ids)]
-    return torch.cat(parts, 1)
+    return torch.cat([forward(model, cache, given) for given in pieces(position_ids)], 1)
 
 
 def divergence(got: Any, want: Any) -> float:
@@ -105,33 +109,50 @@ def test_shifts_go_with_their_sequences(waving: Any, tmp_path: Any) -> None:
     positions = COUNTED + torch.tensor([[40], [1000]])
     *first, last = pieces(positions)
 
-    def forward(cache: Any, given: Any) -> Any:
-        with torch.no_grad():
-            return model(**given, use_cache=True, **{names.CACHE: cache}).logits
-
     def rows(given: Any, which: list[int]) -> Any:
         return {name: tensor[which] for name, tensor in given.items()}
 
     cache = TurboQuantCache(model)
     alone = [TurboQuantCache(model) for _ in PADDING]
     for given in first:
-        forward(cache, given)
+        forward(model, cache, given)
         for b, one in enumerate(alone):
-            forward(one, rows(given, [b]))
+            forward(model, one, rows(given, [b]))
     assert cache.shifts == (40, 1000) and [one.shifts for one in alone] == [(40,), (1000,)]
     cache.save(tmp_path / "cache.safetensors")
     loaded, swapped, joined = (
         TurboQuantCache.load(tmp_path / "cache.safetensors", model), cache.fork(), TurboQuantCache.join(alone)
     )  # fmt: skip
     swapped.batch_select_indices([1, 0])
-    want = forward(cache.fork(), last)
-    torch.testing.assert_close(forward(loaded, last), want, rtol=0, atol=2e-5)
-    torch.testing.assert_close(forward(joined, last), want, rtol=0, atol=2e-5)
-    torch.testing.assert_close(forward(swapped, rows(last, [1, 0])), want[[1, 0]], rtol=0, atol=2e-5)
+    want = forward(model, cache.fork(), last)
+    torch.testing.assert_close(forward(model, loaded, last), want, rtol=0, atol=2e-5)
+    torch.testing.assert_close(forward(model, joined, last), want, rtol=0, atol=2e-5)
+    torch.testing.assert_close(forward(model, swapped, rows(last, [1, 0])), want[[1, 0]], rtol=0, atol=2e-5)
     assert swapped.shifts == (1000, 40) and loaded.shifts == joined.shifts == (40, 1000)
     cache.reset()
-    forward(cache, next(pieces(COUNTED)))
+    forward(model, cache, next(pieces(COUNTED)))
     assert cache.shifts == (0, 0)
+
+
+def test_a_file_has_the_averaged_wave_and_the_measured_one(waving: Any, tmp_path: Any) -> None:
+    model, profile, _ = waving
+    turboquant.patch(model, WAVE, profile=profile)
+    jumping = COUNTED + 300 * (COUNTED > 30)
+    first, *later = pieces(jumping)
+    cache, path = TurboQuantCache(model), tmp_path / "c.safetensors"
+    with pytest.warns(UserWarning, match="jump by up to 300 inside a sequence"):
+        forward(model, cache, first)
+    cache.save(path, model)
+    loaded = TurboQuantCache.load(path, model, profile=profile)
+    loaded.save(tmp_path / "again", model)
+    assert (tmp_path / "again").read_bytes() == path.read_bytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for given in later:
+            assert torch.equal(forward(model, loaded, given), forward(model, cache, given))
+    for one in (cache, loaded):
+        one.reset()
+        assert moments_mark(one.moments) == moments_mark(profile.moments) and one.measured_moments is None
 
 
 def test_padding_behind_a_shifted_prefix() -> None:

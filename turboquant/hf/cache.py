@@ -435,7 +435,8 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Empties the cache: see `PackedLayer.reset`."""
-        self.known_ids, self.at_work, self._shared.shifts = None, False, ()
+        self.known_ids, self.at_work = None, False
+        self.turn(())
         super().reset()
         if self._shared.limit is not None:
             self._shared.limit.restore([layer.storage for layer in self.packed_layers])

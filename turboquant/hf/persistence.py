@@ -15,6 +15,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from io import BufferedReader
 from typing import TYPE_CHECKING, Any
 
@@ -70,12 +71,15 @@ def _tensors(
     return tensors
 
 
-def _moments_tensors(shapes: list[list[int]]) -> dict[str, Tensor]:
-    """The tensors of moments in a file, in order. shapes: [kv_heads, head_dim, pairs, rank] of each layer."""
+def _moments_tensors(described: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of moments in a file, in order. described: `moments` of its header."""
     tensors = {}
-    for i, sizes in enumerate(shapes):
+    for i, sizes in enumerate(described["shapes"]):
         for name, (shape, dtype) in array_shapes(*sizes).items():
             tensors[f"moments.{i}.{name}"] = tensor(np.broadcast_to(np.zeros((), dtype), shape))
+    if described.get("averaged"):
+        for i in range(len(described["shapes"])):
+            tensors[f"moments.{i}.measured"] = tensors[f"moments.{i}.amplitudes"]
     return tensors
 
 
@@ -154,8 +158,8 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
         )
     if cache.at_work or any(layer.damaged or layer.tokens != layers[0].tokens for layer in layers):
         raise RuntimeError("save: an earlier call failed after it had changed the cache: call cache.reset()")
-    measured = cache.moments
-    moments = None if measured is None else measured.without_costs()
+    moments, measured = cache.moments, cache.measured_moments
+    moments = None if moments is None else moments.without_costs()
     mark = cache.fingerprint
     if model is not None:
         mark = _mark(model)
@@ -172,7 +176,7 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
         "fingerprint": mark,
         "widths": None if cache.spec.shared_bits is None else _widths(cache),
         "calibration": calibration_mark(cache.calibration),
-        "moments": None if moments is None else moments.described(),
+        "moments": None if moments is None else moments.described() | ({} if measured is None else {"averaged": True}),
         "kinds": [[kind, options] for kind, options in cache.kinds],
         "positions": layers[0].tokens,
         "padding": list(layers[0].padding),
@@ -181,8 +185,9 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
     tensors: dict[str, Tensor] = {}
     parts: list[memoryview] = []
     if moments is not None:
-        tensors |= _moments_tensors(described["moments"]["shapes"])
+        tensors |= _moments_tensors(described["moments"])
         parts += [array_bytes(array) for array in moments.arrays().values()]
+        parts += [array_bytes(layer.amplitudes) for layer in (() if measured is None else measured.layers)]
     if layers[0].tokens:
         first = layers[0]
         sizes = [[layer.kv_heads, layer.head_dim] for layer in layers]
@@ -254,7 +259,7 @@ def load(
                 calibration = getattr(state, "calibration", None) if own_profile is None else own_profile.calibration
             cache = reader.cache(model, mark, calibration, where)
             if own_profile is not None:
-                own = cache.moments
+                own = cache.measured_moments or cache.moments
                 if own is None and calibration is None:
                     raise _Refused("it was made without a `profile`")
                 known = [own_profile.moments, *({} if calibration is None else calibration.moments).values()]
@@ -347,7 +352,7 @@ class _Reader:
         tensors = {name: self.bytes_of(name, tensor, sums[name]) for name, tensor in wanted.items()}
         _want(not any(self.file.read()), "something is written behind its tensors")
         if header["moments"] is not None:
-            cache.moments = self.moments(cache, wanted, tensors)
+            self.fill_moments(cache, wanted, tensors)
         if header["positions"]:
             views = {
                 name: tensor.view(_DTYPES[wanted[name].dtype]).view(wanted[name].shape)
@@ -370,17 +375,20 @@ class _Reader:
             _want(isinstance(sizes, list) and len(sizes) == 4, "`moments` are of another shape")
             for x in sizes:
                 bounded("cache file: `moments`", x)
-        return _moments_tensors(shapes)
+        return _moments_tensors(described)
 
-    def moments(self, cache: TurboQuantCache, places: dict[str, Tensor], tensors: dict[str, torch.Tensor]) -> Moments:
-        """Takes the moments out of `tensors`."""
+    def fill_moments(self, cache: TurboQuantCache, places: dict[str, Tensor], tensors: dict[str, torch.Tensor]) -> None:
+        """Takes the moments out of `tensors`, and gives them to the cache."""
         arrays: dict[str, NDArray[Any]] = {}
         for name in [name for name in tensors if name.startswith("moments.")]:
             array = tensors.pop(name).numpy().view(numpy_dtype(places[name]))
             arrays[name.removeprefix("moments.")] = array.reshape(places[name].shape)
         moments = Moments.of_arrays(self.header["moments"], arrays)
         moments.check(cache.fingerprint)
-        return moments
+        cache.moments = moments
+        if self.header["moments"].get("averaged"):
+            layers = (replace(x, amplitudes=arrays[f"{i}.measured"]) for i, x in enumerate(moments.layers))
+            cache.measured_moments = replace(moments, layers=tuple(layers))
 
     def layers_tensors(self, layers: list[PackedLayer]) -> dict[str, Tensor]:
         """Tensors of the layers, for a cache that holds tokens."""
