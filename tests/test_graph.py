@@ -13,12 +13,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from models import tiny  # noqa: E402
+import causal_types  # noqa: E402
+from models import prompts, tiny  # noqa: E402
 from specs import WAVE, bare  # noqa: E402
 
 import turboquant  # noqa: E402
 from turboquant.hf.attention import attention  # noqa: E402
 from turboquant.hf.graph import DecodeGraph  # noqa: E402
+from turboquant.models.names import CACHE  # noqa: E402
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 SPEC = bare(key_bits=4, value_bits=4, sinks=4, window=32, **WAVE)
@@ -60,6 +62,34 @@ def test_every_step_after_the_prompt_is_for_the_graph(monkeypatch: pytest.Monkey
     assert torch.equal(text, generated(turboquant.patch(model, SPEC), input_ids=prompt(2, 50)))
 
 
+@pytest.mark.parametrize("kind", ["llama", "opt", "roberta"])
+@pytest.mark.parametrize("spec", [SPEC, bare(key_bits=4, value_bits=4)], ids=["wave", "no wave"])
+def test_positions_of_steps_without_position_ids(kind: str, spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the model's own: as many as are stored, or as a mask or padding ids say. Steps run one by one here."""
+
+    def run(self: DecodeGraph, cache: Any, ids: Any, positions: Any) -> Any:
+        seen.append(positions.flatten().tolist())
+        return self._forward(input_ids=ids, position_ids=positions, use_cache=True, **{CACHE: cache}).logits
+
+    def logits() -> Any:
+        cache = turboquant.TurboQuantCache(model)
+        with torch.no_grad():
+            parts = [model(input_ids=ids[:, a:b], attention_mask=mask[:, :b], use_cache=True, **{CACHE: cache}).logits
+                     for a, b in ((0, 50), (50, 51), (51, 52))]  # fmt: skip
+        return torch.cat(parts, 1)[mask.bool()]
+
+    for name in ("_run", "_record", "_replay"):
+        monkeypatch.setattr(DecodeGraph, name, run)
+    monkeypatch.setattr(DecodeGraph, "takes", staticmethod(lambda cache, ids: ids.shape[1] == 1))
+    model, seen = causal_types.tiny(kind), []
+    ids, mask = prompts(2, 52, (0, 9)).values()
+    turboquant.patch(model, spec)
+    want = logits()
+    turboquant.patch(model, spec, cuda_graphs=True)
+    torch.testing.assert_close(logits(), want, rtol=0, atol=1e-5)
+    assert seen == ([[50, 50], [51, 51]] if kind == "llama" else [])
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 def test_unpatch_and_copies_take_the_graphs_along(copied: Any) -> None:
     model = turboquant.patch(tiny(), SPEC, cuda_graphs=True)
@@ -93,7 +123,6 @@ def test_a_step_is_recorded_anew_when_a_weight_has_moved(moves: bool, monkeypatc
     for name in ("run", "record", "replay"):
         monkeypatch.setattr(DecodeGraph, f"_{name}", lambda *_, name=name: done.append(name))
     monkeypatch.setattr(DecodeGraph, "takes", staticmethod(lambda cache, ids: True))
-    monkeypatch.setattr(DecodeGraph, "_next_positions", staticmethod(lambda stored: torch.zeros(1, 1)))
     model = turboquant.patch(tiny(), SPEC)
     cache = turboquant.TurboQuantCache(model, SPEC)
     with torch.no_grad():

@@ -11,12 +11,13 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from ..kvcache.storage import LayerStorage
+from ..models.identity import describe
 from ..models.names import CACHE, NAMES, cache_argument, given_cache, outputs_with
 from .cache import TurboQuantCache
 
@@ -79,7 +80,8 @@ class DecodeGraph:
         """Runs one more token of each sequence, stores its keys and values, and returns logits [batch, 1, vocabulary].
 
         ids         int64 [batch, 1] on the model's device
-        positions   int64 [batch, 1], of the rotary embedding; None: those behind what is stored
+        positions   int64 [batch, 1]; None: as many as are stored, padding included, as models with a rotary embedding
+                    count
         Raises ValueError for ids of another shape, dtype or device, a cache that is empty or has sliding windows, and
         while gradients are on.
         """
@@ -95,7 +97,7 @@ class DecodeGraph:
         stored, addresses = _storages(cache)[0], [weight.data_ptr() for weight in self._weights]
         steady = addresses == self._addresses and self._is_as_left(cache) and stored.tokens < stored.ready
         if positions is None:
-            positions = self._next_positions(stored) if self._graph is None or not steady else self._positions + 1
+            positions = torch.full(ids.shape, stored.tokens, device=ids.device)
         if not steady:
             self._graph = None
             for stored in _storages(cache):
@@ -109,18 +111,13 @@ class DecodeGraph:
         self._addresses = addresses
         return logits
 
-    @staticmethod
-    def _next_positions(stored: LayerStorage) -> torch.Tensor:
-        counted = [[stored.tokens - pad + shift] for pad, shift in zip(stored.padding, stored.shifts)]
-        return torch.tensor(counted, device=stored.device)
-
     def _run(self, cache: TurboQuantCache, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         out = self._forward(input_ids=ids, position_ids=positions, use_cache=True, **{self._argument: cache})
         logits: torch.Tensor = out.logits
         return logits
 
     def _record(self, cache: TurboQuantCache, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        self._ids, self._positions = ids.clone(), positions.clone()
+        self._ids, self._positions = ids.clone(), positions.expand(*positions.shape[:-2], *ids.shape).clone()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._logits = self._run(cache, self._ids, self._positions)
@@ -151,7 +148,8 @@ class DecodeGraph:
 
 
 class ForwardWithGraphs:
-    """The `forward` of a model that replays decoding steps on a TurboQuantCache; all other calls are as before.
+    """The `forward` of a model that replays decoding steps on a TurboQuantCache; all other calls are as before. Without
+    `position_ids` only models with a rotary embedding replay: others may take positions from the mask or the ids.
 
     Like a bound method it has a `__self__`, the model. Unlike one it survives a pickle of the model; graphs are not
     copied.
@@ -166,11 +164,16 @@ class ForwardWithGraphs:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.__self__,)
 
+    @cached_property
+    def _has_rotary_embedding(self) -> bool:
+        return {*describe(self.__self__.config)["rope"]} != {"rope_type"}
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = partial(type(self.__self__).forward, self.__self__)
         cache, ids = given_cache(kwargs), kwargs.get("input_ids")
         arguments = {name for name, x in kwargs.items() if x is not None and x is not self._defaults.get(name)}
         plain = not args and arguments <= _FOLLOWED | _HARMLESS and kwargs.get("return_dict") is not False
+        plain = plain and ("position_ids" in arguments or self._has_rotary_embedding)
         if not plain or ids is None or not isinstance(cache, TurboQuantCache) or not DecodeGraph.takes(cache, ids):
             return forward(*args, **kwargs)
         graph = self._graphs.get(cache)

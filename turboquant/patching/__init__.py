@@ -62,7 +62,8 @@ def patch(
             quantisation. With "packed" it does
     cuda_graphs   replay decoding steps as CUDA graphs (`graph.DecodeGraph`): on a GPU a small batch is then as fast as
                   its kernels. For models on one device, whose forward of one token depends on nothing but its tokens,
-                  positions and cache; after switching adapters, use a new cache
+                  positions and cache; after switching adapters, use a new cache. Models without a rotary embedding
+                  replay only steps that are given `position_ids`, as by `generate`
     tokenizer   to measure with; None: the one at `model.name_or_path`, from local files only. Without one, random token
               ids are used instead of text, with a warning
 
