@@ -23,7 +23,8 @@ from turboquant.hf.graph import DecodeGraph  # noqa: E402
 from turboquant.models.names import CACHE  # noqa: E402
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-SPEC = bare(key_bits=4, value_bits=4, sinks=4, window=32, **WAVE)
+PLAIN = bare(key_bits=4, value_bits=4)
+SPEC = PLAIN.with_(sinks=4, window=32, **WAVE)
 
 
 def generated(model: Any, **inputs: Any) -> Any:
@@ -62,14 +63,25 @@ def test_every_step_after_the_prompt_is_for_the_graph(monkeypatch: pytest.Monkey
     assert torch.equal(text, generated(turboquant.patch(model, SPEC), input_ids=prompt(2, 50)))
 
 
-@pytest.mark.parametrize("kind", ["llama", "opt", "roberta"])
-@pytest.mark.parametrize("spec", [SPEC, bare(key_bits=4, value_bits=4)], ids=["wave", "no wave"])
-def test_positions_of_steps_without_position_ids(kind: str, spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are the model's own: as many as are stored, or as a mask or padding ids say. Steps run one by one here."""
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The positions of steps that are for the graph. These run one by one, so that no GPU is needed."""
+    seen: list[Any] = []
 
     def run(self: DecodeGraph, cache: Any, ids: Any, positions: Any) -> Any:
         seen.append(positions.flatten().tolist())
         return self._forward(input_ids=ids, position_ids=positions, use_cache=True, **{CACHE: cache}).logits
+
+    for name in ("_run", "_record", "_replay"):
+        monkeypatch.setattr(DecodeGraph, name, run)
+    monkeypatch.setattr(DecodeGraph, "takes", staticmethod(lambda cache, ids: ids.shape[1] == 1))
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt", "roberta"])
+@pytest.mark.parametrize("spec", [SPEC, PLAIN], ids=["wave", "no wave"])
+def test_positions_of_steps_without_position_ids(kind: str, spec: Any, seen: list[Any]) -> None:
+    """They are the model's own: as many as are stored, or as a mask or padding ids say."""
 
     def logits() -> Any:
         cache = turboquant.TurboQuantCache(model)
@@ -78,16 +90,43 @@ def test_positions_of_steps_without_position_ids(kind: str, spec: Any, monkeypat
                      for a, b in ((0, 50), (50, 51), (51, 52))]  # fmt: skip
         return torch.cat(parts, 1)[mask.bool()]
 
-    for name in ("_run", "_record", "_replay"):
-        monkeypatch.setattr(DecodeGraph, name, run)
-    monkeypatch.setattr(DecodeGraph, "takes", staticmethod(lambda cache, ids: ids.shape[1] == 1))
-    model, seen = causal_types.tiny(kind), []
+    model = causal_types.tiny(kind)
     ids, mask = prompts(2, 52, (0, 9)).values()
     turboquant.patch(model, spec)
     want = logits()
     turboquant.patch(model, spec, cuda_graphs=True)
     torch.testing.assert_close(logits(), want, rtol=0, atol=1e-5)
     assert seen == ([[50, 50], [51, 51]] if kind == "llama" else [])
+
+
+MASKS = {  # of a step behind 20 tokens, and what is said
+    "custom": (torch.ones(2, 1, 1, 21, dtype=torch.bool), NotImplementedError, r"\(2, 1, 1, 21\): custom masks"),
+    "of too few positions": (torch.ones(2, 20), ValueError, r"must cover the 20 stored positions .* got \(2, 20\)"),
+    "of the new token": (torch.ones(2, 1), ValueError, r"must cover the 20 stored positions .* got \(2, 1\)"),
+}
+
+
+@pytest.mark.parametrize("mask, error, message", MASKS.values(), ids=MASKS)
+def test_masks_of_steps_are_checked_as_without_graphs(mask: Any, error: Any, message: str, seen: list[Any]) -> None:
+    for graphs in (False, True):
+        model = turboquant.patch(tiny(), PLAIN, cuda_graphs=graphs)
+        cache, ids = turboquant.TurboQuantCache(model), prompt(2, 21)
+        with torch.no_grad():
+            model(input_ids=ids[:, :20], **{CACHE: cache})
+            with pytest.raises(error, match=message):
+                model(input_ids=ids[:, 20:], attention_mask=mask, **{CACHE: cache})
+            assert seen == [] and cache.get_seq_length() == 20
+            model(input_ids=ids[:, 20:], attention_mask=torch.ones(2, 21), **{CACHE: cache})
+    assert seen == [[20, 20]]
+
+
+def test_a_mask_is_read_where_a_sequence_is_padding_alone(seen: list[Any]) -> None:
+    model, (ids, mask) = turboquant.patch(tiny(), PLAIN, cuda_graphs=True), prompts(2, 22, (0, 21)).values()
+    cache = turboquant.TurboQuantCache(model)
+    with torch.no_grad():
+        for a, b in ((0, 20), (20, 21), (21, 22)):
+            model(input_ids=ids[:, a:b], attention_mask=mask[:, :b], **{CACHE: cache})
+    assert cache.padding == (0, 21) and seen == []
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])

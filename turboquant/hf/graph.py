@@ -34,6 +34,13 @@ def _storages(cache: TurboQuantCache) -> list[LayerStorage]:
     return [layer.storage for layer in cache.packed_layers]
 
 
+def _is_unread(mask: Any, cache: TurboQuantCache) -> bool:
+    """Whether a forward of one token on a GPU accepts an `attention_mask` and does not read it."""
+    first = _storages(cache)[0]
+    shape = (len(first.padding), first.tokens + 1)
+    return mask is None or (getattr(mask, "shape", ()) == shape and max(first.padding) < first.tokens)
+
+
 class DecodeGraph:
     """Steps of one token on a cache, replayed as a CUDA graph.
 
@@ -170,14 +177,21 @@ class ForwardWithGraphs:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = partial(type(self.__self__).forward, self.__self__)
-        cache, ids = given_cache(kwargs), kwargs.get("input_ids")
-        arguments = {name for name, x in kwargs.items() if x is not None and x is not self._defaults.get(name)}
-        plain = not args and arguments <= _FOLLOWED | _HARMLESS and kwargs.get("return_dict") is not False
-        plain = plain and ("position_ids" in arguments or self._has_rotary_embedding)
-        if not plain or ids is None or not isinstance(cache, TurboQuantCache) or not DecodeGraph.takes(cache, ids):
+        cache = given_cache(kwargs)
+        if args or not isinstance(cache, TurboQuantCache) or not self._can_replay(cache, kwargs):
             return forward(*args, **kwargs)
         graph = self._graphs.get(cache)
         if graph is None:
             graph = self._graphs[cache] = DecodeGraph(cache, forward, self.__self__.parameters())
-        logits = graph.step(ids, kwargs.get("position_ids"))
+        logits = graph.step(kwargs["input_ids"], kwargs.get("position_ids"))
         return outputs_with(logits, cache)
+
+    def _can_replay(self, cache: TurboQuantCache, kwargs: dict[str, Any]) -> bool:
+        """Whether a forward with these arguments is a step that a replay gives the outputs of."""
+        ids = kwargs.get("input_ids")
+        arguments = {name for name, x in kwargs.items() if x is not None and x is not self._defaults.get(name)}
+        plain = arguments <= _FOLLOWED | _HARMLESS and kwargs.get("return_dict") is not False
+        if not plain or ids is None or not DecodeGraph.takes(cache, ids):
+            return False
+        counts = "position_ids" in arguments or self._has_rotary_embedding
+        return counts and _is_unread(kwargs.get("attention_mask"), cache)
