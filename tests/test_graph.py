@@ -120,6 +120,16 @@ def test_masks_of_steps_are_checked_as_without_graphs(mask: Any, error: Any, mes
     assert seen == [[20, 20]]
 
 
+@pytest.mark.parametrize("kind, field", [("llama", "output_hidden_states"), ("mixtral", "output_router_logits")])
+def test_outputs_that_the_configuration_asks_for(kind: str, field: str, seen: list[Any]) -> None:
+    model = turboquant.patch(tiny(kind, **{field: True}), PLAIN, cuda_graphs=True)
+    cache, ids = turboquant.TurboQuantCache(model), prompt(1, 21)
+    with torch.no_grad():
+        model(input_ids=ids[:, :20], use_cache=True, **{field: False, CACHE: cache})
+        out = model(input_ids=ids[:, 20:], use_cache=True, **{CACHE: cache})
+    assert out[field.removeprefix("output_")] is not None and seen == []
+
+
 def test_a_mask_is_read_where_a_sequence_is_padding_alone(seen: list[Any]) -> None:
     model, (ids, mask) = turboquant.patch(tiny(), PLAIN, cuda_graphs=True), prompts(2, 22, (0, 21)).values()
     cache = turboquant.TurboQuantCache(model)

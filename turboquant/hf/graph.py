@@ -28,6 +28,7 @@ AHEAD = 512  # positions to reserve at once; then the step is recorded again, so
 # Arguments of a forward that a replay follows, or that do not change its logits.
 _FOLLOWED = {"input_ids", "position_ids", *NAMES}
 _HARMLESS = {"attention_mask", "cache_position", "use_cache", "return_dict", "logits_to_keep"}
+_OUTPUTS = ("output_hidden_states", "output_router_logits")  # fields of a configuration that ask for further outputs
 
 
 def _storages(cache: TurboQuantCache) -> list[LayerStorage]:
@@ -191,6 +192,7 @@ class ForwardWithGraphs:
         ids = kwargs.get("input_ids")
         arguments = {name for name, x in kwargs.items() if x is not None and x is not self._defaults.get(name)}
         plain = arguments <= _FOLLOWED | _HARMLESS and kwargs.get("return_dict") is not False
+        plain = plain and not any(getattr(self.__self__.config, name, False) for name in _OUTPUTS)
         if not plain or ids is None or not DecodeGraph.takes(cache, ids):
             return False
         counts = "position_ids" in arguments or self._has_rotary_embedding
