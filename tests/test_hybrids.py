@@ -178,6 +178,23 @@ def test_crop_is_refused_and_convolutions_alone_can_be_cropped():
     assert torch.equal(model.generate(ids, **options, prompt_lookup_num_tokens=3), want)
 
 
+def recorded(model: Any, pieces: Any, **options: Any) -> TurboQuantCache:
+    """A cache of these forwards, which records the past from the first on."""
+    cache = TurboQuantCache(model)
+    cache.activate_past_recording()
+    run(model, cache, pieces, **options)
+    return cache
+
+
+def test_a_crop_that_attention_refuses_leaves_convolutions_alone():
+    cache = recorded(made("lfm2"), PIECES[:3])
+    before = states(cache)
+    with pytest.raises(NotImplementedError, match="crop: keeping less than the padding of a left-padded batch"):
+        cache.crop(4)
+    assert cache.get_seq_length() == 22
+    assert all(torch.equal(a, b) for a, b in zip(states(cache), before, strict=True))
+
+
 def test_other_models_say_what_they_lack():
     with pytest.raises(
         NotImplementedError, match="`cuda_graphs` is for text models without recurrent states, shared keys and latents"

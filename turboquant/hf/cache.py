@@ -386,12 +386,11 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         tokens = bounded("crop: `tokens`", tokens)
         keep = self.get_seq_length() + tokens if tokens <= 0 else tokens
         self._check_states()
-        for layer in self.packed_layers:
-            if keep > 0 and not layer.storage.can_crop_to(keep):
-                layer.crop(tokens)  # raises
         if keep <= 0:
             self.reset()
             return
+        for layer in self.packed_layers:
+            layer.check_crop(keep)
         if states := self.state_layers:
             tokens = min(keep - self.get_seq_length(), 0)  # as these layers take it
             if tokens and not all(layer.is_croppable and layer.record_past for layer in states):
@@ -403,7 +402,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
             if tokens or not isinstance(layer, StateLayer) or layer.record_past:
                 layer.crop(tokens)
         if self.known_ids is not None:
-            self.known_ids = self.known_ids[:, :keep].clone() if keep > 0 else None
+            self.known_ids = self.known_ids[:, :keep].clone()
 
     def lengths_on(self, device: torch.device) -> torch.Tensor | None:
         """int32 [batch], the lengths that the last forward used on a device; None if there was none."""

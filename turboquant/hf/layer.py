@@ -199,6 +199,13 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             if stored.tokens:
                 self.reset()
             return
+        self.check_crop(keep)
+        stored.crop_to(keep)
+
+    def check_crop(self, keep: int) -> None:
+        """Raises what a `crop` to `keep` positions, more than 0, would raise."""
+        stored = self.storage
+        keep = min(keep, stored.tokens)
         if stored.has_released(keep):
             raise NotImplementedError(
                 f"crop: layer {self.index} has freed positions that fell out of its sliding window"
@@ -214,7 +221,6 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
             )
         if keep < max(stored.padding, default=0):
             raise NotImplementedError("crop: keeping less than the padding of a left-padded batch is not supported")
-        stored.crop_to(keep)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Makes sequence b what sequence beam_idx[b] was. Full pages are shared, not copied; see `pages`."""
