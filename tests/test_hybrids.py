@@ -195,6 +195,29 @@ def test_a_crop_that_attention_refuses_leaves_convolutions_alone():
     assert all(torch.equal(a, b) for a, b in zip(states(cache), before, strict=True))
 
 
+def test_convolutions_go_back_as_far_as_they_recorded():
+    model, whole = made("lfm2"), torch.ones(2, 40, dtype=torch.long)
+    for keep in (1, 2, 3, 15, 20):
+        cache, want = recorded(model, PIECES[:2], mask=whole), TurboQuantCache(model)
+        cache.crop(keep)
+        run(model, want, ((0, keep),), whole)
+        rest = ((keep, 40),)
+        torch.testing.assert_close(run(model, cache, rest, whole), run(model, want, rest, whole), rtol=0, atol=2e-5)
+    late = TurboQuantCache(model)
+    run(model, late, PIECES[:1], whole)
+    late.activate_past_recording()
+    run(model, late, PIECES[1:3], whole)
+    again = recorded(model, PIECES[:3], mask=whole)
+    again.crop(20)  # forgets what was recorded before
+    for cache in (late, again):
+        length, before = cache.get_seq_length(), states(cache)
+        with pytest.raises(NotImplementedError, match=r"crop: convolutions have recorded too few .* cache\.fork\(\)"):
+            cache.crop(19)
+        assert cache.get_seq_length() == length
+        assert all(torch.equal(a, b) for a, b in zip(states(cache), before, strict=True))
+        cache.crop(20)
+
+
 def test_other_models_say_what_they_lack():
     with pytest.raises(
         NotImplementedError, match="`cuda_graphs` is for text models without recurrent states, shared keys and latents"

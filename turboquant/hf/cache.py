@@ -398,6 +398,12 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
                     "crop: states of recurrent layers cannot be taken back: call cache.fork() before the tokens that "
                     "are to be forgotten"
                 )
+            if tokens and not all(layer.has_recorded(keep, -tokens) for layer in states):
+                raise NotImplementedError(
+                    f"crop: convolutions have recorded too few inputs to forget {-tokens} positions: call "
+                    "cache.activate_past_recording() before the forwards that are to be undone and crop once, or "
+                    "cache.fork()"
+                )
         for layer in self.layers:
             if tokens or not isinstance(layer, StateLayer) or layer.record_past:
                 layer.crop(tokens)

@@ -56,6 +56,11 @@ class StateLayer(_LinearAttentionLayer):  # type: ignore[misc]
         _LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
         self.record_past = recording
 
+    def has_recorded(self, keep: int, tokens: int) -> bool:
+        """Whether convolutions still have what they need behind `keep` positions, with `tokens` forgotten."""
+        convolutions = ((x, self.conv_kernel_size[i]) for i, x in self.conv_states.items() if x is not None)
+        return all(x.shape[-1] >= tokens + min(keep, size) for x, size in convolutions)
+
     def _select(self, sequences: Sequence[int]) -> None:
         for by_index in (self.conv_states, self.recurrent_states):
             for i, state in by_index.items():
