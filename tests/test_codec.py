@@ -255,6 +255,21 @@ def test_layers_of_other_kinds_are_refused():
         Codec(tiny(), CacheSpec(2.5, 2.5, outliers="prompt", centre="none", metric="none", sinks=0, window=0))
 
 
+def test_overrides_of_layers(model):
+    plain = SPECS["plain"]
+    split = {"key_bits": 2.5, "value_bits": 2.5, "outliers": "prompt"}
+    with pytest.raises(NotImplementedError, match='Codec: outliers="prompt" is not supported'):
+        Codec(model, plain.with_(overrides={0: split}))
+    with pytest.raises(NotImplementedError, match=r"Codec: `sinks` must be the same in all layers, got \[4, 9, 4\]"):
+        Codec(model, plain.with_(overrides={1: {"sinks": 9}}))
+    codec = Codec(model, plain.with_(overrides={i: {"sinks": 9} for i in range(3)}))
+    k, v = tokens(200)
+    assert codec.sinks == 9 and codec.boundary(1) == 9 + PAGE_TOKENS
+    decoded = codec.decode(codec.encode(k, v))
+    assert all(torch.equal(a[:, :9], b[:, :9]) for a, b in zip((*k, *v), (*decoded[0], *decoded[1]), strict=True))
+    Codec(model, plain.with_(overrides={0: {"key_bits": 2, "window": 8}})).encode(k, v)
+
+
 @pytest.mark.slow
 def test_smollm2_goes_on_from_bytes():
     """The first answer after a prompt whose keys and values came as bytes is that of the model."""

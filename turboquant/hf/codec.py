@@ -82,7 +82,8 @@ class Codec:
     profile  as in `turboquant.patch`
 
     Raises what `TurboQuantCache` raises, and NotImplementedError for a model whose layers keep states or latents,
-    or keys and values of different sizes, and for a spec whose rotations are found in the prompt.
+    or keys and values of different sizes, and for a spec whose rotations are found in the prompt or whose `sinks`
+    differ by layer.
     """
 
     def __init__(
@@ -101,10 +102,14 @@ class Codec:
             raise NotImplementedError(
                 "Codec: a model whose cache has latents, or keys and values of different sizes, is not supported"
             )
-        if cache.spec.outliers == "prompt":
+        if any(layer.spec.outliers == "prompt" for layer in cache.packed_layers):
             raise NotImplementedError(
                 'Codec: outliers="prompt" is not supported: its rotations are found in the prompt'
             )
+        sinks = [layer.spec.sinks for layer in cache.packed_layers]
+        if len({*sinks}) > 1:
+            raise NotImplementedError(f"Codec: `sinks` must be the same in all layers, got {sinks}: leave it out of "
+                                      "`overrides`")  # fmt: skip
         self.spec = cache.spec
         self._shared = cache._shared
         sizes = layer_sizes(cache.fingerprint)
@@ -119,7 +124,7 @@ class Codec:
     @property
     def sinks(self) -> int:
         """First tokens of a sequence that stay exact."""
-        return self.spec.sinks
+        return self._layers[0].spec.sinks
 
     def boundary(self, page: int) -> int:
         """Position at which page `page` begins, where `start`, `cut` and `join` may divide a sequence; 0 for page 0."""
