@@ -141,9 +141,9 @@ class Engine:
         else:
             self.say('"profile" of turboquant is null: keys are packed without wave and metric, which costs quality; '
                      f"`turboquant measure {model.model}` makes a profile")  # fmt: skip
-        needed = any(self.settings.spec.for_layer(i, len(self.numbers)).measured for i in range(len(self.numbers)))
-        its_profile = profile if needed or self.settings.spec.calibrated else None
         n_layers = max(self.numbers) + 1
+        each = [self.settings.spec.for_layer(i, n_layers) for i in range(n_layers)]
+        its_profile = profile if any(one.measured or one.calibrated for one in each) else None
         self._specs, *rest = used_by(self.settings.spec, its_profile, n_layers, list(self.numbers))
         self._of_profile, self._profile = (rest[0], rest[1]), profile
         if getattr(self.config, "lora_config", None) is not None:

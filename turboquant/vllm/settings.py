@@ -73,7 +73,11 @@ def _checked(spec: CacheSpec) -> CacheSpec:
         raise ValueError(f'"window" of turboquant must be at most {RING} tokens, got {spec.window}')
     if spec.sinks > RING:
         raise ValueError(f'"sinks" of turboquant must be at most {RING} tokens, got {spec.sinks}')
-    if spec.outliers == "prompt":
+    for layer, changed in spec.overrides:
+        for name in (name for name, _ in changed if name in ("sinks", "window")):
+            raise ValueError(f'"overrides" of turboquant must not have "{name}", which is one number for all layers, '
+                             f"got it for layer {layer}")  # fmt: skip
+    if "prompt" in (spec.outliers, *(dict(changed).get("outliers") for _, changed in spec.overrides)):
         raise ValueError('"outliers" of turboquant must not be "prompt": pages that requests share cannot depend on '
                          "one prompt; use \"none\" or \"calibrated\"")  # fmt: skip
     return spec
