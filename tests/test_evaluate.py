@@ -98,6 +98,14 @@ def test_three_ways_of_feeding_agree(spec, model, windows, calibration):
     assert [f.prefill for f in found] == ["packed", "chunked", "decode"]
 
 
+def test_outliers_of_one_layer_are_found_in_its_own_number_of_tokens(windows):
+    model, one = tiny(head_dim=64), {"key_bits": 2.5, "outliers": "prompt", "outlier_tokens": 99}
+    spec = bare(2, 2, outlier_tokens=9, overrides={0: one})
+    packed, decoded = (turboquant.evaluate(model, windows[:1, :150], spec, prefill=p, generate=0).kl_divergence
+                       for p in ("packed", "decode"))  # fmt: skip
+    assert decoded == pytest.approx(packed, rel=5e-3)
+
+
 def test_more_bits_are_better_and_exact_tokens_are_said(model, windows):
     specs = {f"{b} bits": bare(b, b) for b in (2, 3, 4, 5)} | {"": bare(6, 6)}  # under any names
     found = evaluate_all(model, windows, specs, generate=0, batch=3)

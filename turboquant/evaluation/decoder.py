@@ -299,8 +299,9 @@ def _ready(model: Any, specs: Mapping[str, CacheSpec], profile: AnyProfile) -> I
 def _pieces(spec: CacheSpec, prefill: str, tokens: int, chunk: int) -> list[tuple[int, int]]:
     """Returns (start, stop) of each forward."""
     size = {"packed": tokens, "chunked": chunk, "decode": 1}[prefill]
-    asks = "prompt" in (spec.outliers, *(dict(changed).get("outliers") for _, changed in spec.overrides))
-    first = min(tokens, max(size, spec.outlier_tokens if asks else 1))
+    each = (spec, *(spec.with_(overrides=(), **dict(changed)) for _, changed in spec.overrides))
+    asked = (one.outlier_tokens for one in each if one.outliers == "prompt")
+    first = min(tokens, max(size, *asked, 1))
     return [(0, first), *((start, min(start + size, tokens)) for start in range(first, tokens, size))]
 
 
