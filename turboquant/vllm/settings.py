@@ -74,8 +74,8 @@ def _checked(spec: CacheSpec) -> CacheSpec:
     if spec.sinks > RING:
         raise ValueError(f'"sinks" of turboquant must be at most {RING} tokens, got {spec.sinks}')
     for layer, changed in spec.overrides:
-        for name in (name for name, _ in changed if name in ("sinks", "window")):
-            raise ValueError(f'"overrides" of turboquant must not have "{name}", which is one number for all layers, '
+        if own := [name for name, _ in changed if name in ("sinks", "window")]:
+            raise ValueError(f'"overrides" of turboquant must not have "{own[0]}", which is one number for all layers, '
                              f"got it for layer {layer}")  # fmt: skip
     if "prompt" in (spec.outliers, *(dict(changed).get("outliers") for _, changed in spec.overrides)):
         raise ValueError('"outliers" of turboquant must not be "prompt": pages that requests share cannot depend on '
