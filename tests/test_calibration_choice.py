@@ -152,7 +152,7 @@ def earlier(trials):
 
 
 def test_other_kinds_of_text_are_judged_over_all_averages():
-    ratios = {(1, 3): 1.2, (1, 4): 0.9, (2, 3): 1.02, (2, 4): 1.0}  # by place and average; place 0 is held-out text
+    ratios = {(1, 3.0): 1.2, (1, 4.0): 0.9, (2, 3.0): 1.02, (2, 4.0): 1.0}  # by place (0: held-out text) and average
     done = {f"{i} 8 {average} none 32": 0.1 for i, average in ratios}
     done |= {f"{i} 8 {average} widths 32": 0.1 * ratio for (i, average), ratio in ratios.items()}
     given = [Trial(8, average, method, 32, 0.1) for average in (3.0, 4.0) for method in ("none", "widths")]
@@ -161,9 +161,16 @@ def test_other_kinds_of_text_are_judged_over_all_averages():
         assert [t.elsewhere for t in measure.elsewhere(given)] == [x and pytest.approx(x) for x in wanted]
 
 
+def test_averages_that_are_nearly_equal_are_tried_apart(monkeypatch):
+    monkeypatch.setattr(trial._Trials, "_losses", lambda self, batch, specs: {n: s.budget for n, s in specs.items()})
+    measure = trial._Trials(None, None, [{"input_ids": torch.zeros(1, 8)}], [], earlier({}), False)
+    which = [(average, method, 32) for average in (3.0000001, 3.0) for method in ("none", "widths")]
+    assert measure(0, which) == [Trial(0, *one, kl_divergence=one[0]) for one in which]
+
+
 def test_divergences_that_are_rounding_have_a_ratio():
     """Sliding windows may hide all that is packed."""
-    done = {"0 8 3 none 32": 0.0, "0 8 3 widths 32": -1e-8, "1 8 3 none 32": -1e-9, "1 8 3 widths 32": 2e-8}
+    done = {"0 8 3.0 none 32": 0.0, "0 8 3.0 widths 32": -1e-8, "1 8 3.0 none 32": -1e-9, "1 8 3.0 widths 32": 2e-8}
     given = [Trial(8, 3.0, method, 32, 0.1) for method in ("none", "widths")]
     for kinds, texts in (([{}, {}], []), ([{}], [{}])):
         measure = trial._Trials(None, None, texts, kinds, earlier(done), False)

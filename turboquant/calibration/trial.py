@@ -206,4 +206,4 @@ class _Trials:
 
 
 def _name(window: int, average: float, method: str, group: int) -> str:
-    return f"{window} {average:g} {method} {group}"
+    return f"{window} {average} {method} {group}"
