@@ -498,6 +498,7 @@ def test_a_checkpoint_of_something_else(model, batches, tmp_path):
         ({"arrays": {}}, "its counts must fit its sums, got"),
         ({"counts": {"keys_and_values": [3, "many"], "gradients": [0, 0]}}, "its counts must fit its sums, got"),
         ({"trials": {"a": "b"}}, "could not convert"),
+        ({"trials": {"a": 10**400}}, "too large"),
         ({"moments": 3}, "has no attribute"),
     ):
         given = wrong.pop("arrays", arrays)

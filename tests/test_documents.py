@@ -299,6 +299,10 @@ def test_files_that_are_refused(tmp_path):
         with pytest.raises(ValueError, match="`path` must be a file of documents"):
             Documents.load(path)
             pytest.fail(name)
+    made.index._save(path, {"documents": [np.frombuffer(b"[      ]", np.uint8)]})
+    path.write_bytes(path.read_bytes().replace(b'"U8", "shape": [8]', b'"I64", "shape": []'))
+    with pytest.raises(ValueError, match="`path` must be a file of documents, .* must be those of its vectors"):
+        Documents.load(path)
     made.save(path)
     data = bytearray(path.read_bytes())
     at = data.index(b'"text 7"') + 1

@@ -256,9 +256,10 @@ def test_a_run_that_ended_before_its_first_note_begins_anew(model, sequences, tm
     with pytest.raises(ValueError, match="must be of this run"):
         esm.embed(model, sequences, layers=(1,), out=tmp_path / "e")
     assert np.array_equal(esm.embed(model, sequences, out=tmp_path / "e").means(), esm.embed(model, sequences).means())
-    (tmp_path / "e.part.json").write_text("{")
-    with pytest.raises(ValueError, match="must be of this run"):
-        esm.embed(model, sequences, out=tmp_path / "e")
+    for text in ("{", "[" * 100_000):
+        (tmp_path / "e.part.json").write_text(text)
+        with pytest.raises(ValueError, match="must be of this run"):
+            esm.embed(model, sequences, out=tmp_path / "e")
 
 
 def test_another_file_is_not_overwritten(model, sequences, tmp_path):

@@ -382,13 +382,15 @@ def test_core_refuses_wrong_lists(few_means):
         _core.index_assign(space[:9], x)
 
 
-@pytest.mark.parametrize("change", ["starts", "directions", "lengths", "mean", r"\[22, 44\]"])
+@pytest.mark.parametrize("change", ["starts", "must ascend", "directions", "lengths", "mean", r"\[22, 44\]"])
 def test_contradictory_files_are_refused(few_means, change, tmp_path):
     index = filled()
     index.save(tmp_path / "index")
     meta, arrays = storage.read(str(tmp_path / "index"), False)
     if change == "starts":
         arrays["starts"] = arrays["starts"][::-1].copy()
+    elif change == "must ascend":
+        arrays["starts"][1:4] = 2**63 - 1, -(2**63), -1  # differences overflow
     elif change == "mean":
         arrays["mean"] = np.zeros(DIM, np.float32)
     elif change.startswith("\\["):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 
 import models
 import numpy as np
@@ -45,6 +46,14 @@ def test_calibrate_measures_too(model, calibrated, tmp_path):
         assert (back.calibration is None) == (found.calibration is None) and str(back) == str(found)
     assert same(back.calibration.arrays(), calibrated.calibration.arrays())
     assert back.calibration.described() == calibrated.calibration.described()
+
+
+@pytest.mark.parametrize("weights", [10**400, {"a": 1}, "x", [[], [0]]], ids=["large", "a mapping", "text", "uneven"])
+def test_weights_of_a_file_that_are_no_numbers_are_other_weights(weights, calibrated, tmp_path):
+    moments = replace(calibrated.moments, fingerprint={**calibrated.fingerprint, "weights": weights})
+    Profile(moments).save(tmp_path / "p")
+    with pytest.raises(ValueError, match="`profile` must be of this model, .* this one has other weights"):
+        Profile.load(tmp_path / "p").check(calibrated.fingerprint)
 
 
 def test_folders_and_repositories_of_the_hub(model, tmp_path, monkeypatch):

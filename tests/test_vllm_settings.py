@@ -235,6 +235,42 @@ def test_folders_without_a_digest(folder, tmp_path):
         checkpoint_digest(folder)
 
 
+DEEP = b"[" * 100_000
+INDEX = "model.safetensors.index.json"
+ENTRY = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+
+
+@pytest.mark.parametrize("header", [
+    [], 10, DEEP, b"\xff{", {"a": 1}, {"a": []}, {"a": {}}, {"a": {**ENTRY, "data_offsets": [0]}},
+    {"a": {**ENTRY, "data_offsets": [0.0, 4.0]}}, {"a": {**ENTRY, "data_offsets": ["0", "4"]}},
+    {"a": {"data_offsets": [0, 4], "shape": [1]}}, {"a": {**ENTRY, "dtype": "\ud800"}},
+])  # fmt: skip
+def test_damaged_headers_have_no_digest(header, folder):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    with pytest.raises(ValueError, match=r"model.safetensors' must .*, got a damaged file"):
+        checkpoint_digest(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+@pytest.mark.parametrize("text", [b"[]", b"3", b"{", DEEP, b"\xff"])
+def test_damaged_json_has_no_digest(name, text, folder):
+    (folder / name).write_bytes(text)
+    with pytest.raises(ValueError, match=f"{name}' must hold a JSON object, got a damaged file"):
+        checkpoint_digest(folder)
+
+
+def test_an_index_must_name_files(folder):
+    for named in ({}, {"weight_map": 1}, {"weight_map": {"a": 1}}, {"weight_map": {"a": "b", "c": []}}):
+        (folder / INDEX).write_text(json.dumps(named))
+        with pytest.raises(ValueError, match=f"{INDEX}' must name the file of each tensor, got a damaged file"):
+            checkpoint_digest(folder)
+    for name in ("absent", "", "a\0b"):
+        (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(FileNotFoundError, match="must be a safetensors file, got none"):
+            checkpoint_digest(folder)
+
+
 def test_measure_keeps_a_profile_where_engines_look(folder, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main(["measure", str(folder)])

@@ -147,7 +147,7 @@ class Unfinished:
             }
             self.arrays = parts.get("arrays", {})
             self.trials = {str(name): float(loss) for name, loss in described["trials"].items()}
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
             wants = "one of this model, these batches and this seed"
             raise ValueError(
                 f"`checkpoint` must be {wants}, got {str(file)!r}: remove it to start again ({error})"

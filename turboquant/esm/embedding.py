@@ -294,7 +294,7 @@ class _Note:
             with open(self.path, encoding="utf-8") as file:
                 said = json.load(file)
             run, self.done = said["run"], integer(said["done"], "`done`")
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+        except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
             run = None
         if run != self.run or (self.done and not os.path.exists(part)):
             raise ValueError(f"{part!r} must be of this run (proteins, model, options), and {self.path!r} must say so: "

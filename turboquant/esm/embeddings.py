@@ -118,7 +118,7 @@ class Embeddings:
             if (kind == "4bit") != (plan is not None):
                 raise ValueError("it must have a plan with packed residues, and only then")
             arrays = {key: _array(data, tensor) for key, tensor in tensors.items()}
-            names = tuple(bytes(arrays["names"]).decode().split("\n"))
+            names = tuple(arrays["names"].tobytes().decode().split("\n"))
             lengths = arrays["lengths"]
             if lengths.shape != (len(names),) or not (lengths > 0).all():
                 raise ValueError("`lengths` must have one positive length for each name")

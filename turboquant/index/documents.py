@@ -280,7 +280,7 @@ def ids_by_number(index: Index) -> dict[int, str]:
 
 def _rows_in(held: Any) -> list[list[Any]]:
     """Returns the rows of a file's documents. ValueError or RecursionError if they are damaged."""
-    rows = json.loads(bytes(held))
+    rows = json.loads(memoryview(held).tobytes())
     if not isinstance(rows, list) or not all(map(_is_row, rows)):
         raise ValueError("it has no documents, or they are damaged")
     numbers = [row[4] for row in rows if row[4] >= 0]

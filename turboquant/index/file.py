@@ -178,7 +178,7 @@ def _rows(t: Transform, metric: int, n_lists: int, first: int, next_id: int, rea
         starts = read.needed("starts", np.int64, n_lists + 1)
         if t.lists is None:
             raise ValueError("`directions` must be there, with lists")
-        if starts[0] != 0 or starts[-1] != n or (np.diff(starts) < 0).any():
+        if starts[0] != 0 or starts[-1] != n or (starts[1:] < starts[:-1]).any():
             raise ValueError(f"`starts` must ascend from 0 to {n}")
         blocks = int((-(-np.diff(starts) // storage.BLOCK)).sum())
     signs = read.needed("signs", np.uint8, blocks, t.planes, storage.BLOCK)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from operator import index
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -43,13 +44,13 @@ def checkpoint_digest(folder: str | os.PathLike[str]) -> str:
     config = root / "config.json"
     if not config.is_file():
         raise FileNotFoundError(f"{str(root)!r} must be the folder of a checkpoint, got one without config.json")
-    told = {key: x for key, x in json.loads(config.read_text(encoding="utf-8")).items() if key not in _OF_NO_WEIGHT}
+    told = {key: x for key, x in _object(config, config.read_bytes()).items() if key not in _OF_NO_WEIGHT}
     tensors = dict(_tensors(root))
     if not tensors:
         raise FileNotFoundError(f"{str(root)!r} must have weights in safetensors files, got none")
     digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
     for name in sorted(tensors):
-        digest.update(f"\n{name} ".encode() + tensors[name])
+        digest.update(f"\n{name} ".encode(errors="surrogatepass") + tensors[name])
     return digest.hexdigest()[:32]
 
 
@@ -62,30 +63,50 @@ def profile_file(digest: str) -> Path | None:
     return None if folder is None else folder / f"checkpoint-{digest}.safetensors"
 
 
+def _object(path: Path, text: bytes) -> dict[str, Any]:
+    """The JSON object that a file holds as `text`. Raises ValueError for anything else."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{str(path)!r} must hold a JSON object, got a damaged file")
+    return found
+
+
 def _tensors(root: Path) -> Iterator[tuple[str, bytes]]:
     """(name, digest of dtype, shape and sample) of each tensor."""
     for path in _files(root):
+        if not path.is_file():
+            raise FileNotFoundError(f"{str(path)!r} must be a safetensors file, got none")
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(size - 8, _MOST_HEADER_BYTES):
                 raise ValueError(f"{str(path)!r} must be a safetensors file, got another one or a truncated one")
-            entries: dict[str, Any] = json.loads(file.read(length))
+            entries = _object(path, file.read(length))
             entries.pop("__metadata__", None)
             for name, entry in entries.items():
-                start, stop = entry["data_offsets"]
+                try:
+                    start, stop = map(index, entry["data_offsets"])
+                    said = f"{entry['dtype']} {entry['shape']}".encode()
+                except (KeyError, TypeError, ValueError):
+                    raise ValueError(f"{str(path)!r} must say the type, the shape and the place of `{name:.80}`, got a "
+                                     "damaged file") from None  # fmt: skip
                 if not 0 <= start <= stop <= size - 8 - length:
                     raise ValueError(f"{str(path)!r} must hold `{name:.80}` whole, got a truncated file")
-                said = f"{entry['dtype']} {entry['shape']}".encode()
                 sample = b"".join(_sample(file, 8 + length + start, stop - start))
                 yield name, hashlib.sha256(said + sample).digest()
 
 
 def _files(root: Path) -> list[Path]:
     """The files that transformers would read: those of the index, the one file, or all."""
-    index = root / "model.safetensors.index.json"
-    if index.is_file():
-        return [root / name for name in sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})]
+    listed = root / "model.safetensors.index.json"
+    if listed.is_file():
+        names = _object(listed, listed.read_bytes()).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise ValueError(f"{str(listed)!r} must name the file of each tensor, got a damaged file")
+        return [root / name for name in sorted({*names.values()})]
     one = root / "model.safetensors"
     return [one] if one.is_file() else sorted(root.glob("*.safetensors"))
 
