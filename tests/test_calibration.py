@@ -29,7 +29,7 @@ from turboquant.evaluation.decoder import evaluate_all
 from turboquant.files import read_arrays, write_arrays
 from turboquant.measured import Calibration, allocate, layer_specs
 from turboquant.measured.axes import plan_axes, variance_along
-from turboquant.measured.calibration import group_mix, widths_of
+from turboquant.measured.calibration import widths_of
 from turboquant.measured.distortion import distortions, errors
 from turboquant.measuring import passes
 from turboquant.measuring.tap import tapped
@@ -145,13 +145,13 @@ def test_a_budget_in_bytes(rng):
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 96])
 def test_rotations_and_steps(head_dim, rng):
     one = made_calibration(rng, head_dim=head_dim)
-    for rotation in np.concatenate([*one.rotation(0), *one.rotation(1)]).astype(np.float64):
-        np.testing.assert_allclose(rotation @ rotation.T, np.eye(head_dim), atol=2e-6)
-    mix = group_mix(head_dim, 5)
-    for start in range(0, head_dim, 32):
-        block = slice(start, min(start + 32, head_dim))
-        assert np.abs(mix[block, block]).max() < 1 and not mix[block, : block.start].any()
-    assert not np.array_equal(mix, group_mix(head_dim, 6))
+    for layer, side in np.ndindex(2, 2):
+        rotation = one.merged(layer, side, range(one.groups()[0]))[0].astype(np.float64)  # no two groups are one
+        np.testing.assert_allclose(rotation @ rotation.swapaxes(1, 2), [np.eye(head_dim)] * 2, atol=2e-6)
+        mix = rotation @ one.axes[layer, side].swapaxes(1, 2)
+        for start in range(0, head_dim, 32):
+            block = slice(start, min(start + 32, head_dim))
+            assert np.abs(mix[:, block, block]).max() < 1 and np.abs(mix[:, block, : block.start]).max(initial=0) < 1e-6
     means = [one.variance[1, 0, 1, i : i + 32].mean() for i in range(0, head_dim, 32)]
     np.testing.assert_allclose(one.steps(1)[0, 1] ** 2, means, rtol=1e-5)
     flat = dataclasses.replace(one, variance=0 * one.variance)
@@ -285,7 +285,7 @@ def test_it_is_deterministic_and_leaves_the_model_alone(model, batches, measured
     assert model.training and model.config._attn_implementation == before
     model.eval()
     assert same(measured, again)
-    assert not np.array_equal(calibrate(model, batches, seed=1).rotation(0), measured.rotation(0))
+    assert not np.array_equal(calibrate(model, batches, seed=1).merged(0, 0, [3])[0], measured.merged(0, 0, [3])[0])
     turboquant.patch(model, bare(2, 2))
     patched = calibrate(model, batches)
     assert model.config._attn_implementation == "turboquant" and model._turboquant.spec == bare(2, 2)
@@ -339,7 +339,8 @@ def test_seeds_may_be_any_integers(model, batches):
     found, want = (calibrate(model, batches, seed=seed) for seed in (np.int64(3), 3))
     assert same(found, want) and type(found.seed) is int
     largest = made_calibration(np.random.default_rng(0), seed=2**63 - 1)  # seeds of later groups are larger, mod 2^63
-    for turned in (largest.rotation(0), largest.rotation(1)):
+    for layer, side in np.ndindex(2, 2):
+        turned, _ = largest.merged(layer, side, [2, 3])
         products = turned @ turned.swapaxes(-1, -2)
         np.testing.assert_allclose(products, np.broadcast_to(np.eye(64), products.shape), atol=1e-5)
 
@@ -611,7 +612,7 @@ def test_a_cache_that_is_calibrated(model, measured):
         assert held.pages.shape[0] == 6 and held.pages.shape[2] == held.plan.record_bytes
         given = {name: x.numpy() for name, x in held.transforms.items()}
         assert sorted(given) == ["key_numbers", "rotation", "value_numbers"]
-        np.testing.assert_array_equal(given["rotation"][:, 32:], measured.rotation(i)[1])
+        np.testing.assert_array_equal(given["rotation"][:, 32:], measured.merged(i, 1, held.spec.value_bits)[0])
         np.testing.assert_array_equal(given["key_numbers"][:, :32], measured.centre[i, 0])
         np.testing.assert_array_equal(given["key_numbers"][:, 32:33], measured.steps(i)[0])
         counted += sum(t.nbytes for t in held.transforms.values())

@@ -21,7 +21,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache
 from html import escape
 from itertools import pairwise
 from typing import Any
@@ -179,12 +178,6 @@ class Calibration:
         floor = np.maximum(variance.max(-1, keepdims=True) * 1e-10, 1e-12)
         steps: F32 = np.sqrt(np.maximum(variance, floor)).astype(np.float32)
         return steps
-
-    def rotation(self, layer: int) -> F32:
-        """[2, kv_heads, head_dim, head_dim] of a layer: in each group a random-sign Hadamard over its axes."""
-        axes = self.axes[layer]
-        turned: F32 = np.matmul(group_mix(axes.shape[-1], self.seed), axes)
-        return turned
 
     def merged(self, layer: int, side: int, bits: Sequence[int], group: int = GROUP) -> tuple[F32, F32]:
         """(rotation [kv_heads, head_dim, head_dim], steps [kv_heads, groups]) of one side of a layer whose groups have
@@ -482,17 +475,8 @@ def allocate(
     return bits
 
 
-@cache
-def group_mix(head_dim: int, seed: int) -> F32:
-    """[head_dim, head_dim]: block-diagonal, a random-sign Hadamard (turboquant.h) over the channels of each group."""
-    mix = np.zeros((head_dim, head_dim), np.float32)
-    for start in range(0, head_dim, GROUP):
-        n = min(GROUP, head_dim - start)
-        mix[start : start + n, start : start + n] = _signed_hadamard(n, seed + start)
-    return mix
-
-
 def _signed_hadamard(n: int, seed: int) -> F32:
+    """[n, n]: a random-sign Hadamard (turboquant.h)."""
     plan = Plan(n, 1, seed=seed % 2**63)  # callers add the first channel of the group
     matrix: F32 = _core.rotate(plan.words, np.eye(n, dtype=np.float32)).T
     return matrix
