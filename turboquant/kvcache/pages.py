@@ -106,14 +106,12 @@ class PagePool:
                     self._used_before.add(page)
                     heapq.heappush(self._free, page)
 
-    def copies(self, pages: Sequence[int]) -> list[int]:
-        """Copies shared pages and returns the copies. Each shared page loses a reference."""
-        own = self.take(len(pages))
-        device = self.storage.device
+    def copy(self, page: int) -> int:
+        """Copies a shared page, which loses a reference, and returns the copy."""
+        (own,) = self.take(1)
         with in_place(self.storage):
-            copies = self.storage[torch.tensor(pages, device=device)]
-            self.storage.index_copy_(0, torch.tensor(own, device=device), copies)
-        self.release(pages)
+            self.storage[own] = self.storage[page]
+        self.release([page])
         return own
 
 
@@ -245,7 +243,7 @@ class PageTable:
             ]
             for row, i in shared:  # one by one: the row with the last reference that is left needs no copy
                 if pool.references(row[i]) > 1:
-                    row[i] = pool.copies([row[i]])[0]
+                    row[i] = pool.copy(row[i])
             missing = [max(0, -(-count // PAGE_TOKENS) - len(row)) for row, count in zip(rows, packed)]
             fresh = iter(pool.take(sum(missing)))
             for row, count in zip(rows, missing):
