@@ -230,13 +230,9 @@ def _exact_tensors(layer: LayerStorage) -> Iterator[torch.Tensor]:
 # ---- reading ----
 
 
-class _Refused(ValueError):
-    pass
-
-
 def _want(right: bool, what: str) -> None:
     if not right:
-        raise _Refused(what)
+        raise ValueError(what)
 
 
 def load(
@@ -261,12 +257,12 @@ def load(
             if own_profile is not None:
                 own = cache.measured_moments or cache.moments
                 if own is None and calibration is None:
-                    raise _Refused("it was made without a `profile`")
+                    raise ValueError("it was made without a `profile`")
                 known = [own_profile.moments, *({} if calibration is None else calibration.moments).values()]
                 if own is not None and moments_mark(own) not in map(moments_mark, known):
-                    raise _Refused("it was made with another `profile`")
+                    raise ValueError("it was made with another `profile`")
             return cache
-    except (_Refused, ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         why = f"its header lacks {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"`path` must be a cache file, got {name!r}: {why}") from error
 
