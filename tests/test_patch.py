@@ -110,6 +110,8 @@ def test_float64_is_refused_before_anything_is_measured(monkeypatch):
     model = tiny(dtype=torch.float64)
     with pytest.raises(NotImplementedError, match=r"its weights are float64; use float32, .*model.to\(torch.float32\)"):
         turboquant.patch(model)
+    with pytest.raises(NotImplementedError, match=r"LlamaForCausalLM cannot be patched: its weights are float64"):
+        turboquant.evaluate(model, prompts(1, 20)["input_ids"], "default")
     assert not turboquant.is_patched(model) and not turboquant.is_patched(object())
 
 
