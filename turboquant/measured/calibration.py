@@ -18,7 +18,6 @@ cache has the bytes of the average however long it is.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from html import escape
@@ -34,7 +33,7 @@ from ..fingerprints import differences
 from ..plan import FINE_GROUP, GROUP, WIDE_BITS, Plan
 from ..spec import BUDGET_BITS, CacheSpec, group_bits_of
 from .axes import singular_axes
-from .choice import Trial, chosen, side_widths, table, uniform_widths
+from .choice import Trial, chosen, side_widths, table, uniform_widths, widen
 from .distortion import errors
 from .kmeans import COLUMNS
 from .moments import Moments
@@ -446,7 +445,6 @@ def allocate(
     Raises ValueError if the budget cannot be met.
     """
     least, most = energy[..., 0].size, energy.size * widths[-1]
-    wider = dict(pairwise(widths))
     if not least <= budget <= most:
         raise ValueError(
             f"`budget` must be in {least}..{most} group-bits (each side of each layer needs one), got {budget}"
@@ -455,23 +453,7 @@ def allocate(
     np.put_along_axis(bits, energy.argmax(-1)[..., None], 1, -1)
     if whole_keys and energy[:, 0].size + len(energy) <= budget:
         bits[:, 0] = 1
-
-    def gain(at: tuple[int, ...]) -> float:
-        error, now = errors()[at[1]], int(bits[at])
-        return float(energy[at] * (error[now] - error[wider[now]])) / (wider[now] - now)
-
-    queue = [(-gain(at), at) for at in np.ndindex(energy.shape)]
-    heapq.heapify(queue)
-    left = budget - int(bits.sum())
-    while left and queue:
-        _, at = heapq.heappop(queue)
-        price = wider[int(bits[at])] - int(bits[at])
-        if price > left:
-            continue
-        bits[at] += price
-        left -= price
-        if int(bits[at]) in wider:
-            heapq.heappush(queue, (-gain(at), at))
+    widen(bits, budget, widths, energy, errors())
     return bits
 
 

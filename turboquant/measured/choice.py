@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,22 +121,36 @@ def side_widths(
 ) -> Widths:
     """Returns widths [layers, 2] for costs [layers, 2]: `least` to `most` bits each, their mean at most `average`.
     tries, channels: of the encoder and of a head, as `distortions` takes them."""
-    errors = _errors(tries, channels)
     weights = np.maximum(costs.astype(np.float64), 1e-30) ** POWER
     widths = np.full(costs.shape, least)
-
-    def gain(at: tuple[int, ...]) -> float:
-        now = int(widths[at])
-        return float(weights[at] * (errors[now] - errors[now + 1]))
-
-    queue = [(-gain(at), at) for at in np.ndindex(costs.shape)]
-    heapq.heapify(queue)
-    for _ in range(int(average * costs.size + 1e-6) - least * costs.size):
-        _, at = heapq.heappop(queue)
-        widths[at] += 1
-        if widths[at] < most:
-            heapq.heappush(queue, (-gain(at), at))
+    widen(widths, int(average * costs.size + 1e-6), range(least, most + 1), weights, 2 * [_errors(tries, channels)])
     return widths
+
+
+def widen(
+    widths: Widths, total: int, choices: Sequence[int], weights: NDArray[np.float64], errors: Sequence[dict[int, float]]
+) -> None:
+    """Makes widths [layers, 2, ..] larger, in place, until they sum to `total`: the next of the ascending `choices`
+    goes where it reduces the sum of weight * error most per bit. Where it costs more than is left, there is none.
+    errors: of keys and of values, by width."""
+    wider = dict(pairwise(choices))
+    queue: list[tuple[float, tuple[int, ...]]] = []
+
+    def add(at: tuple[int, ...]) -> None:
+        now, error = int(widths[at]), errors[at[1]]
+        if then := wider.get(now):
+            heapq.heappush(queue, (-float(weights[at] * (error[now] - error[then])) / (then - now), at))
+
+    for at in np.ndindex(widths.shape):
+        add(at)
+    left = total - int(widths.sum())
+    while left and queue:
+        _, at = heapq.heappop(queue)
+        price = wider[int(widths[at])] - int(widths[at])
+        if price <= left:
+            widths[at] += price
+            left -= price
+            add(at)
 
 
 def added_cost(cost: float, bits: int, fewer: int, tries: int, channels: int) -> float:
