@@ -39,6 +39,7 @@ from ..models.identity import layer_sizes
 from ..plan import FORMAT_VERSION, PAGE_TOKENS, Plan
 from ..spec import CacheSpec
 from .cache import TurboQuantCache
+from .persistence import DTYPES, NAMES, tensor_bytes
 
 if TYPE_CHECKING:
     import os
@@ -48,8 +49,6 @@ if TYPE_CHECKING:
 __all__ = ["FORMAT", "Codec"]
 
 FORMAT = "turboquant-codec-1"
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -191,7 +190,7 @@ class Codec:
                     raise TypeError(f"encode: `{name}[{i}]` must be a tensor, got {type(x).__name__}")
         first = keys[0]
         tokens = bounded("codec: `tokens`", int(first.shape[1])) if first.dim() == 3 else 0
-        if first.dtype not in _NAMES or first.dtype == torch.uint8:
+        if first.dtype not in NAMES or first.dtype == torch.uint8:
             raise ValueError(f"encode: `keys[0]` must be float32, float16 or bfloat16, got {first.dtype}")
         for name, layers in sides.items():
             for i, (layer, x) in enumerate(zip(self._layers, layers)):
@@ -314,7 +313,7 @@ class Codec:
             if exact:
                 for side in ("k", "v"):
                     shape = (layer.kv_heads, exact, layer.head_dim)
-                    places[f"{layer.index}.sink_{side}"] = Place(_NAMES[dtype], shape)
+                    places[f"{layer.index}.sink_{side}"] = Place(NAMES[dtype], shape)
             places[f"{layer.index}.pages"] = Place("U8", (pages, layer.kv_heads, layer.plan.record_bytes))
         return places
 
@@ -325,9 +324,9 @@ class Codec:
         views: dict[str, memoryview] = {}
         for i, pages in enumerate(part.pages):
             if part.sinks:
-                views |= {f"{i}.sink_{side}": _view(x) for side, x in zip("kv", part.sinks[i])}
-            views[f"{i}.pages"] = _view(pages)
-        meta = {"digest": self.digest, "start": part.start, "tokens": part.tokens, "dtype": _NAMES[part.dtype],
+                views |= {f"{i}.sink_{side}": tensor_bytes(x) for side, x in zip("kv", part.sinks[i])}
+            views[f"{i}.pages"] = tensor_bytes(pages)
+        meta = {"digest": self.digest, "start": part.start, "tokens": part.tokens, "dtype": NAMES[part.dtype],
                 "crc32": {name: crc32([data]) for name, data in views.items()}}  # fmt: skip
         placed = layout(places)
         return b"".join([header_of(FORMAT, meta, placed), *(views.get(n, bytes(p.nbytes)) for n, p in placed.items())])
@@ -344,7 +343,7 @@ class Codec:
             start, tokens = self._starting("codec", meta.get("start")), bounded("codec: `tokens`", meta.get("tokens"))
             if meta.get("dtype") not in ("F32", "F16", "BF16"):
                 raise ValueError(f"its `dtype` must be F32, F16 or BF16, got {meta.get('dtype')!r:.80}")
-            dtype, sums = _DTYPES[meta["dtype"]], meta.get("crc32")
+            dtype, sums = DTYPES[meta["dtype"]], meta.get("crc32")
             wanted = {n: p for n, p in layout(self._shape(start, tokens, dtype)).items() if not n.startswith("pad.")}
             if wanted != file_tensors:
                 raise ValueError("its tensors must be those of its tokens")
@@ -364,11 +363,7 @@ class Codec:
                 raise ValueError(f"`data` must be bytes that this Codec made: `{name}` is damaged")
             flat = torch.empty(place.nbytes, dtype=torch.uint8)  # aligned as the operators want it
             flat.numpy()[:] = np.frombuffer(part, np.uint8)
-            tensors[name] = flat.view(_DTYPES[place.dtype]).view(place.shape)
+            tensors[name] = flat.view(DTYPES[place.dtype]).view(place.shape)
         layers = range(len(self._layers))
         sinks = [(tensors[f"{i}.sink_k"], tensors[f"{i}.sink_v"]) for i in layers] if "0.sink_k" in tensors else []
         return _Part(start, tokens, dtype, [tensors[f"{i}.pages"] for i in layers], sinks)
-
-
-def _view(x: Tensor) -> memoryview:
-    return x.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from .cache import TurboQuantCache
     from .layer import PackedLayer
 
-__all__ = ["FORMAT", "calibration_mark", "load", "moments_mark", "save"]
+__all__ = ["DTYPES", "FORMAT", "NAMES", "calibration_mark", "load", "moments_mark", "save", "tensor_bytes"]
 
 FORMAT = "turboquant-cache-5"
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _EXACT = ("sink_k", "sink_v", "window_k", "window_v")
 
 
@@ -108,7 +108,7 @@ def _checksums(data: memoryview, units: int) -> list[int]:
 # ---- writing ----
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -191,7 +191,7 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
     if layers[0].tokens:
         first = layers[0]
         sizes = [[layer.kv_heads, layer.head_dim] for layer in layers]
-        described |= {"dtype": _NAMES[first.dtype], "sizes": sizes, "rows": [],
+        described |= {"dtype": NAMES[first.dtype], "sizes": sizes, "rows": [],
                       "released": [layer.released for layer in layers],
                       "sliding_windows": [layer.sliding_window for layer in layers]}  # fmt: skip
         pages = []
@@ -201,13 +201,13 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
             described["rows"].append(rows)
             pages.append(len(packed))
             others = (*_exact_tensors(layer), *layer.split.values())
-            parts += [_bytes(tensor) for tensor in (packed, *others) if tensor is not None]
+            parts += [tensor_bytes(tensor) for tensor in (packed, *others) if tensor is not None]
         specs = [layer.spec for layer in layers]
         tensors |= _tensors(specs, first.tokens, described["dtype"], len(first.padding), sizes, pages)
         states = _states(cache.layers)
-        described["states"] = {name: [_NAMES[x.dtype], list(x.shape)] for name, x in states.items()}
+        described["states"] = {name: [NAMES[x.dtype], list(x.shape)] for name, x in states.items()}
         tensors |= {name: Tensor(dtype, tuple(shape)) for name, (dtype, shape) in described["states"].items()}
-        parts += map(_bytes, states.values())
+        parts += map(tensor_bytes, states.values())
     by_name = dict(zip(tensors, parts, strict=True))
     described["crc32"] = {name: _checksums(by_name[name], _units(name, packed)) for name, packed in tensors.items()}
     write_tensors(path, FORMAT, described, tensors, {name: [part] for name, part in by_name.items()})
@@ -351,7 +351,7 @@ class _Reader:
             self.fill_moments(cache, wanted, tensors)
         if header["positions"]:
             views = {
-                name: tensor.view(_DTYPES[wanted[name].dtype]).view(wanted[name].shape)
+                name: tensor.view(DTYPES[wanted[name].dtype]).view(wanted[name].shape)
                 for name, tensor in tensors.items()
             }
             self.fill_layers(layers, views, devices)
@@ -391,7 +391,7 @@ class _Reader:
         header, positions = self.header, self.integer("positions")
         padding = self.integers("padding")
         _want(max(padding, default=0) <= positions, "`padding` is more than `positions`")
-        _want(header["dtype"] in list(_DTYPES)[:3], "`dtype` is none of a model")
+        _want(header["dtype"] in list(DTYPES)[:3], "`dtype` is none of a model")
         sizes = header["sizes"]
         _want(isinstance(sizes, list) and len(sizes) == len(layers), "`sizes` are not of its layers")
         for one in sizes:
@@ -424,7 +424,7 @@ class _Reader:
         _want(list(described) == [name for name in places if name in described], "`states` are not of its layers")
         tensors = {}
         for name, entry in described.items():
-            right = isinstance(entry, list) and len(entry) == 2 and entry[0] in list(_DTYPES)[:3]
+            right = isinstance(entry, list) and len(entry) == 2 and entry[0] in list(DTYPES)[:3]
             right = right and isinstance(entry[1], list) and all(type(n) is int and 0 < n < 2**31 for n in entry[1])
             _want(
                 right and 2 <= len(entry[1]) <= 6 and entry[1][0] == len(self.header["padding"]),
@@ -443,7 +443,7 @@ class _Reader:
         self, layers: list[PackedLayer], tensors: dict[str, torch.Tensor], devices: list[torch.device]
     ) -> None:
         """Puts the tensors of `layers_tensors` into layers."""
-        header, padding, dtype = self.header, self.header["padding"], _DTYPES[self.header["dtype"]]
+        header, padding, dtype = self.header, self.header["padding"], DTYPES[self.header["dtype"]]
         for i, (layer, (kv_heads, head_dim)) in enumerate(zip(layers, header["sizes"])):
             device = devices[layer.index]
             like = torch.empty((len(padding), kv_heads, 0, head_dim), dtype=dtype, device=device)
