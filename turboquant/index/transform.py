@@ -29,7 +29,7 @@ class Transform:
     """z = R (x - mean), zero-padded to a multiple of 8.
 
     bits: uint8 [groups], bits of a coordinate of z in each group of 32; the last group may be smaller.
-    steps: float32 [groups], the magnitude of a group's coordinates.
+    steps: float32 [groups], the magnitude of a group's coordinates times a power of 2: that of the first is in 0.5..1.
     lead: uint8 [groups], how many of the bits the scan reads.
     mean: float32 [dim] or None. matrix: bfloat16 as uint16 [channels, channels], R transposed, so that
         z = (x - mean) @ matrix; None: a random Hadamard rotation by `seed`.
@@ -242,8 +242,10 @@ class Axes:
     def transform(self, bits: int, power: float, together: bool) -> Transform | None:
         """Returns a transform with groups of 32 axes whose widths follow their variances (`allocate`). A random
         rotation mixes the axes of each group, or with `together` those of all groups of the same width. None if the
-        sample has no variance, or less than float32 holds."""
+        sample has no variance."""
         seed, variances = self.centred.seed, self.variances
+        if not variances[0]:
+            return None
         widths = allocate(variances, self.sizes, bits, power)
         blocks = [np.flatnonzero(widths == width) for width in np.unique(widths)] if together else []
         matrix = np.empty_like(self.axes)
@@ -260,9 +262,8 @@ class Axes:
             for g in range(0, len(matrix), GROUP):
                 own = self.axes[g : g + GROUP]
                 matrix[g : g + GROUP] = _core.haar(seed, len(own)).astype(np.float64) @ own
-        steps = np.sqrt(np.maximum(variances, variances[0] * 1e-8)).astype(np.float32)
-        if not steps.min() >= np.finfo(np.float32).tiny:
-            return None
+        steps = np.sqrt(np.maximum(variances, variances[0] * 1e-8))
+        steps = np.ldexp(steps, -np.frexp(steps[0])[1]).astype(np.float32)  # a row of any magnitude / step is finite
         turned = as_bfloat16(matrix.T.astype(np.float32))
         lead = leading(variances, self.sizes, widths)
         return replace(self.centred, bits=widths, lead=lead, steps=steps, matrix=turned)
