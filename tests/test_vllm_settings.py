@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import shutil
+import weakref
 from types import SimpleNamespace
 
 import models
@@ -116,16 +118,35 @@ def test_the_backend_needs_settings():
             Engine.of(config(additional_config=given))
 
 
-def engine(rank=0, ranks=1, profile=None, layers=3, **cache):
-    pytest.importorskip("torch")
-    from turboquant.vllm.layers import Engine
-
+def engine_config(rank=0, ranks=1, profile=None, layers=3, **cache):
     parallel = {"rank": rank, "tensor_parallel_size": ranks}
     text = models.tiny(num_hidden_layers=layers).config
     model = {"hf_text_config": text, "model": "no folder", "revision": None}
-    return Engine.of(config(model, cache, parallel, additional_config={"turboquant": {"profile": profile}},
-                            scheduler_config=SimpleNamespace(max_num_seqs=2),
-                            load_config=SimpleNamespace(load_format="dummy")))  # fmt: skip
+    return config(model, cache, parallel, additional_config={"turboquant": {"profile": profile}},
+                  scheduler_config=SimpleNamespace(max_num_seqs=2),
+                  load_config=SimpleNamespace(load_format="dummy"))  # fmt: skip
+
+
+def engine(*given, **cache):
+    pytest.importorskip("torch")
+    from turboquant.vllm.layers import Engine
+
+    return Engine.of(engine_config(*given, **cache))
+
+
+def test_an_engine_ends_with_its_layers():
+    """A process may build one engine after another."""
+    pytest.importorskip("torch")
+    from turboquant.vllm.layers import engine_of
+
+    made = engine_config()
+    made.compilation_config = type("CompilationConfig", (), {})()
+    first = engine_of(made)
+    assert engine_of(SimpleNamespace(**vars(made))) is first
+    ended = weakref.ref(first)
+    del first, made
+    gc.collect()
+    assert ended() is None
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import weakref
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -224,15 +224,13 @@ class Engine:
                 f"{exact:,} bytes of exact rows; profile: {source}")  # fmt: skip
 
 
-_engines: dict[int, tuple[weakref.ref[Any], Engine]] = {}
+_engines = WeakValueDictionary[int, Engine]()  # its layers and builders keep an engine, and it keeps its config
 
 
 def engine_of(config: Any) -> Engine:
     """Returns the engine of a `VllmConfig`, the same for its copies, which share their compilation_config."""
     shared = config.compilation_config
-    entry = _engines.get(id(shared))
-    if entry is None or entry[0]() is not shared:
-        for key in [key for key, (of, _) in _engines.items() if of() is None]:
-            del _engines[key]
-        entry = _engines[id(shared)] = weakref.ref(shared), Engine.of(config)
-    return entry[1]
+    engine = _engines.get(id(shared))
+    if engine is None or engine.config.compilation_config is not shared:
+        engine = _engines[id(shared)] = Engine.of(config)
+    return engine
