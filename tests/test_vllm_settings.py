@@ -176,6 +176,25 @@ def test_rows_are_taken_from_the_memory_of_the_cache():
         made._take(600)
 
 
+def test_a_layer_that_is_prepared_again_keeps_its_tensors():
+    """vLLM does so after it has loaded weights again, when CUDA graphs and tables of rows know the tensors."""
+    made = engine(kv_cache_memory_bytes=10**6)
+
+    def prepared():
+        return made.prepare("layers.1.attn", 1, 16, 2, models.torch.float32, models.torch.device("cpu"))
+
+    made.settings = dataclasses.replace(made.settings, spec=made.settings.spec.with_(rotation="dense"))
+    first = prepared()
+    left = made.config.cache_config.kv_cache_memory_bytes
+    matrix = first.transforms["rotation"].clone()
+    first.sinks.k[3], first.transforms["rotation"][0] = 7.0, 0.0
+    again = prepared()
+    assert again.sinks is first.sinks and (again.sinks.k[3] == 7).all()
+    assert again.transforms["rotation"] is first.transforms["rotation"]
+    assert models.torch.equal(again.transforms["rotation"], matrix)
+    assert made.config.cache_config.kv_cache_memory_bytes == left < 10**6
+
+
 def test_exact_windows_are_of_cpus():
     check_exact(28, "cpu")
     check_exact(0, "cuda")

@@ -162,6 +162,10 @@ class PackedImpl(AttentionImpl):
         prepared = self.engine.prepare(name, extract_layer_index(name), self.head_size, self.num_kv_heads, act_dtype,
                                    _device())  # fmt: skip
         learned = None if self.learned_sinks is None else self.learned_sinks.detach().float()
+        if self.attention is not None:  # weights were loaded again (`Engine.prepare`)
+            if learned is not None and self.attention.learned_sinks is not None:
+                self.attention.learned_sinks.copy_(learned)
+            return
         self.attention = Attention(prepared.plan, prepared.transforms, self.scale, self.softcap,
                                    self.sliding_window, prepared.sinks, prepared.tails, learned)  # fmt: skip
         self.adopt(layer, prepared)

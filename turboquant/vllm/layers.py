@@ -156,7 +156,8 @@ class Engine:
         self.said.add(what)
 
     def prepare(self, name: str, index: int, head_dim: int, kv_heads: int, dtype: torch.dtype, device: Any) -> Layer:
-        """Prepares this rank's heads of the layer called `name`, which has this index in the model."""
+        """Prepares this rank's heads of the layer called `name`, which has this index in the model. When vLLM
+        has loaded weights again, does so again in the same tensors, which CUDA graphs and tables of rows know."""
         self.find()
         assert self._specs is not None
         if index not in self.numbers:
@@ -172,6 +173,10 @@ class Engine:
         if (matrix := random_rotation(spec, head_dim, device)) is not None:
             transforms["rotation"] = matrix
         transforms = self._own(transforms, kv_heads)
+        if (earlier := self.layers.get(name)) is not None:
+            for key, x in transforms.items():
+                earlier.transforms[key].copy_(x)
+            return earlier
         sinks, window = self.settings.exact
         layer = Layer(spec.plan(head_dim, *sizes), transforms, kv_heads,
                      self._rows(kv_heads, sinks, head_dim, dtype, device),
