@@ -86,8 +86,19 @@ def test_removed_and_compacted_rows_filters_and_large_k(metric):
     with pytest.raises(ValueError, match="`refine` must have a row for every id, got 400 rows, but the id 1001"):
         index.search(x[1], 5, refine=x)
     empty = turboquant.Index(64, 4, metric)
-    scores, ids = empty.search(queries, 3, refine=x)
-    assert (ids == -1).all() and (scores == last).all()
+    for none in (x, x[:0]):
+        scores, ids = empty.search(queries, 3, refine=none)
+        assert (ids == -1).all() and (scores == last).all()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("of_no_row", [0, np.nan])
+def test_the_first_of_the_vectors_is_not_read_for_rows_that_are_not_there(of_no_row):
+    x = rows(4)
+    x[0] = of_no_row
+    index = turboquant.Index(64, 4, "cosine")
+    index.add(x[1:], ids=[1, 2, 3])
+    assert sorted(index.search(x[1], 5, refine=x)[1].tolist()) == [-1, -1, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -60,10 +60,11 @@ def best(queries: Floats, candidates: Ids, refine: Any, metric: str, k: int) -> 
 
 def _scores(queries: Floats, candidates: Ids, refine: Any, metric: str) -> Floats:
     ids = candidates.ravel()
-    rows = inputs.as_float32(refine[np.maximum(ids, 0)])
-    inputs.check("search", "refine", rows[ids >= 0], metric, ids[ids >= 0])
-    if metric == "cosine":
-        rows = inputs.normalised(rows)
+    there = ids >= 0
+    own = inputs.as_float32(refine[ids[there]])
+    inputs.check("search", "refine", own, metric, ids[there])
+    rows = np.zeros((len(ids), queries.shape[1]), np.float32)
+    rows[there] = inputs.normalised(own) if metric == "cosine" else own
     rows = rows.reshape(*candidates.shape, -1)
     with np.errstate(over="ignore"):
         if metric == "l2":
