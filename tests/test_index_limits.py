@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import turboquant
-from turboquant.index import storage
+from turboquant.index import storage, training
 
 DIM = 48
 BAD = [  # (name, whether it is for cosine only, call, error, words of its message)
@@ -142,6 +142,18 @@ FILES = {
     "a dimension that differs": lambda data: resealed(data, lambda header, meta: meta.update(dim=96)),
     "ids beyond the next": lambda data: resealed(data, lambda header, meta: meta.update(next_id=3)),
 }
+
+
+def test_the_row_of_a_large_sample_is_named(monkeypatch):
+    """Of more rows than training reads, every third is read here."""
+    monkeypatch.setattr(training, "JUDGES", 100)
+    x = np.ones((250, 8))
+    x[9, 5] = np.nan
+    with pytest.raises(ValueError, match=r"train: `sample\[9, 5\]` must be finite in float32, got nan"):
+        turboquant.Index(8).train(x)
+    x[9] = 0
+    with pytest.raises(ValueError, match=r"train: `sample\[9\]` must not be zero with cosine"):
+        turboquant.Index(8, metric="cosine").train(x)
 
 
 @pytest.mark.parametrize("how", FILES)

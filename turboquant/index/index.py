@@ -231,9 +231,9 @@ class Index:
             raise ValueError("train: `recall` must be None with lists; choose `probe` and `sigmas` of `search`")
         if len(x) < self._lists:
             raise ValueError(f"train: `sample` must have a row for each of {self._lists} lists, got {len(x)} rows")
-        x = x[:: -(-len(x) // max(training.JUDGES, PER_LIST * self._lists))]
-        sample, x = x, inputs.as_float32(x)
-        inputs.check("train", "sample", x, self._metric, given=sample)
+        step = -(-len(x) // max(training.JUDGES, PER_LIST * self._lists))
+        sample, x = x[::step], inputs.as_float32(x[::step])
+        inputs.check("train", "sample", x, self._metric, step * np.arange(len(x)), sample)
         exponent = 0
         if self._metric == "cosine":
             x = inputs.normalised(x)
