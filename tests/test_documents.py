@@ -172,6 +172,12 @@ def test_remove_and_update():
 
 BAD = {
     "fewer vectors": (lambda t: t.add([Document("0", "", {})] * 2, [X[0]]), ValueError, "of 2 documents, got 1"),
+    "an id": (lambda t: t.add([Document("0", "", {}), Document(7, "", {})], X[:2]), TypeError,
+              r"add: `documents\[1\].id` must be a str, got 7"),
+    "a text": (lambda t: t.add([Document("0", b"", {})], X[:1]), TypeError,
+               r"add: `documents\[0\].text` must be a str or None, got b''"),
+    "metadata": (lambda t: t.add([Document("0", "", [])], X[:1]), TypeError,
+                 r"add: `documents\[0\].metadata` must be a dict, got \[\]"),
     "a row": (lambda t: t.add([Document("0", "", {})], [X[0, :5]]), ValueError, r"`vectors\[0\]` must be of shape"),
     "ragged": (lambda t: t.add([Document("0", "", {})], [[[1], [2, 3]]]), ValueError, r"got \[2, -1\]"),
     "zero": (lambda t: t.add([Document("0", "", {}), Document("1", "", {})], [None, 0 * X[0]]), ValueError,

@@ -141,6 +141,7 @@ def test_from_texts():
 BAD = {
     "metadatas": (lambda s: s.add_texts(["one", "two"], [{}]), ValueError, "`metadatas` must be 2, one a text, got 1"),
     "ids": (lambda s: s.add_texts(["one", "two"], ids=["a"]), ValueError, "`ids` must be 2, one a text, got 1"),
+    "an id": (lambda s: s.add_texts(["one", "two"], ids=["a", 0]), TypeError, "id` must be a str, got 0"),
     "embedding": (lambda s: s.add_texts(["one", "refuse"], ids=["one red", "x"]), ConnectionError, "no embeddings"),
     "zero": (
         lambda s: s.add_texts(["one", "none"], ids=["one red", "x"]),

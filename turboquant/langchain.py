@@ -54,7 +54,7 @@ class TurboQuantVectorStore(VectorStore):
         for name, argument in (("metadatas", metadatas), ("ids", ids)):
             if argument is not None and len(argument) != len(texts):
                 raise ValueError(f"add_texts: `{name}` must be {len(texts)}, one a text, got {len(argument)}")
-        names = [name or str(uuid.uuid4()) for name in ids or [None] * len(texts)]
+        names = [str(uuid.uuid4()) if name in (None, "") else name for name in ids or [None] * len(texts)]
         new = [
             documents.Document(name, text, metadata or {})
             for name, text, metadata in zip(names, texts, metadatas or [{}] * len(texts), strict=True)

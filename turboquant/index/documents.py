@@ -25,6 +25,11 @@ from .inputs import Floats
 __all__ = ["Document", "Documents"]
 
 OPTIONS = ("sigmas", "probe", "factor", "threads")  # options of `Index.search` that adapters pass on
+_KINDS: dict[str, tuple[Any, str]] = {
+    "id": (str, "a str"),
+    "text": (str | None, "a str or None"),
+    "metadata": (dict, "a dict"),
+}
 _TRIES = 3  # a read that writers disturbed this often takes their lock
 Filter = dict[str, Any] | Callable[[Any], bool] | None
 Result = TypeVar("Result")
@@ -75,6 +80,10 @@ class Documents:
         first; "fail": KeyError with the id."""
         if len(vectors) != len(documents):
             raise ValueError(f"add: there must be a vector for each of {len(documents)} documents, got {len(vectors)}")
+        for i, document in enumerate(documents):
+            for name, (kind, wanted) in _KINDS.items():
+                if not isinstance(value := getattr(document, name), kind):
+                    raise TypeError(f"add: `documents[{i}].{name}` must be {wanted}, got {value!r:.80}")
         with self._lock:
             chosen: dict[str, int] = {}
             for i, document in enumerate(documents):
@@ -291,7 +300,7 @@ def _rows_in(held: Any) -> list[list[Any]]:
 
 def _is_row(row: Any) -> bool:
     """Whether a row of a file has the five fields of a document."""
-    kinds = (str, str | None, dict, object, int)
+    kinds = (*(kind for kind, _ in _KINDS.values()), object, int)
     return isinstance(row, list) and len(row) == 5 and all(map(isinstance, row, kinds)) and not isinstance(row[4], bool)
 
 
