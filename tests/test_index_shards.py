@@ -38,8 +38,8 @@ def whole(x, base, ids=None):
     return index
 
 
-def trained(metric="ip", dim=64, bits=3, seed=0):
-    index = turboquant.Index(dim, bits, metric, seed)
+def trained(metric="ip", dim=64, bits=3, seed=0, refine=None):
+    index = turboquant.Index(dim, bits, metric, seed, refine=refine)
     index.train(rows(500, dim, seed=9) + np.float32(0.2))
     assert index.training["chosen"] != "none"
     return index
@@ -174,6 +174,7 @@ def test_copies_that_training_or_large_vectors_made_are_alike(tmp_path):
 OTHERS = {
     "another sample": lambda: _trained_on(rows(500, seed=4)),
     "untrained": lambda: turboquant.Index(64, 3, "cosine"),
+    "refined": lambda: trained("cosine", refine="int8"),
     "another width": lambda: turboquant.Index(64, 4, "cosine"),
     "another seed": lambda: trained("cosine", seed=1),
     "another metric": lambda: trained("ip"),

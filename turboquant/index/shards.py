@@ -73,6 +73,12 @@ def _transform_checksum(index: Index) -> str:
     }
     if lists is not None:
         arrays |= {"directions": lists.directions, "lengths": lists.lengths}
+    if t.fine is not None:
+        own = t.fine.mean
+        arrays |= {
+            "fine.bits": t.fine.bits,
+            "fine.mean": None if own is None else np.ldexp(own.astype(np.float64), t.exponent),
+        }
     for name, array in arrays.items():
         if array is not None:
             digest.update(f"{name} {array.nbytes} ".encode() + np.ascontiguousarray(array).tobytes())
