@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 from threading import Barrier, Thread
@@ -514,6 +515,21 @@ def test_example() -> None:
     assert sizes == sorted(sizes, reverse=True) and sizes[0] == 2 * 2 * 4 * 1000 * 128 * 2
     assert cosines[:4] == sorted(cosines[:4], reverse=True) and cosines[1] > 0.99 and cosines[3] > 0.85
     assert "the bytes are the same: True" in done.stdout and "the output is the same: True" in done.stdout
+
+
+def test_tokens_that_were_stored_count_also_if_attention_fails(rng: np.random.Generator) -> None:
+    """The new token has taken the place of one that left the window, so it must not be appended again."""
+    q, k, v, _ = draw(rng, "cpu", 300)
+    packed = ops.pack(k[:, :, :-1], v[:, :, :-1], PLAN, window=8, max_tokens=300)
+    last = k[:, :, -1:], v[:, :, -1:]
+    want = ops.append_attend(q, *last, copy.deepcopy(packed))
+    table = packed.block_table.clone()
+    packed.block_table[0, 0] = 99  # a page that is only read
+    with pytest.raises(ValueError, match=r"append_attend: stored the tokens; `block_table\[0\]` must be "):
+        ops.append_attend(q, *last, packed)
+    packed.block_table.copy_(table)
+    assert len(packed) == 300 and packed.lengths.tolist() == [300, 300]
+    assert torch.equal(ops.attend(q, packed), want)
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["append", "append_attend"])

@@ -590,8 +590,8 @@ def append_attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`append`, then `attend` from the queries of the same tokens, in one call: a decoding step of one layer. Results
     are the same bit for bit. With several tokens over a window, which `attend` alone refuses, each query still sees the
-    window exact. For a plan with values. An error whose field `stored` is true came after the tokens were stored; any
-    other has changed nothing.
+    window exact. For a plan with values. An error whose field `stored` is true came after the tokens were stored:
+    `packed` has them, and `attend` is what is left to do. Any other has changed nothing.
 
     q: [batch, query_heads, tokens, head_dim].
     k, v: [batch, kv_heads, tokens, head_dim].
@@ -616,6 +616,11 @@ def append_attend(
         out: Tensor = _append_attend(packed.plan.words, q, k, v, *at, lse=lse, **options, **packed.arguments())
         packed.lengths.copy_(lengths)
         packed.tokens = tokens
+    except Exception as error:
+        if getattr(error, "stored", False):
+            packed.lengths.copy_(lengths)
+            packed.tokens = tokens
+        raise
     finally:
         fields.pop("_writer", None)
     return out if lse is None else (out, lse)
