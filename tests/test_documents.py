@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import threading
+import time
 from datetime import datetime
 
 import numpy as np
@@ -199,6 +202,35 @@ def test_bad_input_changes_nothing(case):
     with pytest.raises(error, match=message):
         call(made)
     assert (made.matching(None), made.search(X[0], 20)) == before
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
+def test_a_fork_waits_for_changes(monkeypatch):
+    """The child has all of a change, and no lock that another thread held."""
+    made, began, add = table(), threading.Event(), Index.add
+
+    def slow(index, rows):
+        ids = add(index, rows)
+        began.set()
+        time.sleep(0.2)
+        return ids
+
+    monkeypatch.setattr(Index, "add", slow)
+    thread = threading.Thread(target=made.add, args=([Document("new", "", {})], X[30:31]))
+    thread.start()
+    began.wait(60)
+    child = os.fork()
+    if not child:
+        signal.alarm(10)
+        code = 1
+        try:
+            found = made.search(X[30], 1)[0][0].id
+            code = int(found != "new" or made.remove(["new"]) != 1 or len(made) != 20)
+        finally:
+            os._exit(code)
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    assert made.search(X[30], 1)[0][0].id == "new"
 
 
 def test_a_vector_without_document_is_an_error():

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import RLock
 from typing import Any, Literal, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 
@@ -34,6 +35,24 @@ _TRIES = 3  # a read that writers disturbed this often takes their lock
 Filter = dict[str, Any] | Callable[[Any], bool] | None
 Result = TypeVar("Result")
 
+_ALL: WeakSet[Documents] = WeakSet()
+_LOCKED: list[Any] = []  # locks that a fork has taken
+
+
+def _lock_all() -> None:
+    """Waits for changes before a fork: threads that make them do not survive it."""
+    for documents in sorted(_ALL, key=id):
+        documents._lock.acquire()
+        _LOCKED.append(documents._lock)
+
+
+def _unlock_all() -> None:
+    while _LOCKED:
+        _LOCKED.pop().release()
+
+
+os.register_at_fork(before=_lock_all, after_in_parent=_unlock_all, after_in_child=_unlock_all)
+
 
 @dataclass(frozen=True)
 class Document:
@@ -49,8 +68,8 @@ class Documents:
     """Documents and the index of their vectors, which nothing else may change.
 
     Writers wait for one another. A read sees all of a change or nothing of it. It waits for writers only after three
-    tries during each of which they changed something. What is given and returned is copied. Wrong arguments raise
-    ValueError or TypeError, and then nothing is changed.
+    tries during each of which they changed something. A fork waits for them too, and the child can use the documents.
+    What is given and returned is copied. Wrong arguments raise ValueError or TypeError, and then nothing is changed.
     """
 
     def __init__(self, index: Index) -> None:
@@ -63,6 +82,7 @@ class Documents:
         self._by_number: dict[int, Document] = {}
         self._changes = 0  # odd while a change is being made
         self._lock = RLock()  # for changes
+        _ALL.add(self)
 
     def __len__(self) -> int:
         return len(self._by_id)
