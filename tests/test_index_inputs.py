@@ -74,6 +74,8 @@ def test_sizes_beyond_what_scores_can_be():
         plain.add(x)
         scores, ids = index.search(largest[:20], 9)
         assert (ids == plain.search(x[:20], 9)[1]).all() and np.isfinite(scores).all()
+        scores, ids = index.search(largest[:20], 9, refine=largest)
+        assert (ids == plain.search(x[:20], 9, refine=x)[1]).all() and np.isfinite(scores).all()
     index = turboquant.Index(48, 4)
     index.add(largest)
     assert (index.search(x[:20], 9)[1] == plain_ids(x)).all()  # queries of another size

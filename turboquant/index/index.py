@@ -352,14 +352,6 @@ class Index:
             x = np.ldexp(x, -now.transform.exponent) if now.transform.exponent else x
         return vectors.ndim == 1, x, now
 
-    def _undivided(self, scores: Floats, now: Contents) -> Floats:
-        """Multiplies scores of vectors that were divided by 2^exponent by its square, and clips them to float32."""
-        if not now.transform.exponent:
-            return scores
-        most = np.finfo(np.float32).max
-        wide = np.clip(np.ldexp(scores.astype(np.float64), 2 * now.transform.exponent), -most, most)
-        return np.where(np.isinf(scores), scores, wide).astype(np.float32)
-
     def search(
         self,
         queries: Any,
@@ -408,7 +400,7 @@ class Index:
             scores, ids = refining.by_codes(now, METRICS.index(self._metric), x, candidates, k, threads)
         if self._metric == "l2":
             scores = np.where(np.isinf(scores), np.float32(np.inf), 0 - scores)
-        scores = self._undivided(scores, now)
+        scores = inputs.undivided(scores, now.transform.exponent)
         return (scores[0], ids[0]) if single else (scores, ids)
 
     def _probed(self, probe: int | None) -> int:
@@ -461,7 +453,8 @@ class Index:
         for at in range(len(x)):
             parts: list[tuple[Floats, Ids]] = []
             for row in rows:
-                got = self._undivided(_core.index_scores(space, x[at : at + 1], row, threads)[0], now)
+                got = _core.index_scores(space, x[at : at + 1], row, threads)[0]
+                got = inputs.undivided(got, now.transform.exponent)
                 hit = np.flatnonzero((got >= sign * limit) & (True if row[5] is None else row[5] != 0))
                 own = row[4][hit] if isinstance(row[4], np.ndarray) else row[4] + hit
                 parts.append((got[hit], own.astype(np.int64)))

@@ -83,6 +83,15 @@ def exponent(rows: Floats) -> int:
     return max(0, math.frexp(most / LARGEST)[1]) if most > LARGEST else 0
 
 
+def undivided(scores: Floats, exponent: int) -> Floats:
+    """Multiplies scores of vectors that were divided by 2^exponent by its square, and clips them to float32."""
+    if not exponent:
+        return scores
+    most = np.finfo(np.float32).max
+    wide = np.clip(np.ldexp(scores.astype(np.float64), 2 * exponent), -most, most)
+    return np.where(np.isinf(scores), scores, wide).astype(np.float32)
+
+
 def id_array(op: str, ids: Any, name: str = "ids") -> Ids:
     array = unmasked(op, name, ids)
     if array.size == 0:

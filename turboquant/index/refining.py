@@ -49,29 +49,29 @@ def best(queries: Floats, candidates: Ids, refine: Any, metric: str, k: int) -> 
     step = max(1, _TOGETHER // max(1, candidates.shape[1] * queries.shape[1]))
     for at in range(0, len(queries), step):
         own, near = queries[at : at + step], candidates[at : at + step]
-        exact = _scores(own, near, refine, metric)
+        exact, exponent = _scores(own, near, refine, metric)
         exact[near < 0] = -np.inf
         order = np.lexsort((near, -exact), axis=1)[:, :k]
         part = np.s_[at : at + step, : order.shape[1]]
-        scores[part] = np.take_along_axis(exact, order, axis=1)
+        scores[part] = inputs.undivided(np.take_along_axis(exact, order, axis=1), exponent)
         ids[part] = np.take_along_axis(near, order, axis=1)
     return scores, ids
 
 
-def _scores(queries: Floats, candidates: Ids, refine: Any, metric: str) -> Floats:
+def _scores(queries: Floats, candidates: Ids, refine: Any, metric: str) -> tuple[Floats, int]:
+    """Returns scores [queries, m] of vectors that are divided by 2^exponent, and the exponent."""
     ids = candidates.ravel()
     there = ids >= 0
     own = inputs.as_float32(refine[ids[there]])
     inputs.check("search", "refine", own, metric, ids[there])
+    if metric == "cosine":
+        own, exponent = inputs.normalised(own), 0
+    elif exponent := max(inputs.exponent(own), inputs.exponent(queries)):
+        own, queries = np.ldexp(own, -exponent), np.ldexp(queries, -exponent)
     rows = np.zeros((len(ids), queries.shape[1]), np.float32)
-    rows[there] = inputs.normalised(own) if metric == "cosine" else own
+    rows[there] = own
     rows = rows.reshape(*candidates.shape, -1)
-    with np.errstate(over="ignore"):
-        if metric == "l2":
-            rows = rows - queries[:, None]
-            scores = -np.einsum("qij,qij->qi", rows, rows)
-        else:
-            scores = np.matmul(rows, queries[:, :, None])[:, :, 0]
-    most = np.finfo(np.float32).max
-    clipped: Floats = np.clip(scores, -most, most, out=scores)
-    return clipped
+    if metric != "l2":
+        return np.matmul(rows, queries[:, :, None])[:, :, 0], exponent
+    rows -= queries[:, None]
+    return -np.einsum("qij,qij->qi", rows, rows), exponent
