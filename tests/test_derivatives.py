@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import forks
 import numpy as np
 import pytest
 
@@ -217,3 +218,19 @@ def test_a_packed_encoder(way: str) -> None:
     x = model.get_input_embeddings()(torch.arange(4, 24)[None]).detach()
     with pytest.raises(RuntimeError, match=r"attention over packed keys and values has no gradient"):
         MODELS[way](lambda x: model(inputs_embeds=x).logits.sum(), x)
+
+
+def test_a_first_call_in_inference_mode_does_not_hide_later_derivatives() -> None:
+    program = """
+import torch
+from turboquant import Plan, ops
+
+plan, x = Plan(64, 4, 4), torch.ones(1, 64)
+with torch.inference_mode(), torch.enable_grad():
+    ops.rotate(plan, x)
+try:
+    ops.rotate(plan, x.requires_grad_())
+except ValueError as error:
+    print(error)
+"""
+    assert GRAD in forks.python(program).stdout

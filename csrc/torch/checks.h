@@ -17,6 +17,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -89,24 +90,38 @@ template <size_t N> void call_torch(const char *op, std::array<StableIValue, N> 
     torch_check(torch_call_dispatcher(op, "", stack->data(), TORCH_ABI_VERSION), op);
 }
 
-/** Whether a view of a tensor that requires grad would have a grad_fn. It has none without grad mode, and none under a
- *  dispatch mode in Python, such as FlopCounterMode, before which autograd has already run. */
+/** Returns the first result of one of torch's operators with one argument. */
+template <class T> T ask_torch(const char *op, const Tensor &of)
+{
+    std::array<StableIValue, 1> stack{torch::stable::detail::from(of)};
+    call_torch(op, &stack);
+    return torch::stable::detail::to<T>(stack[0]);
+}
+
+/** Returns a tensor that requires grad, the same in all calls. NULL in inference mode, if no call has made it: torch
+ *  would never follow a tensor of inference mode. */
+inline const Tensor *autograd_probe()
+{
+    static std::atomic<const Tensor *> probe{nullptr}; // never freed: torch may be gone at exit
+    if (const Tensor *known = probe) return known;
+    const int64_t size = 1;
+    AtenTensorHandle handle;
+    torch_check(
+        aoti_torch_empty_strided(1, &size, &size, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, &handle),
+        "empty_strided");
+    auto made = std::make_unique<Tensor>(handle);
+    if (ask_torch<bool>("aten::is_inference", *made)) return nullptr;
+    torch_check(torch_set_requires_grad(handle, true), "set_requires_grad");
+    const Tensor *first = nullptr;
+    return probe.compare_exchange_strong(first, made.get()) ? made.release() : first;
+}
+
+/** Whether a view of a tensor that requires grad would have a grad_fn. It has none without grad mode, none in inference
+ *  mode, and none under a dispatch mode in Python, such as FlopCounterMode, before which autograd has already run. */
 inline bool autograd_is_active()
 {
-    if (!aoti_torch_grad_mode_is_enabled()) return false;
-    static const Tensor *const probe = [] { // never freed: torch may be gone at exit
-        const int64_t size = 1;
-        AtenTensorHandle handle;
-        torch_check(aoti_torch_empty_strided(1, &size, &size, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(),
-                                             0, &handle),
-                    "empty_strided");
-        torch_check(torch_set_requires_grad(handle, true), "set_requires_grad");
-        return new Tensor(handle);
-    }();
-    std::array<StableIValue, 1> stack{torch::stable::detail::from(*probe)};
-    call_torch("aten::alias", &stack);
-    call_torch("aten::is_leaf", &stack);
-    return !torch::stable::detail::to<bool>(stack[0]);
+    const Tensor *probe = aoti_torch_grad_mode_is_enabled() ? autograd_probe() : nullptr;
+    return probe && !ask_torch<bool>("aten::is_leaf", ask_torch<Tensor>("aten::alias", *probe));
 }
 
 /** How autograd follows a tensor. */
