@@ -9,6 +9,7 @@ import torch
 from paged_engine import RING, Engine, live
 
 from turboquant.vllm.batch import ExactRows
+from turboquant.vllm.ragged import pages_of
 from turboquant.vllm.rows import NULL_BLOCK, ROWS_PER_REQUEST, Sinks, Tails
 
 
@@ -103,3 +104,12 @@ def test_a_step_keeps_the_rows_that_it_uses():
     for step in range(20):
         used = [tails.written(100 * step + i, 0, 5).number for i in range(2 * requests)]
         assert len({*used}) == 2 * requests
+
+
+def test_pages_are_never_a_copy_of_the_cache():
+    """An engine that lays tokens out before heads is refused: what is written to a copy would be lost."""
+    memory = torch.zeros(3, 2, 128, 36, dtype=torch.uint8)
+    pages_of(memory[1:])[0, 1, -1] = 7
+    assert memory[1, 1, 127, 35] == 7
+    with pytest.raises(RuntimeError, match="view"):
+        pages_of(memory.view(3, 128, 2, 36).transpose(1, 2))

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from .batch import Batch, ExactRows
 from .layers import Layer, engine_of, log
-from .ragged import Attention, append, attend, share_with_learned_sinks
+from .ragged import Attention, append, attend, pages_of, share_with_learned_sinks
 from .refusals import check_kind, check_layer
 from .rows import PAGE, Sinks, Tails
 from .steps import Step, reserve, run
@@ -184,7 +184,7 @@ class PackedImpl(AttentionImpl):
             if query.is_cuda:
                 self._reserve(query)
             return output.zero_()
-        pages = kv_cache.flatten(2)
+        pages = pages_of(kv_cache)
         if isinstance(attn_metadata, Step):
             from .gpu import dense_attention
 

@@ -16,7 +16,8 @@ from ..plan import Plan
 from .batch import Batch
 from .rows import PAGE
 
-__all__ = ["Attention", "Exact", "append", "attend", "attend_workspace", "share_with_learned_sinks", "write_schedule"]
+__all__ = ["Attention", "Exact", "append", "attend", "attend_workspace", "pages_of", "share_with_learned_sinks",
+           "write_schedule"]  # fmt: skip
 
 _append, _attend = torch.ops.turboquant.append.default, torch.ops.turboquant.attend.out
 _schedule, _workspace = torch.ops.turboquant.schedule.default, torch.ops.turboquant.attend_workspace.default
@@ -53,6 +54,12 @@ class Attention:
     def words(self) -> tuple[int, ...]:
         """The plan's words, as operators take them."""
         return tuple(self.plan.words)
+
+
+def pages_of(cache: torch.Tensor) -> torch.Tensor:
+    """Views a layer's cache, [pages, kv_heads, tokens, bytes of a token], as pages. RuntimeError if the engine lays it
+    out in another order, because what is written to a copy would be lost."""
+    return cache.view(*cache.shape[:2], -1)
 
 
 def append(attention: Attention, key: torch.Tensor, value: torch.Tensor, batch: Batch, pages: torch.Tensor) -> None:
