@@ -56,6 +56,15 @@ def test_exact_with_left_padding_and_close_when_packed(pieces: Any, prefill: Any
         assert torch.nn.functional.cosine_similarity(got.flatten(), want.flatten(), 0) > 0.94
 
 
+def test_padding_longer_than_a_chunk_in_a_packed_prefill() -> None:
+    """The tokens are stored chunk by chunk, of which the first ones are all padding in one sequence."""
+    model, mask = made(), PADDED.clone()
+    mask[1, :19] = 0
+    want = run(model, DynamicCache(config=model.config), PIECES, mask)
+    got = run(turboquant.patch(model, HOLDS_ALL, prefill="packed"), TurboQuantCache(model), PIECES, mask)
+    torch.testing.assert_close(got, want, rtol=0, atol=5e-5)
+
+
 def test_a_chunk_hides_what_is_before_it() -> None:
     """Without the chunks, logits are others: the test above can fail."""
     model = made()

@@ -459,9 +459,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         parts = []
         for end in sorted({*ends, after}):
             some = slice(stored.tokens - before, end - before)
-            lengths = self._shared.lengths(end, padding, stored.device)
+            so_far = tuple(min(pad, end) for pad in padding)  # of a sequence that begins behind this piece: all of it
+            lengths = self._shared.lengths(end, so_far, stored.device)
             starts = chunk_starts(lengths, self.chunk)
-            part = stored.store(query[:, :, some], key[:, :, some], value[:, :, some], lengths, padding, self.chunk,
+            part = stored.store(query[:, :, some], key[:, :, some], value[:, :, some], lengths, so_far, self.chunk,
                                 {**how, "starts": starts}, return_lse)  # fmt: skip
             assert part is not None
             parts.append(part)
