@@ -140,6 +140,20 @@ def test_sequences_are_repeated_and_chosen(name):
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "lfm2"])
+def test_a_choice_of_sequences_that_is_refused_changes_no_layer(name):
+    model = made(name)
+    cache, want = TurboQuantCache(model), TurboQuantCache(model)
+    for one in (cache, want):
+        run(model, one, PIECES[:1])
+    for wrong in ([True], [True, False, False], [], [0, 2]):
+        with pytest.raises((ValueError, IndexError), match="must be a bool for each of 2|must be in 0..1|must stay"):
+            cache.batch_select_indices(wrong)
+    with pytest.raises(IndexError, match=r"sequences must be in 0\.\.1, got \[0, 2\]"):
+        cache.reorder_cache(torch.tensor([0, 2]))
+    assert torch.equal(run(model, cache, PIECES[1:]), run(model, want, PIECES[1:]))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "lfm2"])
 @pytest.mark.parametrize("spec", [HOLDS_ALL, PACKED, PACKED.with_(centre="wave", metric="query")])
 def test_a_file_has_the_states(name, spec, tmp_path):
     model = made(name, spec)

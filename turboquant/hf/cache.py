@@ -28,7 +28,7 @@ from ..named_specs import resolve
 from ..sizes import bytes_of
 from ..spec import CacheSpec
 from .latent import LatentLayer
-from .layer import PackedLayer, indices_of
+from .layer import PackedLayer
 from .notices import Unread
 from .refusals import checked_config
 from .states import StateLayer, made_layer
@@ -435,7 +435,7 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """See `PackedLayer.reorder_cache`."""
-        super().reorder_cache(indices_of("beam_idx", beam_idx).cpu())  # read back once, not by every layer
+        super().reorder_cache(self._chosen("beam_idx", beam_idx))
         self.known_ids = None
 
     def reset(self) -> None:
@@ -448,8 +448,12 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """See `PackedLayer.batch_select_indices`."""
-        super().batch_select_indices(indices)
+        super().batch_select_indices(self._chosen("indices", indices, masks=True))
         self.known_ids = None
+
+    def _chosen(self, argument: str, sequences: Any, masks: bool = False) -> torch.Tensor:
+        """`PackedLayer.chosen`, read back and checked once, before a layer changes."""
+        return torch.tensor(self.packed_layers[0].chosen(argument, sequences, masks), dtype=torch.int64, device="cpu")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """See `PackedLayer.batch_repeat_interleave`."""

@@ -224,7 +224,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Makes sequence b what sequence beam_idx[b] was. Full pages are shared, not copied; see `pages`."""
-        self._select(indices_of("beam_idx", beam_idx).tolist())
+        self._select(self.chosen("beam_idx", beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each sequence `repeats` times, one after the other."""
@@ -233,28 +233,33 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
         """Keeps the sequences `indices` (integers, or a bool for each sequence)."""
-        rows = indices_of("indices", indices, masks=True)
+        self._select(self.chosen("indices", indices, masks=True))
+
+    def chosen(self, argument: str, sequences: Any, masks: bool = False) -> list[int]:
+        """Returns the sequences that a list or tensor of integers chooses, or of bools if `masks`. Raises for those
+        that there are not."""
+        rows, batch = indices_of(argument, sequences, masks), self.max_batch_size
         if rows.dtype == torch.bool:
-            if self.is_initialized and len(rows) != self.max_batch_size:
+            if self.is_initialized and len(rows) != batch:
                 raise ValueError(
-                    f"layer {self.index}: `indices` must be a bool for each of {self.max_batch_size} sequences, got "
-                    f"{len(rows)}"
+                    f"layer {self.index}: `{argument}` must be a bool for each of {batch} sequences, got {len(rows)}"
                 )
             rows = rows.nonzero().view(-1)
-        self._select(rows.tolist())
+        numbers: list[int] = rows.tolist()
+        if self.is_initialized and not all(0 <= b < batch for b in numbers):
+            raise IndexError(f"layer {self.index}: sequences must be in 0..{batch - 1}, got {numbers}")
+        if self.is_initialized and not numbers:
+            raise ValueError(f"layer {self.index}: at least one sequence must stay, got none; reset() forgets all")
+        return numbers
 
     def _select(self, sequences: Sequence[int]) -> None:
         if not self.is_initialized:
             return
         batch = self.max_batch_size
-        if not all(0 <= b < batch for b in sequences):
-            raise IndexError(f"layer {self.index}: sequences must be in 0..{batch - 1}, got {list(sequences)}")
         if self._shared.limit is not None and len(sequences) > batch:
             raise NotImplementedError(
                 f"{batch} sequences to {len(sequences)} with a `memory_limit` is not supported: begin with as many"
             )
-        if not sequences:
-            raise ValueError(f"layer {self.index}: at least one sequence must stay, got none; reset() forgets all")
         try:
             self.storage.select(sequences)
         except RuntimeError:
