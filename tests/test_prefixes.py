@@ -168,6 +168,19 @@ def test_joined_is_each_alone(spec: CacheSpec, kind: str, forked: bool) -> None:
         assert table is not None and len({row[0] for row in table.rows}) == 1
 
 
+@pytest.mark.parametrize("spec", ["default", PACKED], ids=["default", "packed"])
+def test_a_prefix_from_a_file_is_joined_with_the_one_in_memory(spec: Any, tmp_path: Any) -> None:
+    model = patched(spec)
+    cache = prefixed(model, TurboQuantCache(model))
+    cache.save(tmp_path / "prefix", model)
+    other = TurboQuantCache.load(tmp_path / "prefix", model)
+    for parts in ([cache, other], [other, cache]):
+        joined = TurboQuantCache.join(parts)
+        with torch.no_grad():
+            one, two = model(QUESTIONS[0].expand(2, -1), past_key_values=joined).logits
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
+
+
 def test_what_cannot_be() -> None:
     model = patched(PACKED)
     cache = prefixed(model, TurboQuantCache(model))

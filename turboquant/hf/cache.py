@@ -60,7 +60,8 @@ def _check_joined(caches: list[Any]) -> None:
     for i, cache in enumerate(caches):
         cache.was_read()
         cache._check_states()
-        same = (cache.spec, cache.fingerprint, cache.kinds) == (first.spec, first.fingerprint, first.kinds)
+        same = (cache.fingerprint, cache.kinds) == (first.fingerprint, first.kinds)
+        same = same and cache.spec.settled() == first.spec.settled()  # a cache from a file has a settled one
         if not same or not cache.get_seq_length():
             what = "hold tokens" if same else "be of the model and spec of the first"
             raise ValueError(f"join: `caches[{i}]` must {what}, got {cache!r}")
@@ -71,7 +72,7 @@ def _check_joined(caches: list[Any]) -> None:
                 raise NotImplementedError(f"join: caches with {what_is_kept} cannot be put together")
             if stored.damaged:
                 raise ValueError(f"join: `caches[{i}]` must be whole, got one that an earlier failure left unusable")
-            if layer.spec != other.spec:
+            if stored.plan != like.plan:
                 raise ValueError(f"join: `caches[{i}]` must have the widths of the first in layer {layer.index}, "
                                  f"{other.spec}, got {layer.spec}")  # fmt: skip
             if stored.shape is None or like.shape is None or stored.shape[1:] != like.shape[1:]:
