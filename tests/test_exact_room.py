@@ -113,6 +113,26 @@ def test_bytes_are_those_of_the_tokens_that_came():
     assert cache.report().layers[0].parts["window"] == 32 * row
 
 
+@pytest.mark.parametrize("sizes", [(2**14, 0), (4, 2**14), (21, 45)], ids=str)
+def test_joined_sequences_have_the_rows_of_the_longest(sizes):
+    model, _ = patched(spec := bare(4, 4, sinks=sizes[0], window=sizes[1]))
+    ids, lengths, parts = prompts(1, 160)["input_ids"], (3, 20, 90), []
+    for length in lengths:
+        parts.append(TurboQuantCache(model, spec))
+        feed(model, parts[-1], ids, [length], (0,))
+    before = sum(part.nbytes for part in parts)
+    joined, most = TurboQuantCache.join(parts), max(lengths)
+    assert joined.nbytes < 3 * before and sum(part.nbytes for part in parts) < 2 * before
+    for new in (1, 40, 1):
+        rows = [ids[:, part.get_seq_length() : part.get_seq_length() + new] for part in parts]
+        mask = torch.arange(joined.get_seq_length() + new) >= torch.tensor([[most - n] for n in lengths])
+        with torch.no_grad():
+            positions = torch.stack([torch.arange(new) + part.get_seq_length() for part in parts])
+            got = model(torch.cat(rows), mask.long(), positions, past_key_values=joined).logits
+            want = torch.cat([model(row, past_key_values=part).logits for row, part in zip(rows, parts)])
+        torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
+
+
 def test_files_have_the_rows_that_hold_tokens(tmp_path):
     model, cache = patched(bare(sinks=2, window=2**24))
     feed(model, cache, prompts(1, 60)["input_ids"], [20], (0,))

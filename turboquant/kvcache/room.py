@@ -67,21 +67,25 @@ class LayerRoom(LayerTensors):
     @outside_autograd
     def make_exact_room(self, positions: int) -> None:
         """Makes room for the exact tokens of that many positions. A failure leaves sinks and window as they were."""
-        grown: dict[str, torch.Tensor] = {}
         sinks, window = exact_rows(self.spec, positions)
+        rows = with_room(self.sinks, sinks, self.spec.sinks), with_room(self.window, window, self.spec.window)
+        self.hold_exact(self.exact_of_rows(*rows))
+
+    def exact_of_rows(self, sinks: int, window: int) -> dict[str, torch.Tensor]:
+        """Returns those of `exact` that must grow to have this many rows, in new tensors of that size."""
+        grown: dict[str, torch.Tensor] = {}
         nothing = torch.empty(
             (len(self.padding), self.kv_heads, 0, self.head_dim), dtype=self.dtype, device=self.device
         )
-        sides = "kv" if self.has_values else "k"
-        for side, need, most in (("sink", sinks, self.spec.sinks), ("window", window, self.spec.window)):
-            for name in (f"{side}_{part}" for part in sides):
+        for side, rows in (("sink", sinks), ("window", window)):
+            for name in (f"{side}_{part}" for part in ("kv" if self.has_values else "k")):
                 tensor = nothing if (present := getattr(self, name)) is None else present
-                if (rows := with_room(tensor.shape[2], need, most)) > tensor.shape[2]:
+                if rows > tensor.shape[2]:
                     if side == "sink":  # zeros behind the present rows
                         grown[name] = torch.nn.functional.pad(tensor, (0, 0, 0, rows - tensor.shape[2]))
                     else:
                         grown[name] = laid_out(tensor, rows, self.spec.sinks)
-        self.hold_exact(grown)
+        return grown
 
     def reserve_pages(self, after: int, padding: tuple[int, ...]) -> Callable[[], None]:
         """Makes room for packed tokens up to `after` positions, and returns what undoes it. The pool's lock is held."""

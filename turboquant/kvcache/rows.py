@@ -83,9 +83,9 @@ def join(joined: LayerStorage, parts: Sequence[LayerStorage]) -> None:
     assert first.shape is not None
     for part in parts:
         part.bring_back()
-        part.make_exact_room(part.spec.sinks + part.spec.window)  # equally many rows in each
     tables = [part.table for part in parts]
-    exact = [part.exact() for part in parts]
+    rows = max(part.sinks for part in parts), max(part.window for part in parts)
+    exact = [{**part.exact(), **part.exact_of_rows(*rows)} for part in parts]
     state: dict[str, Any] = {name: torch.cat([tensors[name] for tensors in exact]) for name in exact[0]}
     state["table"] = PageTable.joined([table for table in tables if table is not None])
     if first.flag is not None:
@@ -95,6 +95,7 @@ def join(joined: LayerStorage, parts: Sequence[LayerStorage]) -> None:
     joined.padding = tuple(tokens - part.tokens + pad for part in parts for pad in part.padding)
     joined.released = max(part.released and part.released + tokens - part.tokens for part in parts)
     joined.shape = (len(joined.padding), *first.shape[1:])
+    joined.hold_exact({})  # counts the rows
     joined.hold_shifts(tuple(shift for part in parts for shift in part.shifts))
     joined.past, joined.least, joined.damaged = PastWindows(), 0, False
     joined.begin()
