@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizer
 
 import turboquant
 from turboquant import TurboQuantCache
+from turboquant.kvcache.storage import LayerStorage
 from turboquant.models.names import CACHE
 
 WIDE = bare(2, 2, sinks=3, window=512, **WAVE)  # nothing ever leaves the window: exact
@@ -244,6 +246,19 @@ def test_a_prompt_that_does_not_continue_the_cache_is_warned_of(recwarn):
     cache.reset()
     turn(other)
     assert len([w for w in recwarn if "`input_ids`" in str(w.message)]) == 0
+
+
+def test_tokens_of_a_first_forward_that_failed_are_not_those_of_the_cache(recwarn, monkeypatch):
+    model, ids = turboquant.patch(tiny(), PACKED), prompts(1, 20)["input_ids"]
+    cache = TurboQuantCache(model)
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="no memory"), torch.no_grad():
+        patched.setattr(LayerStorage, "store", Mock(side_effect=RuntimeError("no memory")))
+        model(ids, **{CACHE: cache})
+    others = prompts(1, 20, seed=5)["input_ids"]
+    with torch.no_grad():
+        model(others, **{CACHE: cache})
+    model.generate(torch.cat([others, ids], 1), max_new_tokens=2, **{CACHE: cache})
+    assert not [w for w in recwarn if "`input_ids`" in str(w.message)]
 
 
 def test_generate_in_chunks_that_are_padding_alone():

@@ -20,9 +20,10 @@ METHOD = "generate"
 
 
 def remember_first(cache: TurboQuantCache, ids: Any) -> None:
-    """Keeps ids [batch, tokens], the input of a forward, as the first tokens of an empty cache."""
-    if cache.known_ids is None and isinstance(ids, torch.Tensor) and not cache.get_seq_length():
-        cache.known_ids = ids.to(torch.int32)
+    """Keeps ids [batch, tokens], the input of a forward, as the first tokens of an empty cache, in place of those of a
+    forward that failed. Other inputs than ids are unknown tokens."""
+    if not cache.get_seq_length():
+        cache.known_ids = ids.to(torch.int32) if isinstance(ids, torch.Tensor) else None
 
 
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
