@@ -28,6 +28,7 @@ from streams import (
 
 from turboquant.kvcache.pages import RELEASED, PagePool, PageTable
 from turboquant.kvcache.report import layer_tensors
+from turboquant.kvcache.storage import LayerStorage
 
 
 def storage_bytes(*caches):
@@ -243,7 +244,7 @@ def test_pages_that_fell_out_of_the_window_are_freed(fields, monkeypatch):
         piece, seen = stream.piece(start, stop), mask if start == 0 else None
         got = forward(freeing, piece, seen, local_size=window)
         with monkeypatch.context() as patched:
-            patched.setattr("turboquant.kvcache.storage.LayerStorage.release", lambda layer: None)
+            patched.setattr(LayerStorage, "release", lambda layer: None)
             assert torch.equal(got, forward(keeping, piece, seen, local_size=window))
         check(freeing)
         if stop - start == 1 and stop > 600:
@@ -406,6 +407,21 @@ def test_offload_and_prefetch_on_a_cpu():
     assert torch.equal(got, forward(fork, stream.piece(200, 210)))
 
 
+@pytest.mark.parametrize("away", ["table", "window"])
+def test_an_offloaded_layer_whose_pages_a_fork_brought_back_is_brought_back_too(monkeypatch, away):
+    """Another device is "meta" here, which keeps no numbers: `bring_back` is checked to be called."""
+    stream, cache = Stream(tokens=300), new(bare(3, 3, sinks=2, window=16))
+    forward(cache, stream.piece(0, 200))
+    want, back = forward(cache.fork(), stream.piece(200, 210)), []
+    for layer in cache.layers:
+        held = layer.storage
+        place, name = (held.table, "tensor") if away == "table" else (held, "window_k")
+        back.append((place, name, getattr(place, name)))
+        setattr(place, name, getattr(place, name).to("meta"))
+    monkeypatch.setattr(LayerStorage, "bring_back", lambda stored: setattr(*back[stored.index]))
+    assert torch.equal(forward(cache, stream.piece(200, 210)), want)
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_offload_and_prefetch():
@@ -422,7 +438,7 @@ def test_offload_and_prefetch():
     assert torch.cuda.memory_allocated() < before
     where = {part: t.device.type for part, t in layer_tensors(cache.layers[0].storage)}
     assert where.pop("transforms") == "cuda" and set(where.values()) == {"cpu"}  # all caches of the model share them
-    assert torch.equal(forward(cache, piece(200, 210)), forward(fork, piece(200, 210)))
+    assert torch.equal(forward(fork, piece(200, 210)), forward(cache, piece(200, 210)))  # fork: brings pages back
     assert {t.device.type for _, t in cache.tensors()} == {"cuda"}
 
 

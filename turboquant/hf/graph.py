@@ -76,7 +76,7 @@ class DecodeGraph:
             and not torch.is_grad_enabled()
             and all(
                 stored.tokens
-                and stored.pages.device == device
+                and stored.is_on(device)
                 and not stored.sliding_window
                 and not stored.record_past
                 and len(stored.padding) == sequences

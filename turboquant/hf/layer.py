@@ -146,7 +146,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
                     f"cache, or cache.reset(){beams if repeated else ''}"
                 )
             self.lazy_initialization(key_states, value_states)
-        if stored.pages.device != stored.device:
+        if not stored.is_on(stored.device):
             self.prefetch()
         if stored.damaged:
             raise RuntimeError(

@@ -30,11 +30,17 @@ class LayerRoom(LayerTensors):
     @outside_autograd
     def move(self, device: torch.device) -> None:
         """Moves pages, table, sinks and window. Forks that share the pages bring these back when they are used."""
-        if self.table is None or self.pages.device == self.block_table.device == device:
+        if self.table is None or self.is_on(device):
             return
         moved = self._own(lambda tensor: tensor.to(device))
         self.table.move(device)
         self.__dict__.update(moved)
+
+    def is_on(self, device: torch.device) -> bool:
+        """Whether pages, table, sinks and window are on a device. A fork moves the pages that it shares, and these
+        alone."""
+        rows = self.sink_k if self.window_k is None else self.window_k
+        return self.pages.device == self.block_table.device == device and (rows is None or rows.device == device)
 
     def bring_back(self) -> None:
         """Moves the layer to the device that it was made for."""
