@@ -371,6 +371,17 @@ def test_wrong_proteins_leave_what_was_stored(proteins, message):
     assert cache.lengths == [40, 7, 131, 126]
 
 
+def test_moments_are_of_the_weights_that_encode():
+    model = tiny_esm()
+    cache = ContextCache(model, bare(3, 3, **WAVE))
+    cache.encode(PROTEINS)
+    model.load_state_dict(tiny_esm(seed=1).state_dict())
+    cache.encode(PROTEINS)
+    fresh = ContextCache(model, cache.spec)
+    fresh.encode(PROTEINS)
+    assert torch.equal(cache.decode(["W"], [[3]]).logits[0], fresh.decode(["W"], [[3]]).logits[0])
+
+
 def test_another_model_or_changed_weights():
     model = tiny_esm()
     cache = ContextCache(model, bare(3, 3))

@@ -63,7 +63,7 @@ class ContextCache:
     spec     a CacheSpec or the name of a preset. Sinks stay exact; `window` and `prefill` do not apply to an encoder.
              `EXACT` keeps everything in the model's dtype.
     profile  of the model (`turboquant.measure`, `turboquant.calibrate`) or its file, for a spec that uses one. None:
-             moments are those that the model was patched with, or are measured, once for each model
+             moments are those that the model was patched with, or are measured, once for the weights that `encode` runs
     cuda_graphs   whether to replay steps of `decode` on a GPU as CUDA graphs, recorded in the second step of a shape
                   (`graph.StepGraphs`). Every shape needs more memory, which `nbytes` does not count.
 
@@ -84,6 +84,7 @@ class ContextCache:
         self.model, self.spec = model, chosen
         self._base, self._modules = base, modules
         self._packed = packed_layers(model, chosen, profile)
+        self._has_own_moments = profile is None and any(layer.moments is not None for layer in self._packed)
         self._layer_of = _numbered(modules)
         self._store: Store | None = None
         self._cuda_graphs = cuda_graphs
@@ -166,7 +167,8 @@ class ContextCache:
         tokenised = [tokenise(p, self.model.config, f"proteins[{i}]") for i, p in enumerate(proteins)]
         order = sorted(range(len(tokenised)), key=lambda i: len(tokenised[i]))
         tokens, row_of = [tokenised[i] for i in order], sorted(range(len(order)), key=order.__getitem__)
-        store = empty(self._base, self._modules, self._packed, tokens, row_of)
+        packed = packed_layers(self.model, self.spec) if self._has_own_moments else self._packed  # of present weights
+        store = empty(self._base, self._modules, packed, tokens, row_of)
         hidden: list[torch.Tensor] = []
         for start in range(0, len(order), batch_size):
             rows = slice(start, min(start + batch_size, len(order)))
@@ -175,7 +177,7 @@ class ContextCache:
             states = self._run(embed(self._base, ids, store.factor[rows]), real, None, context)
             hidden += [states[b, 1 : len(row) - 1] for b, row in enumerate(store.tokens[rows])]
         said = self._said([hidden[row] for row in store.row_of])
-        self._store = store
+        self._store, self._packed = store, packed
         self._graphs = self._new_graphs()
         return said
 
