@@ -3,6 +3,8 @@ prompt and tables from a calibration."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from conftest import ROOT, shared_file
@@ -10,6 +12,7 @@ from models import prompts, tiny
 from profiles import calibrate, profile_of
 from profiles import load as load_calibration
 from specs import bare
+from streams import Stream, forward, new
 
 import turboquant
 from turboquant import TurboQuantCache
@@ -119,6 +122,17 @@ def test_outliers_of_the_prompt_and_of_a_calibration_are_the_loud_channels(rng):
     assert side_matrix(spec, "value", 128) is None
     both = side_matrix(spec.with_(sketch="gaussian/4"), "key", 128, first)
     assert both.shape == (2, 160, 128) and np.array_equal(both[:, :128], first)
+
+
+def test_outliers_of_the_prompt_are_found_behind_a_piece_of_padding_alone():
+    stream, found = Stream(batch=2, tokens=60, dim=64), []
+    mask = (torch.arange(60) >= 20).expand(2, -1)
+    for pieces in ((0, 60), (0, 16, 18, 60)):
+        cache = new(bare(2.5, 2.5, outliers="prompt", prefill="packed"))
+        for start, stop in pairwise(pieces):
+            forward(cache, stream.piece(start, stop), mask[:, :stop])
+        found.append([layer.storage.transforms["rotation"] for layer in cache.layers])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_a_split_by_magnitude_beats_a_fixed_one_on_real_outliers():

@@ -60,9 +60,10 @@ class LayerStorage(LayerRoom):
         self.past.snapshots = self._earlier[1]
 
     def learn(self, key: torch.Tensor, value: torch.Tensor, padding: tuple[int, ...]) -> None:
-        """Finds outlier channels in the first tokens. `reset` undoes it, also after a failed first forward."""
-        if self.tokens == 0 and self.spec.outliers == "prompt":
-            self.hold_split(prompt_rotations(self.spec, key, value, padding))
+        """Finds outlier channels in the first tokens, which come after padding alone. `reset` undoes it, also after a
+        failed first forward."""
+        if self.spec.outliers == "prompt" and all(pad == self.tokens for pad in self.padding):
+            self.hold_split(prompt_rotations(self.spec, key, value, tuple(pad - self.tokens for pad in padding)))
 
     def store(
         self,
