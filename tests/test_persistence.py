@@ -394,6 +394,7 @@ FORGED = {
     "negative padding": lambda h: h.__setitem__("padding", [-1]),
     "padding of another batch": lambda h: h.__setitem__("padding", [0] * 1000),
     "no padding": lambda h: h.__setitem__("padding", []),
+    "more that a crop keeps than positions": lambda h: h.__setitem__("least", 10),
     "shifts of another batch": lambda h: h["shifts"].append(0),
     "a shift of 2^31": lambda h: h.__setitem__("shifts", [2**31]),
     "shifts that are no list": lambda h: h.__setitem__("shifts", 0),

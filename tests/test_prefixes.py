@@ -202,7 +202,7 @@ def test_what_cannot_be() -> None:
             forward(bad)
     assert cache.get_seq_length() == PREFIX
     forward(torch.cat([whole, more], 1))
-    with pytest.raises(NotImplementedError, match="up to position 152 there is padding between tokens"):
+    with pytest.raises(NotImplementedError, match="up to position 152 there is padding between tokens or behind"):
         cache.crop(-1)
     forward(torch.cat([whole, more, torch.ones(2, 1, dtype=torch.long)], 1), ids[:, :1])
     with pytest.raises(NotImplementedError, match="position 152"):
@@ -215,6 +215,21 @@ def test_what_cannot_be() -> None:
     with known, torch.no_grad():
         sliding(ids, attention_mask=torch.cat([whole, more], 1), past_key_values=cache)
     assert cache.get_seq_length() == PREFIX
+
+
+def test_a_crop_across_padding_is_refused_of_files_and_joined_caches_too(tmp_path: Any) -> None:
+    model, between, ids, mask = asked_twice(PACKED)
+    behind = TurboQuantCache(model)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=between)
+        model(ids, attention_mask=mask[:, PREFIX:].flip(1), past_key_values=behind)
+    shorter = prefixed(model, TurboQuantCache(model))
+    for i, cache in enumerate((between, behind)):
+        cache.save(tmp_path / str(i), model)
+        loaded = TurboQuantCache.load(tmp_path / str(i), model)
+        for one in (cache, cache.fork(), loaded, TurboQuantCache.join([shorter, cache])):
+            with pytest.raises(NotImplementedError, match="there is padding between tokens or behind them"):
+                one.crop(-1)
 
 
 def asked_twice(spec: CacheSpec) -> tuple[Any, Any, Any, Any]:

@@ -211,8 +211,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
                 f"crop: layer {self.index} has freed positions that fell out of its sliding window"
             )
         if keep < stored.least:
-            raise NotImplementedError(f"crop: up to position {stored.least} there is padding between tokens, which "
-                                      "was not stored: fork the cache before such a forward")  # fmt: skip
+            raise NotImplementedError(f"crop: up to position {stored.least} there is padding between tokens or behind "
+                                      "them, which was not stored: fork the cache before such a forward")  # fmt: skip
         if not stored.can_crop_to(keep):
             raise NotImplementedError(
                 f"crop: layer {self.index} has a window of {self.spec.window} tokens and older ones are quantised "
@@ -364,6 +364,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
         query, key, value = (moved(x, behind) for x in (call.query, call.key, call.value))
         left = replace(call, query=query, key=key, value=value)
         out, lse, seen = self._attend_in_front(call, left, padding, sliding, return_lse)
+        self.storage.least = self.storage.tokens
         if exact:
             return out, lse, seen
         back = [-n for n in behind]

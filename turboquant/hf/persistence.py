@@ -191,7 +191,7 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str], model: Any = None
     if layers[0].tokens:
         first = layers[0]
         sizes = [[layer.kv_heads, layer.head_dim] for layer in layers]
-        described |= {"dtype": NAMES[first.dtype], "sizes": sizes, "rows": [],
+        described |= {"dtype": NAMES[first.dtype], "sizes": sizes, "least": first.least, "rows": [],
                       "released": [layer.released for layer in layers],
                       "sliding_windows": [layer.sliding_window for layer in layers]}  # fmt: skip
         pages = []
@@ -391,6 +391,8 @@ class _Reader:
         header, positions = self.header, self.integer("positions")
         padding = self.integers("padding")
         _want(max(padding, default=0) <= positions, "`padding` is more than `positions`")
+        least = header.get("least", 0)  # files of versions that did not write it have none
+        _want(type(least) is int and 0 <= least <= positions, "`least` is out of range")
         _want(header["dtype"] in list(DTYPES)[:3], "`dtype` is none of a model")
         sizes = header["sizes"]
         _want(isinstance(sizes, list) and len(sizes) == len(layers), "`sizes` are not of its layers")
@@ -456,6 +458,7 @@ class _Reader:
             if split := {side: x.to(device) for side, x in rotations.items() if x is not None}:
                 stored.hold_split(split)
             stored.tokens, stored.padding = header["positions"], tuple(padding)
+            stored.least = header.get("least", 0)
             stored.hold_shifts(tuple(header["shifts"]))
             stored.released, stored.sliding_window = header["released"][i], header["sliding_windows"][i]
 

@@ -97,5 +97,6 @@ def join(joined: LayerStorage, parts: Sequence[LayerStorage]) -> None:
     joined.shape = (len(joined.padding), *first.shape[1:])
     joined.hold_exact({})  # counts the rows
     joined.hold_shifts(tuple(shift for part in parts for shift in part.shifts))
-    joined.past, joined.least, joined.damaged = PastWindows(), 0, False
+    joined.least = max(part.least and part.least + tokens - part.tokens for part in parts)
+    joined.past, joined.damaged = PastWindows(), False
     joined.begin()

@@ -34,7 +34,8 @@ class LayerStorage(LayerRoom):
     past          these copies
     damaged       whether the contents are wrong, because a write or its undoing failed half-way
     owes_release  whether a forward has kept pages that fell out of the sliding window, for layers behind this one
-    least         no crop keeps fewer positions: padding between tokens up to there lies elsewhere in a shorter text
+    least         no crop keeps fewer positions: padding between or behind tokens up to there lies elsewhere in a
+                  shorter text
     """
 
     def __init__(self, index: int, spec: CacheSpec, shared: Common) -> None:
