@@ -234,3 +234,18 @@ except ValueError as error:
     print(error)
 """
     assert GRAD in forks.python(program).stdout
+
+
+def test_an_import_in_inference_mode_does_not_hide_later_derivatives() -> None:
+    program = """
+import torch
+
+with torch.inference_mode():
+    from turboquant import Plan, ops
+plan, x = Plan(64, 4, 4), torch.ones(2, 1, 64, requires_grad=True)
+try:
+    torch.vmap(lambda x: ops.rotate(plan, x))(x)
+except ValueError as error:
+    print(error)
+"""
+    assert GRAD in forks.python(program).stdout

@@ -190,7 +190,8 @@ def _check_derivatives(name: str) -> None:
 # ---- torch.func: transforms wrap tensors, so that the kernels could not see what is differentiated ----
 
 _LIBRARY = torch.library.Library("turboquant", "IMPL")  # type: ignore[no-untyped-call]  # registers as long as it lives
-_EXCLUDED = torch._C._dispatch_tls_local_exclude_set()  # dispatch keys, outside transforms
+with torch.inference_mode(False):  # which excludes autograd, and may be where this is imported
+    _EXCLUDED = torch._C._dispatch_tls_local_exclude_set()  # dispatch keys, outside transforms
 
 
 def _has_tangent(x: Tensor) -> bool:
