@@ -17,7 +17,7 @@ from binding_cases import BATCH, DENSE, DIM, HEADS, OPS, PLAN, VECTORS, f32, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turboquant import _core
+from turboquant import Index, _core
 from turboquant.plan import Plan, Side
 
 
@@ -248,6 +248,28 @@ def test_a_number_that_changes_arrays_while_it_is_read() -> None:
     shrink = Meddler(1, lambda: lengths.resize((1,), refcheck=False))
     with pytest.raises(ValueError, match=r"`lengths` must be of shape \[3\], got \[1\]"):
         call.with_(threads=shrink, lengths=lengths)()
+
+
+def test_an_index_reads_numbers_before_arrays() -> None:
+    """No code of the caller runs between the check of an array and its use."""
+    index = Index(DIM, 4)
+    index.add(rows(70, DIM))
+    now, queries = index._contents, rows(3, DIM)
+    space, (segment,) = index._space(now), now.rows(None)
+    bits = space[3].copy()
+
+    class Width:
+        def __float__(self) -> float:
+            bits.resize((0,), refcheck=False)
+            return 1.0
+
+    with pytest.raises(ValueError, match="`bits` must be of shape"):
+        _core.index_search((*space[:3], bits, *space[4:8], Width()), queries, (segment,), 3)
+    with pytest.raises(TypeError, match="index_search: `sigmas` must be a number, got str"):
+        _core.index_search((*space[:8], "wide"), queries, (segment,), 3)
+    number = Meddler(0, lambda: pytest.fail("it ran"))
+    with pytest.raises(TypeError, match="`ids` must be an array of int64 or an int"):
+        _core.index_search(space, queries, ((*segment[:4], number, *segment[5:]),), 3)
 
 
 def test_exceptions_of_arguments_come_through() -> None:
