@@ -115,7 +115,7 @@ int64_t tq_attend_bytes_bound(const attend_job *job)
     attend_job most = *job;
     int64_t floats = tq_wave_table_floats(job->plan) + tq_wave_node_floats(job->plan) +
                      job->a->layer.max_pages * tq_wave_turn_floats(job->plan);
-    most.threads = tq_effective_threads(job->a->threads);
+    most.threads = tq_threads_for(job->a->threads, INT64_MAX, 1); /* as in tq_attend_lay_out, for any work */
     /* Tasks are split only if they are fewer than the threads, and then into at most two parts for each thread. */
     int64_t partials = 2 * (int64_t)most.threads * job->chunk_rows * partial_floats(job) * (int64_t)sizeof(float);
     return most.threads * cut(&most, NULL, NULL) + tq_round_up(partials, 64) + floats * (int64_t)sizeof(float) + 64;

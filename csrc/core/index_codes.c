@@ -268,7 +268,7 @@ tq_status tq_index_encode(const tq_index_space *space, const float *x, int64_t n
         return tq_fail(error, TQ_E_VALUE, "lists", -1, space->n_lists, "given if there are lists, and only then");
     job.lists = lists;
     int64_t blocks = (n + TQ_INDEX_BLOCK - 1) / TQ_INDEX_BLOCK;
-    threads = tq_threads_for(threads, n, 4 * TQ_INDEX_BLOCK);
+    threads = tq_effective_threads(tq_threads_for(threads, n, 4 * TQ_INDEX_BLOCK));
     job.workspace = malloc(sizeof(float) * (lists ? 3 : 2) * TQ_INDEX_BLOCK * (size_t)threads * (size_t)job.use.padded);
     if (!job.workspace)
         return tq_fail(error, TQ_E_MEMORY, "threads", -1, threads, "few enough for the memory there is");

@@ -156,7 +156,7 @@ static tq_status start(tq_index_job *job, const tq_index_space *space, const flo
 {
     int64_t work = 0;
     for (int64_t s = 0; s < n_segments; s++) work += segments[s].n;
-    threads = tq_threads_for(threads, work, TQ_INDEX_RUN * TQ_INDEX_BLOCK);
+    threads = tq_effective_threads(tq_threads_for(threads, work, TQ_INDEX_RUN * TQ_INDEX_BLOCK));
     *job = (tq_index_job){.rows = segments, .n_segments = n_segments, .x = x, .n = n, .k = k, .threads = threads};
     TQ_TRY(tq_index_begin(space, &job->use, error));
     int64_t share = space->matrix || space->n_lists ? (n + threads - 1) / threads : 1;

@@ -144,8 +144,8 @@ tq_status tq_fail_number(const tq_transform *t, int is_key, const float *at, con
 void tq_parallel(int64_t n, int32_t threads, void (*task)(void *context, int64_t i, int32_t worker), void *context);
 /** Returns tq_num_threads(), or `requested` if that is less and not 0; at least 1. */
 int32_t tq_effective_threads(int32_t requested);
-/** Returns how many threads to use: tq_effective_threads, or so few that each gets at least `least` of `work`. Waking
- *  one costs some 10 us. */
+/** Returns how many threads to divide work for: `requested`, or tq_num_threads() if it is 0, or so few that each gets at
+ *  least `least` of `work`, because waking one costs some 10 us. May be more than tq_parallel starts. */
 int32_t tq_threads_for(int32_t requested, int64_t work, int64_t least);
 
 static inline int32_t tq_dtype_bytes(int32_t dtype) { return dtype == TQ_F32 ? 4 : 2; }

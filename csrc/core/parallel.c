@@ -146,7 +146,7 @@ int32_t tq_effective_threads(int32_t requested)
 
 int32_t tq_threads_for(int32_t requested, int64_t work, int64_t least)
 {
-    int32_t threads = tq_effective_threads(requested);
+    int32_t threads = requested <= 0 ? tq_num_threads() : requested < MAX_THREADS ? requested : MAX_THREADS;
     int64_t useful = work / least > 1 ? work / least : 1;
-    return useful < threads ? (int32_t)useful : threads;
+    return threads < 1 ? 1 : useful < threads ? (int32_t)useful : threads;
 }
