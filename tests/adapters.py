@@ -9,7 +9,7 @@ from models import torch
 
 
 class PeftModel(torch.nn.Module):
-    """The parts of peft's PeftModelForCausalLM that a patched model meets."""
+    """Only the parts of peft's PeftModelForCausalLM that turboquant and `generate` use."""
 
     def __init__(self, model, peft_type):
         super().__init__()

@@ -46,7 +46,7 @@ def tensors_of(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def code(words: np.ndarray, bits: int, r: int, n: int) -> int:
-    """c(r, n) of a lane from its words (turboquant.h, "Bits of the words of a lane")."""
+    """Returns c(r, n) of a lane from its words (turboquant.h, "Bits of the words of a lane"), for 1 to 5 bits."""
     w = [int(word) for word in words]
     if bits == 5:
         return code(words[:4], 4, r, n) | code(words[4:], 1, r, n) << 4
@@ -72,7 +72,7 @@ def tile(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def decode(record: np.ndarray, head_dim: int, spec: dict[str, Any], side: str) -> np.ndarray:
-    """Decoded keys or values [128, head_dim] of one record, for specs with one bit width per side and groups of 32."""
+    """Decoded keys or values [128, head_dim] of one record, for one bit width of 1 to 5 per side and groups of 32."""
     groups = -(-head_dim // 32)
     sizes = {name: 128 * spec[f"{name}_bits"] * groups for name in ("key", "value")}  # bytes of one token tile
     start = 0 if side == "key" else 4 * sizes["key"]
@@ -95,8 +95,8 @@ def decode(record: np.ndarray, head_dim: int, spec: dict[str, Any], side: str) -
 
 
 def moved_back(y: np.ndarray, first: int, moments: dict[str, np.ndarray]) -> np.ndarray:
-    """Keys [kv_heads, tokens, head_dim] from their decoded residuals `y`: undoes the metric and adds the centre of each
-    position, of which the first is `first` (docs/moments.md). For specs with a wave and a metric."""
+    """Returns keys [kv_heads, tokens, head_dim] from their decoded residuals `y`: undoes the metric and adds the centre
+    at positions `first`, `first` + 1, ... (docs/moments.md). For specs with a wave and a metric."""
     scale, rows, e = (moments[name].astype(np.float64) for name in ("scale", "directions", "stretch"))
     z = y / scale[:, None]
     z = z + (z @ rows.swapaxes(1, 2) * (1 / (1 + e) - 1)[:, None]) @ rows
@@ -136,14 +136,14 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def split(data):
-    """(the header, with the entries of its tensors as "tensors"; the bytes of the tensors)."""
+    """Returns (header, bytes of the tensors). The header has the entries of the tensors as "tensors"."""
     start = 8 + int.from_bytes(data[:8], "little")
     entries = json.loads(data[8:start])
     return json.loads(entries.pop("__metadata__")["turboquant"]) | {"tensors": entries}, data[start:]
 
 
 def joined(header, payload):
-    """A file with this header, this payload and checksums of the header that fit."""
+    """Returns a file with this header and payload, and with the right checksum of the header."""
     header = dict(header)
     entries = header.pop("tensors")
     return wrapped(json.dumps(header), entries, payload)

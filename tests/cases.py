@@ -40,8 +40,8 @@ def orthogonal(dim: int, seed: int = 0) -> Array:
 
 
 def random_transform(rng: np.random.Generator, p: Plan, kv_heads: int, plain: bool = False) -> Transform:
-    """Matrices if the plan is dense; unless `plain`, also a centre per head and steps per group, which a
-    variance term excludes. No wave or metric."""
+    """Returns matrices if the plan is dense and, unless `plain`, a centre per head and a step per group. A plan with a
+    variance term has no steps. The transform has no wave and no metric."""
     matrices = np.stack([orthogonal(p.head_dim, h) for h in range(kv_heads)]) if p.rotation == ref.DENSE else None
     if plain:
         return Transform(matrices)
@@ -81,7 +81,7 @@ def keywords(key: Transform, value: Transform | None = None) -> dict[str, Array]
 
 
 def parts(key: Transform, value: Transform | None = None) -> dict[str, Array]:
-    """The same, before they are joined."""
+    """The transforms as `turboquant.transforms.transforms` takes them, before it joins them."""
     result = {}
     for side, transform in (("key", key), ("value", value)):
         for name in ("rotation", "centre", "steps", "turns", "moments"):
@@ -155,7 +155,7 @@ def empty_cache(
     dtype: str = "float32",
     fill: int = 0xFF,
 ) -> Cache:
-    """Just enough pages, shuffled among two spare ones, all bytes `fill`. Unused entries of the block table are FAR."""
+    """Just enough pages and two spare ones, in random order, all bytes `fill`. Unused block table entries are FAR."""
     needed = [-(-max(0, int(n) - sinks - window) // p.page_tokens) for n in lengths]
     table = np.full((len(lengths), max(needed) + 2), FAR, np.int32)
     free = list(rng.permutation(sum(needed) + 2))

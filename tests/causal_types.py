@@ -1,7 +1,7 @@
 """The causal language model types of transformers, and how to build a tiny model of each.
 
-`EXACT` and `REFUSED` are the table of types, and `BEFORE` lists what differs in older transformers. A type that is in
-neither `EXACT` nor `REFUSED` fails `test_causal_types.py`.
+`EXACT`, `REFUSED`, `WITH_TOWERS` and `NOT_RUN` are the table of types, and `BEFORE` lists what differs in older
+transformers. A type that is not in exactly one of the four fails `test_causal_types.py`.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ EXACT: dict[str, dict[str, Any]] = {
     ),
     "dots1": dict(n_shared_experts=1),
     "gptj": {**GPT_J, "eos_token_id": None},
-    "phimoe": dict(num_local_experts=2),  # all of them run: rounding does not choose others
+    "phimoe": dict(num_local_experts=2),  # all of them run, so rounding cannot change the choice
     "phi4_multimodal": dict(
         vision_config={**TOWER, "num_hidden_layers": 2, "image_size": 28, "crop_size": 28},
         audio_config={**TOWER, "num_blocks": 1, "ext_pw_out_channel": 32, "nemo_conv_channels": 32},
@@ -217,7 +217,7 @@ MAKE_PATTERNS = {"gemma4_unified"}
 # Types that `patch` takes and transformers cannot run: llama4 fails without a patch.
 NOT_RUN = {"llama4"}
 
-# Fields of refused types that cannot be built, or not fast, at their default ones.
+# Fields of refused types that cannot be built with the default fields, or only slowly.
 QWEN_4 = dict(
     indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=256, indexer_budget=2048, indexer_compress_ratio=4
 )
@@ -284,7 +284,7 @@ BEFORE: dict[tuple[int, int], dict[str, str]] = {
 
 
 def phrase_of_refusal(name: str) -> str | None:
-    """What the refusal of a type says, None for one that is patched."""
+    """Returns what the refusal of a type says, or None for a type that is patched."""
     for version, phrases in BEFORE.items():
         if version > VERSION and name in phrases:
             return phrases[name]
@@ -327,5 +327,5 @@ def tiny(name: str) -> Any:
     torch.manual_seed(0)
     made = model(config(**fields)).eval()
     if getattr(made.config, "attn_logit_softcapping", None):
-        made.set_attn_implementation("eager")  # transformers 4.57 leaves the soft-cap out of SDPA in silence
+        made.set_attn_implementation("eager")  # transformers 4.57 silently drops the soft-cap in SDPA
     return made

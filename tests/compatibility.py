@@ -38,7 +38,7 @@ of that once. On a GPU, steps of one token are not checked, because that would s
 `centre="none"` positions do not matter.
 
 """
-# Names of tests in TESTS, or parts of them, or the file that has all tests of a feature.
+# The tests of each feature: names of tests in TESTS, or parts of names, or the file that has all of them.
 FEATURES = {
     "11 architectures, window over everything: exact": "test_a_wide_window_gives_the_same_text",
     "11 architectures, packed: close; sliding layers free pages": "test_packed_logits_are_close",

@@ -26,8 +26,8 @@ from hypothesis import settings
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="turboquant-inductor-")
 atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 os.environ["TURBOQUANT_CACHE"] = ""
-# But tests of commands and pages ask for `kept_profiles`: the demo's model, with which they all run, is measured once a
-# run and not once a test. The workers of a run find the folder here.
+# The exception is the fixture `kept_profiles`: tests of commands and pages all use the demo's model, which is measured
+# once per run instead of once per test. The parallel workers of a run inherit the name of the folder.
 if "TURBOQUANT_TEST_PROFILES" not in os.environ:
     os.environ["TURBOQUANT_TEST_PROFILES"] = tempfile.mkdtemp(prefix="turboquant-profiles-")
     atexit.register(shutil.rmtree, os.environ["TURBOQUANT_TEST_PROFILES"], ignore_errors=True)
@@ -40,7 +40,7 @@ REAL_MODELS = Path(os.environ.get("TURBOQUANT_REAL_MODELS", ROOT / "build" / "re
 ALL_HEAD_DIMS = tuple(range(8, 257, 8))
 ODD_HEAD_DIMS = (24, 40, 80, 96, 200)  # real models have them; no kernel may lose speed or correctness there
 HEAD_DIMS = (8, 64, 80, 128, 256)
-WIDE_HEAD_DIMS = (264, 384, 512)  # of CPUs, with tiles of 32 channels and no sphere codebook
+WIDE_HEAD_DIMS = (264, 384, 512)  # tiles of 16 channels and the sphere codebook end at 256
 
 # By default every run has the same examples. `make soak` uses "explore", with a seed that it prints.
 settings.register_profile("turboquant", deadline=None, max_examples=40, derandomize=True, database=None)
@@ -76,7 +76,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test with more than MANY_CASES cases `make test` runs about a third, the same in every run."""
+    """Marks about two thirds of a test with more than MANY_CASES cases as `grid`, which `make test` leaves out."""
     cases = collections.Counter(item.nodeid.partition("[")[0] for item in items)
     for item in items:
         if cases[item.nodeid.partition("[")[0]] > MANY_CASES and zlib.crc32(item.nodeid.encode()) % 3:
@@ -93,7 +93,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def kept_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured of a model is kept for all tests of this run that have this fixture."""
+    """Keeps what is measured of a model for all tests of this run that have this fixture."""
     monkeypatch.setenv("TURBOQUANT_CACHE", os.environ["TURBOQUANT_TEST_PROFILES"])
 
 

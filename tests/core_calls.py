@@ -1,4 +1,4 @@
-"""What tests/reference.py does, by the core, and the shapes and tolerances of its attention."""
+"""Calls of the core that do what tests/reference.py does, and shapes and tolerances for tests of attention."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ PLANS = {
 
 
 def core_append(p, c, k, v, lengths, key, value, dtype="float32", **rest) -> None:
-    """Does what `reference.append` does, by the core."""
+    """Does what `reference.append` does, with the core."""
     transform = keywords(key, value if v is not None else None)
     size = np.array(lengths, np.int32)
     _core.append(p.words, k, v, size, c.pages, c.block_table, **c.arrays(), **transform, dtype=dtype, **rest)

@@ -1,5 +1,5 @@
-"""Runs Python programs in new processes without the seconds that importing torch and transformers takes: each is a fork
-of one server process, which has imported them and nothing of turboquant."""
+"""Runs Python programs in new processes without the seconds that importing torch and transformers takes. Each process
+is a fork of one server process, which has imported them and nothing of turboquant."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
 
 @cache
 def hub() -> Path:
-    """The folder that these processes use as the cache of the Hugging Face hub, empty at first. They read its variable
-    when they import transformers, so it is the same for all. tests/hub.py can fill it."""
+    """The folder that these processes use as the cache of the Hugging Face hub, empty at first. It is the same for all,
+    because the server reads HF_HUB_CACHE when it imports transformers. tests/hub.py can fill it."""
     folder = tempfile.mkdtemp(prefix="turboquant-hub-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)

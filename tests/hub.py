@@ -16,8 +16,8 @@ SHAPE = dict(num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
 
 
 def make_hub(folder: Path, shape_alone: bool = False) -> None:
-    """Empties `folder` and fills it. The language model is the demo's; with `shape_alone` it is a configuration with
-    the sizes of the real model and no weights. The ESM-2 model has random weights."""
+    """Empties `folder` and fills it. The language model is the demo's. With `shape_alone` it is only a configuration,
+    with the sizes of the real model. The ESM-2 model has random weights."""
     from esm_models import tiny_esm
 
     shutil.rmtree(folder)

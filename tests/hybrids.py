@@ -30,8 +30,8 @@ def run(model: Any, cache: Any, pieces: Any = PIECES, mask: torch.Tensor = PADDE
 
 
 def check_generate(model: Any, spec: Any = HOLDS_ALL, ids: torch.Tensor = IDS, mask: torch.Tensor = PADDED) -> None:
-    """Patches the model with a spec whose exact tokens hold all: `generate` gives a cache of ours and the same text,
-    also with beams."""
+    """Patches the model with a spec that keeps all tokens exact. Checks that `generate` makes a TurboQuantCache and the
+    text that it makes without a patch, with 1 and with 3 beams."""
     options = dict(max_new_tokens=6, do_sample=False, pad_token_id=0, return_dict_in_generate=True)
     options |= dict(input_ids=ids, attention_mask=mask)
     want = [model.generate(**options, num_beams=n).sequences for n in (1, 3)]

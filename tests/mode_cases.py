@@ -1,4 +1,4 @@
-"""Plans that are not plain, by name, with their transforms, which the presets need or no preset has."""
+"""Plans that are not plain, by name, and their transforms: those of presets, and combinations that no preset has."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def transforms(rng: np.random.Generator, p: modes.Plan, name: str) -> list[Trans
 
 
 def keywords(**sides: list[Transform]) -> dict[str, np.ndarray]:
-    """The transforms as `turboquant._core` takes them."""
+    """Returns the transforms as keyword arguments of `turboquant._core`."""
     given = {}
     for name, by_head in sides.items():
         for ours, theirs in (("matrix", "rotation"), ("centre", "centre"), ("table", "steps")):

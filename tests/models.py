@@ -96,5 +96,5 @@ def prompts(batch: int, tokens: int, padding: tuple[int, ...] = (), seed: int = 
 
 
 def storages(cache: Any) -> list[Any]:
-    """What each layer of a TurboQuantCache stores."""
+    """Returns the storage of each layer of a TurboQuantCache."""
     return [layer.storage for layer in cache.layers]

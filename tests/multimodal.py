@@ -1,8 +1,8 @@
 """Small models that read images or sound beside text, and inputs with one image for them.
 
-What a vision or audio tower computes does not depend on a patch, and takes other inputs in each type. So most types get
-random features in its place (`give_features`); the rest of the model runs as it is: where the features go, positions,
-masks and the text decoder.
+A patch does not change what a vision or audio tower computes, and the inputs of towers differ from type to type. So
+most types get random features in place of a tower's (`give_features`). The rest of the model runs as it is: where the
+features go, positions, masks and the text decoder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TYPES: dict[str, str] = {  # classes that read images or sound and continue a te
 VOCABULARY, IMAGE, SOUND = 96, 90, 91
 FEATURES = 6  # tokens of an image
 
-# Of a few small experts, under each name that a type may have for them.
+# Fields that make a few small experts, under each name that a type may use for them.
 EXPERTS = dict(
     moe_intermediate_size=16,
     num_experts=4,
@@ -38,7 +38,7 @@ EXPERTS = dict(
     topk_group=1,
 )
 
-# Fields of the small text configuration, of those of towers, and of the whole: each is given those that it has.
+# Fields of small configurations: of the text decoder, of towers, of the whole model. Each is given those that it has.
 TEXT: dict[str, Any] = dict(
     vocab_size=VOCABULARY,
     hidden_size=64,
@@ -97,20 +97,20 @@ MROPE = [2, 3, 3]  # pairs of channels that turn by time, row and column of an i
 
 
 def has_field(config: Any, name: str) -> bool:
-    """Whether a configuration has a field; those that differ between its layers cannot be read."""
+    """Whether a configuration has a field. One that differs between layers is only listed: it cannot be read."""
     return name in (getattr(config, "per_layer_attributes", None) or ()) or hasattr(config, name)
 
 
 def _known(config: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """Those of `fields` that a configuration has under this name."""
+    """Returns those of `fields` that a configuration has under the same name, not as an alias."""
     renamed = getattr(config, "attribute_map", {})
     held = {name: x for name, x in fields.items() if name not in renamed and hasattr(type(config), name)}
     return {**held, **{name: x for name, x in fields.items() if name not in renamed and name in vars(config)}}
 
 
 def _changed(config: Any, fields: dict[str, Any]) -> Any:
-    """A configuration of the same class, with its own defaults and these fields. Lists with an entry for each layer
-    have as many as there are then."""
+    """Returns a configuration of the same class, with `fields` in place of its own values. Lists with an entry for each
+    layer are cut to the new number of layers."""
     own = {name: x for name, x in config.to_diff_dict().items() if name not in ("model_type", "transformers_version")}
     layers, count = fields.get("num_hidden_layers"), getattr(config, "num_hidden_layers", None)
     if layers is not None and layers != count:
@@ -132,7 +132,7 @@ def _tower(config: Any) -> Any:
 
 
 def layers_with_all_kinds(kinds: list[str], least: int) -> list[str]:
-    """The first layers of a published pattern: at least so many, and one of each kind."""
+    """Returns the first layers of a published pattern: at least `least`, and enough for one of each kind."""
     return kinds[: max(least, *(kinds.index(kind) + 1 for kind in set(kinds)))]
 
 
@@ -149,7 +149,7 @@ def _text(config: Any, fields: dict[str, Any]) -> Any:
 def tiny(name: str, text: dict[str, Any] | None = None, **fields: Any) -> Any:
     """A small model of a type in `TYPES` with random weights, in evaluation mode.
 
-    text, fields   of its text configuration, and of its own
+    text, fields   changes to its text configuration, and to its own
     """
     model = getattr(transformers, TYPES[name])
     default = (model.config_class or CONFIG_MAPPING[name])()
@@ -179,7 +179,7 @@ def _built(kind: Any, config: Any) -> Any:
 
 
 def give_features(model: Any, as_list: bool = False, seed: int = 5, tokens: int = FEATURES) -> None:
-    """Has a model's towers return `tokens` random rows, whatever the image."""
+    """Makes a model's towers return `tokens` random rows, whatever the image."""
     width = model.config.get_text_config(decoder=True).hidden_size
     rows = torch.randn(tokens, width, generator=torch.Generator().manual_seed(seed))
 

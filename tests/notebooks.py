@@ -1,6 +1,6 @@
 """Runs the notebooks of docs/ and writes them with their outputs: python tests/notebooks.py [NAME...], make notebooks
 
-`execute` is what tests/test_notebooks.py compares the committed outputs with.
+tests/test_notebooks.py compares the committed outputs with what `execute` returns.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def execute(name: str, timeout: int = 1500) -> Any:
 
 
 def _joined(outputs: list[Any]) -> list[Any]:
-    """Joins consecutive outputs of one stream: into how many pieces a cell's text is split depends on timing. Without
-    the progress that the package's logger shows, which has times."""
+    """Joins consecutive outputs of one stream, because timing decides into how many pieces a cell's text is split.
+    Drops the progress lines of the package's logger, which contain times."""
     joined: list[Any] = []
     for one in outputs:
         lines = one.text.replace("\r", "\n").split("\n") if one.get("name") == "stderr" else ["kept"]

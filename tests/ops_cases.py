@@ -47,7 +47,7 @@ def array(t: Tensor) -> np.ndarray:
 
 
 def on(device: str, arguments: dict[str, Any], dtype: str = "") -> dict[str, Any]:
-    """Keyword arguments of the reference or `_core` as those of an operator."""
+    """Returns keyword arguments of the reference or `_core` as those of an operator, on `device`."""
     return {
         name: tensor(value, dtype).to(device) if isinstance(value, np.ndarray) else value
         for name, value in arguments.items()

@@ -69,7 +69,7 @@ def caches() -> None:
 
 
 def forwards(stream: Stream, spec: CacheSpec, start: int, stop: int) -> tuple[int, int]:
-    """How many allocations of a forward failed, and after how many of these failures the cache needed a reset.
+    """Returns how many allocations of a forward failed, and after how many of these failures the cache needed a reset.
 
     Layers that had stored tokens when a later layer failed drop them again. Tokens that were pushed out of a window
     cannot be brought back: the cache then raises an error until it is reset.
@@ -111,7 +111,7 @@ def refused(victim: TurboQuantCache, piece: Any) -> None:
 
 
 def proteins() -> None:
-    """A call that fails leaves the proteins that were stored before."""
+    """A call that fails does not change the proteins that were stored before."""
     held = ContextCache(tiny_esm(), "esm-default")
     first, second = [protein(40), protein(150, 1)], [protein(50, 2)]
     edits = dict(residues=[["<mask>"], ["A", "C"]], positions=[[3], [0, 149]])

@@ -1,5 +1,5 @@
-"""A model of an engine with blocks that requests share, free and take over, for tests of the vLLM plug-in without vLLM:
-what each query sees is compared with a slow reference, and rows of exact tokens hold NaN wherever none may be read."""
+"""A simulated engine for tests of the vLLM plug-in without vLLM. Requests share, free and take over blocks. Attention
+is compared with a slow reference, and rows of exact tokens hold NaN wherever none may be read."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Request:
 
 
 class Pool:
-    """vLLM's blocks: full ones are kept by their content, after they are freed too, until they are taken."""
+    """vLLM's blocks. A full one is found by its content, also after it is freed, until it is taken again."""
 
     def __init__(self, blocks: int) -> None:
         self.free = list(range(1, blocks + 1))
         self.users = dict.fromkeys(self.free, 0)
         self.cached: dict[tuple[int, ...], int] = {}
-        self.taken: list[int] = []  # blocks whose life has ended, since they were last asked for
+        self.taken: list[int] = []  # blocks taken since the last `poison`: nothing that they held may be read
 
     def hit(self, tokens: list[int]) -> list[int]:
         found = []
@@ -101,7 +101,7 @@ class Engine:
         self.plan, self.exact, self.sinks = plan, 0, sinks
 
     def poison(self) -> None:
-        """Rows of blocks that are about to be written by others get NaN."""
+        """Writes NaN to the exact rows of blocks that were taken, before the new requests write them."""
         for table, rows in ((self.rows.sinks, self.attention.sinks), (self.rows.tails, self.attention.tails)):
             for block in self.pool.taken if table is not None else ():
                 if (held := table.of.get(block)) is not None:
@@ -109,7 +109,7 @@ class Engine:
         self.pool.taken.clear()
 
     def step(self, work: list[tuple[Request, int]]) -> None:
-        """Computes so many new tokens of each request, and compares what each query sees with a slow reference."""
+        """Computes new tokens of each request, as many as `work` says, and compares attention with a slow reference."""
         self.poison()
         starts, lens = [0], []
         table = np.zeros((len(work), max(len(r.blocks) for r, _ in work)), np.int32)
@@ -131,7 +131,7 @@ class Engine:
             self.pool.full(request)
 
     def compute(self, starts, lens, table, q, k, v, out) -> Batch:
-        """Writes what the queries see to `out`; the batch as the operators took it."""
+        """Writes the attention of the queries to `out` and returns the batch that the operators took."""
         sinks, tails, reads = (None if x is None else torch.from_numpy(x)
                                    for x in self.rows.rows_of(starts, lens, table))  # fmt: skip
         batch = Batch(torch.tensor(starts, dtype=torch.int32), torch.tensor(lens, dtype=torch.int32),
@@ -145,11 +145,11 @@ class Engine:
         return batch
 
     def read_exactly(self, tokens: int) -> bool:
-        """Whether so many new tokens see one another as they are, not as they are packed."""
+        """Whether `tokens` new tokens of a request see one another exact, not packed."""
         return False
 
     def reference(self, request: Request, batch: Batch, i: int) -> torch.Tensor:
-        """Plain attention over packed tokens as they decode, and over exact ones where the batch says there are."""
+        """Returns plain attention over decoded tokens, and over exact ones where the batch says that there are any."""
         length, past, options = int(batch.lengths[i]), request.computed, self.attention
         table, lengths = (x[i : i + 1].to(self.pages.device) for x in (batch.block_table, batch.lengths))
         k, v = (x[0].transpose(0, 1).cpu() for x in
@@ -185,8 +185,8 @@ class Engine:
 
 
 def live(engine: Engine, rng: np.random.Generator, steps: int) -> dict[str, int]:
-    """A random life: requests with common beginnings come, are computed in chunks and token by token, with drafts that
-    are rejected, are preempted, and end."""
+    """Runs random steps: requests with common beginnings come, are computed in chunks and token by token, with drafts
+    that are rejected, are preempted, and end. Returns how often each happened."""
     running: list[Request] = []
     seen = dict.fromkeys(("hits", "preempted", "rejected", "chunks", "steps"), 0)
 

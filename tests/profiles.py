@@ -1,4 +1,4 @@
-"""Profiles around what tests measure or make up."""
+"""Profiles that hold what tests measure or make up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from turboquant.measured import Calibration, LayerMoments, Moments
 
 
 def calibrate(*args: Any, **options: Any) -> Calibration:
-    """The calibration alone."""
+    """Runs `turboquant.calibrate` and returns the calibration alone."""
     found = turboquant.calibrate(*args, **options).calibration
     assert found is not None
     return found
@@ -33,7 +33,7 @@ def made_calibration(
 
 
 def profile_of(given: Any) -> Any:
-    """A profile with these moments or this calibration, and plain moments where there are none; all else as it is."""
+    """A profile with these moments or this calibration (with neutral moments if it has none); all else as it is."""
     if isinstance(given, Moments):
         return Profile(given)
     if not isinstance(given, Calibration):

@@ -12,7 +12,7 @@ from conftest import ROOT
 
 
 def run_ranks(ranks: int, *command: str, timeout: float) -> list[str]:
-    """What each rank of `python COMMAND` prints. All must succeed; skips where one lacks a package."""
+    """Returns what each rank of `python COMMAND` prints. All must succeed. Skips the test if one lacks a package."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]

@@ -155,7 +155,7 @@ class Plan:
         return self.scales_offset("value") + self.scale_bytes("value")
 
     def coded(self, side: str) -> NDArray[np.bool_]:
-        """[head_dim]: is this channel in a group that has bits?"""
+        """[head_dim]: whether a channel is in a group that has bits."""
         return np.repeat(np.array(self.bits(side)) > 0, self.group)[: self.head_dim]
 
     def books(self, side: str) -> Iterator[tuple[slice, Codebook]]:
@@ -184,7 +184,7 @@ class Transform:
     moments: F32 | None = None  # [kv_heads, numbers of a head]
 
     def at(self, head: int) -> Transform:
-        """What one KV head sees: [head_dim, head_dim], [head_dim], [groups]."""
+        """Returns the arrays of one KV head: [head_dim, head_dim], [head_dim], [groups]."""
         rotation, centre, steps = self.rotation, self.centre, self.steps
         return Transform(
             None if rotation is None else rotation[head % len(rotation)],
@@ -265,7 +265,7 @@ TRIES: dict[int, Array] = {
 
 
 def is_settled(p: Plan) -> bool:
-    """Are rows settled (docs/rounding.md)? Then tensor cores, which add in another order, get the same bits."""
+    """Whether rows are settled (docs/rounding.md): tensor cores, which add in another order, then get the same bits."""
     return p.rotation == HADAMARD and p.head_dim >= 64 and p.head_dim & (p.head_dim - 1) == 0
 
 
@@ -490,7 +490,7 @@ def scale_view(p: Plan, side: str, record: NDArray[np.uint8]) -> Array:
 
 @cache
 def scale_order(p: Plan) -> Array:
-    """Where in its record the scale of each token of a page lies."""
+    """For each token of a page, the index of its scale in `scale_view`."""
     return np.array([i // TILE * TILE + column(i % TILE) for i in range(p.page_tokens)])
 
 
@@ -531,7 +531,7 @@ def decode_packed(p: Plan, side: str, cache_: Cache, b: int, head: int, count: i
 
 
 def key_scales(p: Plan, cache_: Cache, b: int, head: int, count: int) -> Array:
-    """Of packed tokens 0 .. count - 1 of one sequence and KV head."""
+    """The key scales of packed tokens 0 .. count - 1 of one sequence and KV head."""
     pages = cache_.pages[cache_.block_table[b, : -(-count // p.page_tokens)], head]
     return np.array([scale_view(p, "key", page)[scale_order(p)] for page in pages]).reshape(-1)[:count]
 
@@ -564,7 +564,7 @@ class Cache:
     sink_v: Array | None = None
     window_k: Array | None = None  # [batch, kv_heads, window, head_dim]
     window_v: Array | None = None
-    position_offset: Array | None = None  # [batch]; `phase`: where in its wave a token is
+    position_offset: Array | None = None  # [batch]; `phase` adds it to a token's position in the cache, for the wave
 
     def phase(self, b: int, positions: Array) -> Array:
         return positions if self.position_offset is None else positions + int(self.position_offset[b])
@@ -650,8 +650,8 @@ def visible(request: Query, b: int, i: int) -> tuple[int, int]:
 
 
 def history(p: Plan, side: str, c: Cache, request: Query, b: int, head: int) -> tuple[F64, F64]:
-    """Packed vectors by packed index, and exact ones by position, NaN where none is stored: both [.., head_dim], keys
-    with the channel of the variance term."""
+    """Returns packed vectors by packed index, and exact ones by position, NaN where none is stored. Both are
+    [.., head_dim]; keys have one channel more, for the variance term."""
     sink, ring = (c.sink_k, c.window_k) if side == "key" else (c.sink_v, c.window_v)
     fresh = request.fresh_k if side == "key" else request.fresh_v
     length, transform = int(request.lengths[b]), request.key if side == "key" else request.value

@@ -84,7 +84,7 @@ class Plan:
         return per_block * len(side.begins) + (side.sketch != NO_SKETCH and not static)
 
     def start(self, name: str, what: str) -> int:
-        """Where codes or scales of a side begin in a record."""
+        """Returns the byte of a record at which the codes or scales of a side begin."""
         sizes = [("codes", "key"), ("codes", "value"), ("scales", "key"), ("scales", "value")]
         at = 0
         for kind, side in sizes:
@@ -101,7 +101,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Transform:
-    """What one KV head sees: matrix [rows, head_dim], centre [head_dim], table [columns]."""
+    """The arrays of one KV head: matrix [rows, head_dim], centre [head_dim], table [columns]."""
 
     matrix: F32 | None = None
     centre: F32 | None = None

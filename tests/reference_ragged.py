@@ -15,7 +15,7 @@ NO_TRANSFORM = Transform()
 
 @dataclass
 class Paged:
-    """One layer whose tokens all have a place in its pages, with exact copies in rows. None: without them."""
+    """One layer that packs every token into its pages, and keeps exact copies of some in rows. None: no such copies."""
 
     cache: Cache  # pages, block table and position_offset; no sinks and no window
     sink_k: Array | None = None  # [rows, kv_heads, sinks, head_dim]
@@ -31,7 +31,7 @@ class Paged:
 
 @dataclass(frozen=True)
 class Request:
-    """Queries [tokens, query_heads, head_dim] over it."""
+    """Queries [tokens, query_heads, head_dim] over a `Paged` layer."""
 
     q: Array
     query_start_loc: Array
@@ -82,13 +82,13 @@ def append(
 
 
 def is_in_tail(p: Plan, layer: Paged, request: Request, b: int, position: int) -> bool:
-    """Whether a position and all behind it are among the last `window` and in a page with a row."""
+    """Whether a position is among the last `window`, and it and all later ones are in pages that have a row."""
     length = int(request.lengths[b])
     return position >= length - request.window and all(places(p, layer, b, j)[1] >= 0 for j in range(position, length))
 
 
 def token(p: Plan, layer: Paged, request: Request, side: str, b: int, head: int, position: int, packed: F64) -> F64:
-    """The key or value that stands for a position; keys with the channel of the variance term."""
+    """Returns the key or value that attention uses at a position. Keys have the channel of the variance term too."""
     sinks, tails = layer.exact(side)
     sink, tail = places(p, layer, b, position)
     if sinks is not None and sink >= 0:
@@ -138,7 +138,7 @@ def attend(p: Plan, layer: Paged, request: Request) -> tuple[F64, F64]:
 
 
 def attend_to_cache(p: Plan, c: Cache, query: Query, loc: Array) -> tuple[F64, F64]:
-    """The same over a cache with its own sinks and window: each sequence by itself. query.q: [tokens, heads, dim]."""
+    """The same over a cache with its own sinks and window, one sequence at a time. query.q: [tokens, heads, dim]."""
     out, lse = np.zeros(query.q.shape), np.full(query.q.shape[:2], -np.inf)
     for b in range(len(loc) - 1):
         if loc[b] == loc[b + 1]:

@@ -25,7 +25,7 @@ def recode_side(p: ref.Plan, target: ref.Plan, side: str, record: Pages, out: Pa
     made = np.zeros_like(codes)
     yy = np.zeros(len(codes), np.float32)
     yz = np.zeros(len(codes), np.float32)
-    runs: list[tuple[int, int, list[int]]] = []  # neighbours with the same widths, without padding: one sum
+    runs: list[tuple[int, int, list[int]]] = []  # groups in a row with the same widths and no padding have one sum
     for group, (before, after) in enumerate(zip(p.bits(side), target.bits(side))):
         whole = p.group * (group + 1) <= p.head_dim
         if before and runs and runs[-1][:2] == (before, after) and whole:

@@ -1,6 +1,6 @@
 """A slow reference of the variance term (turboquant.h, "VARIANCE TERM"), in float64. tests/reference.py calls it.
 
-The term is a product of a number of the query and one of the key: a channel more of both gives logits that include it.
+The term is the product of a number of the query and one of the key. So one channel more in both adds it to the logits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def shares() -> F64:
 
 
 def constant(p: Any) -> float:
-    """K."""
+    """K of the variance term; 0 if the plan has none."""
     if not p.variance_term:
         return 0.0
     row = shares()[(1, 2, 3, 4, 5, 6, 8).index(p.key_bits[0]), (0, 3, 5, 7).index(p.tries)]
@@ -35,12 +35,12 @@ def constant(p: Any) -> float:
 
 
 def of_keys(p: Any, keys: F64, scales: Array) -> F64:
-    """Keys [tokens, head_dim] with their channel; scales: those stored, 0 for exact keys."""
+    """Adds the channel to keys [tokens, head_dim]. scales [tokens]: the stored ones, 0 for exact keys."""
     return np.column_stack([keys, constant(p) * scales.astype(np.float64) ** 2])
 
 
 def of_queries(p: Any, q: F64, scale: float, transform: Any) -> F64:
-    """Queries [rows, head_dim] times the softmax scale, with their channel; transform: of the KV head."""
+    """Multiplies queries [rows, head_dim] by the softmax scale and adds the channel. transform: that of the KV head."""
     head = moments.head_of(p, transform)
     coded = q if head is None else moments.shrunk(head, q, np.float64)
     return np.column_stack([scale * q, -((scale * coded) ** 2).sum(-1) / (2 * p.head_dim)])

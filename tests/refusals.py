@@ -75,7 +75,7 @@ def rotate_arguments() -> Arguments:
 
 
 def wave_arguments(**spoiled: Any) -> Arguments:
-    """`WAVE`, its turns, and the moments of each head: 16 amplitudes, 64 scales, a direction of 64, 4 stretches."""
+    """`WAVE`, turns, and moments of each head: 16 amplitudes, 64 scales, a direction of 64, a stretch padded to 4."""
     turns, moments = np.zeros((8, 3), np.int32), np.ones((2, 148), np.float32)
     turns[:, 1], moments[:, 80:144] = 1, 0.125
     made = dict(plan=WAVE.words, key_turns=turns, key_numbers=moments) | spoiled
@@ -90,7 +90,7 @@ def changed(array: np.ndarray, at: Any, value: float) -> np.ndarray:
 
 
 def apart(pages: np.ndarray) -> np.ndarray:
-    """The same pages, with room between their heads."""
+    """The same pages, with unused bytes between their heads."""
     room = np.zeros((len(pages), 2 * pages.shape[1], pages.shape[2]), np.uint8)[:, ::2]
     room[:] = pages
     return room
@@ -250,7 +250,7 @@ EXACT: Faults = {
 }
 
 FLAT = ((1 * 2 + 0) * 40 + 39) * 64 + 5  # k[1, 0, 39, 5]
-PLACE = "1, 0, 39, 5"  # as operators say it
+PLACE = "1, 0, 39, 5"  # as the operators write it
 LAST = 2 * 2 * 40 * 64 - 1
 APPEND: Faults = {
     "k: None": (T, "k", lambda a: dict(k=None)),

@@ -1,8 +1,8 @@
 """Checks what is to be published: python tests/release.py dist
 
-The distributions in the folder (make release-check builds them), and that the changelog, the citation and the notes are
-of the same version. Writes SHA256SUMS beside the distributions. Exit status 1, with a line for each fault, if anything
-is wrong."""
+Checks the distributions in the folder (make release-check builds them), and that the changelog, the citation and the
+notes have the same version. Writes SHA256SUMS beside the distributions. If anything is wrong, prints a line for each
+fault and ends with status 1."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 NAME, DEMO = "turboquant_attention", "turboquant_attention_demo"
 WANTED = ("Name", "Version", "Summary", "Author", "License-Expression", "Requires-Python", "Project-URL")
-# Beside the modules and csrc, of a source distribution.
+# Files of a source distribution beside the folders csrc and turboquant.
 SOURCE_FILES = (
     "LICENSE README.md CHANGELOG.md CITATION.cff SECURITY.md pyproject.toml setup.py turboquant_attention.py".split()
 )
@@ -34,7 +34,7 @@ def version(root: Path) -> str:
 
 
 def text_faults(root: Path) -> Iterator[str]:
-    """The texts that name the version."""
+    """Finds faults of the texts that name the version."""
     wanted = version(root)
     changes = (root / "CHANGELOG.md").read_text()
     entry = re.search(rf"^## \[{re.escape(wanted)}\]\n(.*?)(?=^## |^\[|\Z)", changes, re.MULTILINE | re.DOTALL)
@@ -48,7 +48,7 @@ def text_faults(root: Path) -> Iterator[str]:
 
 
 def metadata_faults(file: str, text: str, wanted: str | None) -> Iterator[str]:
-    """METADATA of a wheel, or PKG-INFO. wanted: the version; None: any."""
+    """Finds faults of a wheel's METADATA, or of PKG-INFO. wanted: the version, or None for any."""
     about: Message = Parser().parsestr(text)
     for field in WANTED:
         if not about[field]:
@@ -60,7 +60,7 @@ def metadata_faults(file: str, text: str, wanted: str | None) -> Iterator[str]:
 
 
 def wheel_faults(path: Path, wanted: str | None) -> Iterator[str]:
-    """The metadata of a wheel, and that each file in it has the digest that its RECORD names."""
+    """Finds faults of a wheel's metadata, and files whose digest is not the one that its RECORD names."""
     with zipfile.ZipFile(path) as wheel:
         names = wheel.namelist()
         (folder,) = {name.partition("/")[0] for name in names if ".dist-info/" in name}
@@ -75,7 +75,7 @@ def wheel_faults(path: Path, wanted: str | None) -> Iterator[str]:
 
 
 def source_faults(path: Path, wanted: str, tracked: list[str]) -> Iterator[str]:
-    """A source distribution has the sources, and of the package no other files. tracked: by git."""
+    """Finds sources that a source distribution lacks, and files that it should not have. tracked: git's files."""
     with tarfile.open(path) as archive:
         top = f"{NAME}-{wanted}"
         names = {name.removeprefix(f"{top}/") for name in archive.getnames() if archive.getmember(name).isfile()}
@@ -91,7 +91,7 @@ def source_faults(path: Path, wanted: str, tracked: list[str]) -> Iterator[str]:
 
 
 def folder_faults(folder: Path, wanted: str) -> Iterator[str]:
-    """Which distributions are there: two wheels and a source distribution, and perhaps the wheel for aarch64."""
+    """Finds what the folder lacks or may not have: two wheels, a source distribution, perhaps a wheel for aarch64."""
     names = {path.name for path in folder.iterdir()} - {"SHA256SUMS"}
     kinds = {
         f"{NAME}-{wanted}-cp311-abi3-manylinux_2_28_x86_64.whl": True,

@@ -51,7 +51,7 @@ def lane_sums(x):
 
 
 def sized(bits, lead, steps):
-    """Whether rows have sizes."""
+    """Whether rows have sizes (turboquant_index.h)."""
     return len({*bits.tolist()}) == len({*lead.tolist()}) == len({*steps.tolist()}) == 1 and (
         bits[0] in (3, 4, 5, 6, 8) and lead[0] in (1, 2)
     )
@@ -73,8 +73,8 @@ def sizes_of(u, bits):
 
 
 def encode(bits, lead, steps, z):
-    """(levels, scales) of rotated rows z. Levels are in units of u over the row's size, or, where all groups that have
-    bits have 8 and none leads, of the largest |u| over 127 / 32."""
+    """Returns (levels, scales) of rotated rows z. Levels are those of u times the row's size. If all groups that have
+    bits have 8 and none leads, u is instead multiplied so that its largest magnitude is 127 / 32."""
     step, coded = np.repeat(steps, 32)[: z.shape[1]], np.repeat(bits, 32)[: z.shape[1]] > 0
     t = (z / step).astype(np.float32)
     rms = np.sqrt((t[:, coded].astype(np.float64) ** 2).mean(axis=1))
@@ -92,11 +92,11 @@ def encode(bits, lead, steps, z):
 
 
 def rotated(t, x):
-    """z of vectors x, float32, which are not normalised here."""
+    """Returns z of vectors x, in float32. x is not normalised here."""
     z = np.zeros((len(x), t.channels), np.float32)
     z[:, : t.dim] = x if t.mean is None else x - t.mean
     plan, matrix = t.space(0)[0], None if t.matrix is None else widened(t.matrix)
-    return _core.rotate(plan, z, matrix, inverse=matrix is not None)  # the matrix is that of the inverse
+    return _core.rotate(plan, z, matrix, inverse=matrix is not None)  # t.matrix is the inverse rotation
 
 
 def rotated_back(t, z):
@@ -106,7 +106,7 @@ def rotated_back(t, z):
 
 
 def list_values(t, metric, x):
-    """What says which list a vector belongs to and which lists a query reads: [n, lists] float64, larger is nearer."""
+    """Returns [n, lists] float64. A row belongs to the list with the largest value; a query reads the largest ones."""
     values = x.astype(np.float64) @ t.lists.directions.T.astype(np.float64)
     return values - (t.lists.directions.astype(np.float64) ** 2).sum(1) / 2 if metric == "l2" else values
 
@@ -154,7 +154,7 @@ class SlowIndex:
         self.lists |= dict(zip(map(int, ids), lists.tolist(), strict=True))
 
     def centre(self, i):
-        """What is added to the decoded row with the id i."""
+        """Returns what is added to the decoded row with the id i."""
         t = self.transform
         return 0 if t.lists is None else t.lists.centres(np.array([self.lists[i]]))[0]
 
@@ -185,7 +185,7 @@ class SlowIndex:
         return [s for s, _ in found[:k]], [i for _, i in found[:k]]
 
 
-# ---- rows with a mean and unequal variances, and what a search of them shall find ----
+# ---- rows with a mean and unequal variances, and exact results of a search of them ----
 
 METRICS = ["ip", "cosine", "l2"]
 

@@ -150,7 +150,7 @@ class Lives(RuleBasedStateMachine):
     def fork(self, n: int, tokens: int) -> None:
         self.copied(n, "fork")
         for which in (n, len(self.caches) - 1) if tokens else ():
-            self.append(which, tokens)  # to both, which then no longer share the last page
+            self.append(which, tokens)  # so that fork and source (if n is its number) no longer share the last page
 
     @precondition(lambda self: len(self.caches) < 4)
     @rule(n=st.integers(0, 3), how=st.sampled_from(["deepcopy", "pickle", "file"]))
@@ -244,7 +244,7 @@ class Lives(RuleBasedStateMachine):
             for name, whole in (("k", KEYS[i]), ("v", VALUES[i])):
                 for p in range(min(sinks, len(text))):
                     assert torch.equal(getattr(stored, f"sink_{name}")[b, :, p], whole[text[p]])
-                ring = getattr(stored, f"window_{name}")  # of fewer rows than the window until it is full
+                ring = getattr(stored, f"window_{name}")  # has fewer rows than the window until it is full
                 for p in range(max(sinks, len(text) - window), len(text)):
                     assert torch.equal(ring[b, :, p % ring.shape[2]], whole[text[p]])
 

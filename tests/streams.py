@@ -1,4 +1,4 @@
-"""Keys, values and queries as a model would hand them to a TurboQuantCache, and what tests compare of caches."""
+"""Keys, values and queries as a model would hand them to a TurboQuantCache, and comparisons of caches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOMENTS = measured.Moments(RANDOM, describe(CONFIG), 2048, "random numbers")
 
 
 def new(spec):
-    """A cache of CONFIG, with moments where the spec has a wave or a metric."""
+    """A cache of CONFIG, with moments if the spec has a wave or a metric."""
     return TurboQuantCache(CONFIG, spec, profile=Profile(MOMENTS) if resolve(spec).measured else None)
 
 
@@ -82,7 +82,7 @@ def exact(stream, start, stop, first=0):
 
 
 def packed_bytes(cache):
-    """For each layer and sequence: its records in order."""
+    """Returns, for each layer and sequence, its records in order."""
     return [
         [held.pages[held.block_table[b].long()[: len(row)]] for b, row in enumerate(held.table.rows)]
         for held in (layer.storage for layer in cache.layers)

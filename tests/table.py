@@ -20,7 +20,7 @@ def listed(types: Iterable[str]) -> str:
 
 
 def refused(*tables: Mapping[str, str]) -> str:
-    """Rows of the table of refusals: the sentence of the error, a pattern in the tests, and all types that get it."""
+    """Returns rows of the table of refusals: the sentence of an error, a pattern in `tables`, and all its types."""
     types: dict[str, set[str]] = {}
     for table in tables:
         for pattern, names in table.items():
@@ -30,7 +30,7 @@ def refused(*tables: Mapping[str, str]) -> str:
 
 
 def page(text: str) -> str:
-    """The page, with the lists that the tables have: five indented blocks, in this order, and the rows of a table."""
+    """Returns the page with the lists of the tests' tables: five indented blocks, in this order, and the refusals."""
     import causal_types
     import test_multimodal_types
 

@@ -1,5 +1,5 @@
-"""Block tables that name pages outside the cache: an error on a CPU. On CUDA, where contents are not checked, such a
-page is not read: its tokens weigh nothing, and decode to 0. tests/cuda has more shapes."""
+"""Block tables that name pages outside the cache. On a CPU they are an error. On CUDA, where contents are not checked,
+such a page is not read: its tokens have no weight in attention and decode to 0. tests/cuda has more shapes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BAD = (-1, 2 * PAGES + 2, 2**31 - 1, -(2**31))  # no page has such a number
 
 
 def packed(plan: Any, device: str, rng: np.random.Generator) -> tuple[dict[str, Any], Any]:
-    """(What operators take, block table on the CPU) of sequences of PAGES and PAGES - 1 full pages, and 20 tokens."""
+    """(arguments of operators, block table on the CPU). Sequences of PAGES and PAGES - 1 full pages, and 20 tokens."""
     rotation = np.stack([orthogonal(plan.head_dim)] * HEADS) if plan is DENSE else None
     turns, moments = random_moments(rng, plan, HEADS) if plan is MOMENTS else (None, None)
     given = on(device, keywords(ref.Transform(rotation, turns=turns, moments=moments), ref.Transform(rotation)))
@@ -74,13 +74,13 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def test_attend_as_if_the_tokens_were_not_there(
     plan: Any, group: int, tokens: int, softcap: float, path: str, device: str, rng: np.random.Generator
 ) -> None:
-    """Without a wave, positions matter by their order alone: a page that is absent changes nothing, wherever it is."""
+    """Without a wave, only the order of positions matters. So an absent page changes nothing, wherever it is."""
     cache, table = packed(plan, device, rng)
     q = queries(plan, device, tokens, group, rng)
     want = tq.attend(plan.words, q, block_table=table.to(device), softcap=softcap, **cache)
     longer = cache | dict(lengths=cache["lengths"] + plan.page_tokens)
     for number in BAD:
-        for at in (0, 2, 4)[: 3 if tokens == 1 else 2]:  # 4: behind where the first of several queries stands
+        for at in (0, 2, 4)[: 3 if tokens == 1 else 2]:  # not 4 for 33 queries, which begin in that page of sequence 1
             absent = torch.full((2, 1), number, dtype=torch.int32)
             with_one = torch.cat([table[:, :at], absent, table[:, at:]], 1).to(device)
             close(tq.attend(plan.words, q, block_table=with_one, softcap=softcap, **longer), want)
@@ -103,7 +103,7 @@ def test_attend_as_if_it_began_behind_them(
 @pytest.mark.parametrize("device", [CUDA])
 @pytest.mark.parametrize("plan", ALL.values(), ids=ALL)
 def test_nothing_is_left(plan: Any, path: str, device: str, rng: np.random.Generator) -> None:
-    """All pages absent, also because there are none: 0 and -inf, and with a window what that says."""
+    """Without any page the output is 0 and the log-sum-exp -inf. With a window, the output is that of the window."""
     cache, table = packed(plan, device, rng)
     q = queries(plan, device, 1, 4, rng)
     none = torch.full_like(table, -1).to(device)

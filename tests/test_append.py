@@ -95,8 +95,8 @@ def test_bytes_of_mixed_plans(head_dim: int, rotation: str, group: int, half: in
 
 
 def rows_to_settle(rng: np.random.Generator, head_dim: int) -> ref.F32:
-    """Rows at the edges of settling, whose largest number is 1.5 (E = 0): numbers at and beside 2^-11, odd multiples of
-    2^-19, and others. All rows are also there in other magnitudes."""
+    """Returns rows with numbers at the limits of `reference.settle`. The largest number is 1.5 (E = 0), and others are
+    at and beside 2^-11, or odd multiples of 2^-19. Every row also comes in other magnitudes."""
     edge, unit = np.float32(2.0**-11), np.float32(2.0**-18)
     beside = [edge, *(np.nextafter(edge, np.float32(end)) for end in (0, 1)), edge / 2, 0, np.float32(2.0**-149)]
     rows = np.stack(
@@ -132,8 +132,8 @@ def test_bytes_of_settled_rows(head_dim: int, dtype: str, centred: bool, rng: np
 
 
 def test_sums_of_settled_rows_do_not_depend_on_their_order(rng: np.random.Generator) -> None:
-    """Tensor cores need that of float32 sums of 32 numbers, with any signs. Sums of rows that are not settled do depend
-    on their order."""
+    """Float32 sums of 32 numbers of settled rows, with any signs, do not depend on the order of the numbers. Tensor
+    cores need that. Sums of rows that are not settled do depend on it."""
     rows = np.concatenate([rows_to_settle(rng, 128) for _ in range(20)])
 
     def orders(x: ref.F32) -> int:
@@ -154,7 +154,7 @@ def test_sums_of_settled_rows_do_not_depend_on_their_order(rng: np.random.Genera
 
 @pytest.mark.parametrize("head_dim", [264, 768, 1048, 4096])
 def test_bytes_of_long_vectors(head_dim: int, rng: np.random.Generator) -> None:
-    """Key-only plans go beyond 256 channels."""
+    """Plans without values may have up to 4,096 channels."""
     p = ref.plan(head_dim, mixed_bits(rng, head_dim))
     k = awkward_rows(rng, 35, head_dim)[None, None]
     got, want = twins(rng, p, [35], kv_heads=1)
@@ -265,7 +265,7 @@ def test_cuts_do_not_matter(data: st.DataObject) -> None:
         part = np.s_[:, :, first:last]
         core_append(p, got, k[part], v[part], np.maximum(np.array(lengths) - (total - last), 0), key, value)
     ref.append(p, want, k, v, np.array(lengths), key, value)
-    if cuts:  # compare stored tokens: windows may keep older ones that one big append never puts there
+    if cuts:  # only stored tokens: windows may also keep older ones, which one big append never puts there
         for name in ("window_k", "window_v", "sink_k", "sink_v"):
             mine, theirs = getattr(got, name), getattr(want, name)
             if theirs is not None:

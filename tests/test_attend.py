@@ -118,7 +118,7 @@ def test_a_nan_stays_in_its_query(threads: int, rng: np.random.Generator) -> Non
 
 
 def test_strides(rng: np.random.Generator) -> None:
-    """q and fresh as views of [batch, tokens, heads, head_dim]."""
+    """q, fresh_k and fresh_v may be views of [batch, tokens, heads, head_dim]."""
     case = make_case(rng, ref.plan(64, 3, 3), [90, 20], query_tokens=6, sinks=2, window=16, fresh=True)
     want, _ = core_attend(case)
     views = {}

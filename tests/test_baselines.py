@@ -73,8 +73,8 @@ def test_errors_are_those_of_the_format(name, baselines, vectors):
 
 
 def test_kvarn_divides_tiles_by_tokens_and_channels(baselines):
-    """Keys have a scale for each channel, values one for each token, and neither token nor channel of unusual size
-    costs the others anything. Tiles have 128 tokens."""
+    """Errors of keys and values are those of their widths, a token of unusual size hardly changes the error of the
+    other keys of its tile, and tiles of 128 tokens do not depend on each other."""
     one = baselines.BASELINES["KVarN, keys 4, values 2 bits"]
     x = torch.randn(1, 2, 200, 64, generator=torch.Generator().manual_seed(0))
 
@@ -99,12 +99,12 @@ def test_oscar_clips_and_rotates(baselines):
     moment = torch.diag(torch.arange(1.0, 9.0))
     matrix = baselines._mixed(moment)
     assert torch.allclose(matrix @ matrix.T, torch.eye(8), atol=1e-6)
-    plain = baselines._hadamard(8).flip(0)[:, [0, 4, 2, 6, 1, 5, 3, 7]]  # of diagonal moments the axes are channels
+    plain = baselines._hadamard(8).flip(0)[:, [0, 4, 2, 6, 1, 5, 3, 7]]  # the axes of diagonal moments are channels
     assert torch.allclose(matrix.abs(), plain.abs(), atol=1e-6)
 
 
 def test_oscar_learns_rotations_of_each_layer(baselines, monkeypatch):
-    """Errors of keys lie where queries do not look: less is lost than with a Hadamard transform alone."""
+    """Each layer has its own function for keys, which differs from that for values."""
     model = tiny()
     ids = prompts(1, 200)["input_ids"]
     monkeypatch.setattr(baselines, "sample", lambda *_: Sample((ids,), ""))
@@ -182,7 +182,7 @@ def test_tables_have_perplexity_beside_divergence(monkeypatch):
 
 
 class Letters:
-    """A tokenizer of one token a character; texts start with BOS, 7, if it has one."""
+    """A tokenizer with one token per character. Texts start with `bos_token_id`, unless it is None."""
 
     def __init__(self, bos_token_id):
         self.bos_token_id = bos_token_id

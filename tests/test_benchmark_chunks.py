@@ -30,7 +30,7 @@ def test_decoded_tokens_are_checked_against_float64(term, pairs, rank, chunks):
 
 @pytest.mark.parametrize("pairs, rank", [(0, None), (32, 4)])
 def test_the_check_has_the_variance_term(pairs, rank, chunks, monkeypatch):
-    """Without it the reference is further from the output than the bound."""
+    """Without the term, the reference differs from the output by more than the bound."""
     plan = Plan(64, 2, 2, wave_pairs=pairs, metric=rank, variance_term=True)
     monkeypatch.setattr(chunks, "wide_queries", lambda q, *_: q)
     monkeypatch.setattr(chunks, "wide_keys", lambda k, *_: k)

@@ -1,5 +1,5 @@
-"""Every integer that a request or a file can set has bounds (turboquant.arguments.BOUNDS). Beyond them an error that
-names the argument, before anything is allocated."""
+"""Every integer that a request or a file can set has bounds (turboquant.arguments.BOUNDS). Beyond them the call raises
+an error that names the argument, before it allocates anything."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def files() -> dict[str, Path]:
 
 
 def forged(kind: str, *path: Any) -> Callable[[Any], Any]:
-    """Loads a file whose header has another number at a place."""
+    """Returns a function that loads a file with a given number at `path` in the header."""
     profile = turboquant.Profile.load
     loaders = {"index": turboquant.Index.load, "profile": profile, "calibrated": profile}
 
@@ -141,7 +141,7 @@ def forged(kind: str, *path: Any) -> Callable[[Any], Any]:
 
 
 def configured(name: str) -> Callable[[Any], Any]:
-    """Counts the bytes of a model whose config.json has another number, at the top and inside."""
+    """Returns a function that reads a config.json with a given number as `name`, in `text_config` and at the top."""
 
     def read(value: Any) -> Any:
         file = Path(tempfile.mkdtemp(), "config.json")
@@ -272,13 +272,13 @@ def test_beyond_its_bounds(name: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def no_integers(name: str) -> tuple[Any, ...]:
-    """Values that are refused. A configuration may say null, or have a list with a number for each layer."""
+    """Values that are refused. A configuration may also have null, or a list with a number for each layer."""
     return (True, 1.0, "1", *(() if name.startswith("config.json") else (None, [1], float("nan"))))
 
 
 @pytest.mark.parametrize("name, value", [(n, v) for n in BOUNDS if n not in OPTIONS for v in no_integers(n)], ids=repr)
 def test_no_integer(name: str, value: Any) -> None:
-    kind = ValueError if name in FILES else TypeError  # a file that is none of ours
+    kind = ValueError if name in FILES else TypeError  # the file counts as one that turboquant did not write
     with pytest.raises(kind, match=re.escape(f"{name} must be an integer, got")):
         CALLS[name](value)
 

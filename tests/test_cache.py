@@ -1,4 +1,4 @@
-"""TurboQuantCache by itself: keys and values are handed to it as a model would, without a model."""
+"""TurboQuantCache without a model: the tests hand it keys and values as a model would."""
 
 from __future__ import annotations
 
@@ -258,8 +258,8 @@ def test_padding_may_be_longer_than_the_first_forward(fields, prefill):
 
 
 def over_packed(stream, spec, local_size=None, softcap=None):
-    """float64 attention of every query over the last `spec.window` tokens as they are and over older ones as they
-    decode, laid out as `forward` does. For specs without a centre, where a token decodes alike in every cache."""
+    """Returns float64 attention in which every query sees the last `spec.window` tokens exactly and older ones decoded,
+    in the layout of `forward`. For specs without a centre, where a token decodes alike in every cache."""
     plan = spec.plan(DIM)
     packed = [ops.pack(stream.k[i].contiguous(), stream.v[i].contiguous(), plan) for i in range(LAYERS)]
     decoded = [ops.dequantize(held) for held in packed]
@@ -279,7 +279,7 @@ def over_packed(stream, spec, local_size=None, softcap=None):
 
 @pytest.mark.parametrize("options", [dict(local_size=40), dict(softcap=0.5), dict(local_size=40, softcap=0.5)], ids=str)
 def test_sliding_window_and_softcap_reach_the_packed_history(options):
-    """In a prefill, in chunks and token by token. Pages that left the sliding window are freed, all but the last."""
+    """In a prefill, in chunks and token by token. Pages that left the sliding window are freed, except the last one."""
     stream, spec = Stream(tokens=310), bare(3, 3, window=16, prefill="packed")
     cache, outs, start = new(spec), [], 0
     for stop in (50, 150, *range(151, 161), 300, *range(301, 311)):
@@ -509,7 +509,7 @@ def test_report_counts_every_byte_once():
 
 
 def misuse(cache, stream):
-    """Another batch size, head count, head_dim, dtype or shape than what is stored."""
+    """Keys and values whose batch size, head count, head_dim, dtype or shape differs from what is stored."""
     _, k, v = stream.piece(100, 101)[0]
     wide = torch.cat([k, k], 1)
     return {

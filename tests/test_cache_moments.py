@@ -50,7 +50,7 @@ def measured():
 
 
 def waving(batch=1, tokens=420, padding=(0,), size=30.0, noise=1.0):
-    """(stream, moments) of keys near a wave of norm `size`: token t of a sequence has position t - padding."""
+    """(stream, moments) of keys near a wave of norm `size`. Token t of a sequence has position t - padding."""
     made = tuple(random_moments(np.random.default_rng(i), DIM, KV_HEADS, size=size) for i in range(LAYERS))
     made = tuple(replace(m, scale=1 + 0.2 * np.cos(m.scale), stretch=0.1 * m.stretch) for m in made)
     stream = Stream(batch=batch, tokens=tokens)
@@ -68,7 +68,7 @@ def waving(batch=1, tokens=420, padding=(0,), size=30.0, noise=1.0):
 @pytest.mark.parametrize("fields", [dict(), dict(sinks=3), dict(sinks=4, window=40)], ids=str)
 @pytest.mark.parametrize("what", [WAVE, dict(centre="wave"), dict(metric="query")], ids=["both", "wave", "metric"])
 def test_attention_is_that_of_the_keys(what, fields):
-    """It is close to exact attention in a prefill, in chunks and token by token. With a wave, keys are little else."""
+    """It is close to exact attention in a prefill, in chunks and token by token. A wave is most of a key."""
     stream, moments = waving(size=30.0 if "centre" in what else 1.0)
     spec = bare(5, 5, prefill="packed", tries=0).with_(**fields)
     errors = []
@@ -90,8 +90,8 @@ def test_attention_is_that_of_the_keys(what, fields):
 @pytest.mark.parametrize("decodes", [False, True], ids=["packed", "decoded"])
 @pytest.mark.parametrize("fields", [dict(), dict(sinks=3), dict(sinks=4, window=40), dict(window=30)], ids=str)
 def test_chunks_that_pytorch_attends_to_itself(fields, decodes, monkeypatch):
-    """prefill="exact": attention within a chunk is computed apart, and merged with that to the tokens before, which are
-    packed or decoded for it."""
+    """With prefill="exact", attention within a chunk is computed separately and merged with attention to the tokens
+    before it, which are read packed or are decoded first."""
     monkeypatch.setattr(decoded, "LEAST_TOKENS", {"cpu": 1} if decodes else {})
     monkeypatch.setattr(decoded, "LEAST_ROWS", (1, 1))
     monkeypatch.setattr(decoded, "SCRATCH_BYTES", 100_000)
@@ -105,7 +105,7 @@ def test_chunks_that_pytorch_attends_to_itself(fields, decodes, monkeypatch):
 
 @pytest.mark.parametrize("fields", [dict(), dict(sinks=3), dict(sinks=4, window=40)], ids=str)
 def test_chunks_behind_a_sliding_window(fields):
-    """The packed tokens that such chunks see are decoded at their own positions."""
+    """Packed tokens that a chunk sees through a sliding window are decoded at their own positions."""
     stream, moments = waving()
     cache = TurboQuantCache(CONFIG, bare(5, 5, **WAVE).with_(**fields), profile=profile_of(moments))
     pieces = (20, 250, 251, 300, 420)
@@ -120,7 +120,7 @@ def test_chunks_behind_a_sliding_window(fields):
 
 @pytest.mark.parametrize("positions", ["right", "off by 9"])
 def test_positions_are_those_of_real_tokens(positions):
-    """Padding does not count in positions. The keys are near the wave only if their positions are right."""
+    """Positions do not count padding. The keys are near the wave only if their positions are right."""
     padding = (0, 70, 149)
     stream, moments = waving(3, 300, padding if positions == "right" else tuple(pad - 9 for pad in padding))
     cache = TurboQuantCache(CONFIG, bare(4, 4, prefill="packed", **WAVE), profile=profile_of(moments))
@@ -155,7 +155,7 @@ def new_at(stream, tokens):
 
 
 def test_a_layer_without_a_wave_has_a_constant_centre():
-    """Such a layer has keys without RoPE, or a RoPE that was not found. The report names it."""
+    """A layer has no wave if its keys have no RoPE, or one that was not found. The report names such layers."""
     rng = np.random.default_rng(0)
     nothing = (np.zeros((0, 2), np.int32), np.zeros(0, np.uint32), np.zeros((KV_HEADS, 0, 2), np.float32))
     centre = 20 * rng.standard_normal((KV_HEADS, DIM)).astype(np.float32)
@@ -233,8 +233,8 @@ def test_they_are_measured_once_for_a_model_and_tokenizer(monkeypatch):
 @pytest.mark.filterwarnings("ignore:the model is measured on random token ids")
 @pytest.mark.parametrize("models", [1, 2])
 def test_first_caches_of_several_threads(models):
-    """One thread measures and the others wait, also for the measurement of another model. A forward without a cache
-    goes on meanwhile."""
+    """Threads whose first caches need moments at the same time, of one model or of two, get those that `measure` finds
+    alone. One of the threads runs forwards without a cache meanwhile."""
     patched, same = ([tiny(seed=i, max_position_embeddings=300) for i in range(models)] for _ in range(2))
     want = [turboquant.measure(model) for model in same]
     for model in patched:

@@ -1,4 +1,4 @@
-"""`turboquant calc`: its bytes are those of caches, its models those of transformers, its times those measured."""
+"""`turboquant calc`: it counts the bytes of real caches, knows models as transformers does, and has measured times."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LENGTHS = (1, 5, 19, 20, 21, 132, 133, 260, 261, 700)
 
 
 def counted(model, name="small"):
-    """A Model of a transformers model, as read from its configuration."""
+    """The `Model` that calc reads from the configuration of a transformers model."""
     return Model(name, "", calc.layers_of(model.config, name))
 
 
@@ -134,7 +134,7 @@ def test_full_bytes():
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_full_bytes_are_those_of_a_dynamic_cache(kind, fields):
     """For full, sliding, shared, hybrid and latent layers. transformers stores one token less than a sliding window
-    has, since the newest joins when attention reads it."""
+    has, because the newest token is added when attention reads the window."""
     if not hasattr(transformers, kind):
         pytest.skip(f"this transformers has no {kind}")
     common = dict(vocab_size=96, hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
@@ -210,7 +210,7 @@ def test_rows_are_those_of_transformers(name):
 @pytest.mark.parametrize("name", ["llama-3-8b", "gemma-3-4b", "qwen3-8b", "mistral-7b-v0.1", "deepseek-v3",
                                   "gemma-3n-e4b", "gpt-oss-120b"])  # fmt: skip
 def test_folders_and_files(name, tmp_path, monkeypatch):
-    """With few layers, so that models are made quickly: why one is refused does not depend on their number."""
+    """Models have few layers, so that they are made quickly. Whether one is refused does not depend on their number."""
     kind, fields = CONFIGS[name]
     count = 10 if name == "gemma-3n-e4b" else 6
     small = dict(num_hidden_layers=count, vocab_size=96, intermediate_size=64)
@@ -333,7 +333,7 @@ def test_a_table_of_sizes(capsys):
     ("llama-4-scout", "some of its layers attend in chunks"),
 ])  # fmt: skip
 def test_models_that_are_not_counted(name, why, capsys):
-    """Their own caches are counted, and one sentence says why there is no packed one."""
+    """Their full caches are counted, and one sentence says why the packed ones are not."""
     assert main(["calc", name]) == 1
     out = capsys.readouterr().out
     assert re.search(rf"^Its cache packed by 4, 3, 2 is not counted: {why}\.$", out, re.MULTILINE)
@@ -344,7 +344,7 @@ def test_models_that_are_not_counted(name, why, capsys):
 
 
 def test_a_preset_that_is_not_counted(capsys):
-    """It is named, and the others are counted."""
+    """The preset is named, and the others are counted."""
     assert main(["calc", "gemma-4-26b-a4b", "--spec", "4,esm-default"]) == 1
     out = capsys.readouterr().out
     assert "\nIts cache packed by esm-default is not counted: " in out

@@ -1,4 +1,4 @@
-"""The calculator of the docs, in headless Chromium: its numbers are those of `turboquant.cli.calc`, and it is drawn."""
+"""The calculator of the docs, in headless Chromium: it has the numbers of `turboquant.cli.calc`, and it is drawn."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def chromium(page: Path, *options: str, link: str = "") -> str:
-    """What Chromium prints. It has no network: no host name resolves."""
+    """Returns what Chromium prints. It has no network: no host name resolves."""
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
                "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={page.parent / 'profile'}",
                *options, f"{page.as_uri()}{link}"]  # fmt: skip
@@ -87,7 +87,7 @@ def shown(page: Path, **settings: object) -> Shown:
 
 
 def some_settings() -> list[dict[str, Any]]:
-    """Every model with every spec, with a context, a batch, a memory and a GPU that change from one to the next."""
+    """Every model with every spec (one spec if it is refused), with changing context, batch, memory and GPU."""
     contexts = cycle((1, 5, 20, 21, 133, 260, 700, 4097, 8191, 32768, 100_000, 1_048_576, 2**24))
     batches, gpus = cycle((1, 2, 3, 8, 64, 257)), cycle(GPUS)
     memories = cycle((1000, 10**8, 16 * 2**30, 40 * 10**9, 10**13))
@@ -104,7 +104,7 @@ def some_settings() -> list[dict[str, Any]]:
 
 
 def expected(one: dict[str, Any]) -> dict[str, tuple[Callable[[int], int], list[float]]]:
-    """(tokens -> bytes, [seconds, share of the bandwidth]) of each cache; -1 where it is not timed."""
+    """(tokens -> bytes, [seconds of a step, share of the bandwidth]) of each cache, with -1 where it is not timed."""
     model, batch, context, gpu = calc.read_model(one["model"]), one["batch"], one["tokens"], one["gpu"]
     caches: dict[str, Any] = {name: (item, lambda n, item=item: sizes.full_bytes(model, batch, n, item))
                               for name, item in calc.FULL.items()}  # fmt: skip
@@ -161,7 +161,7 @@ LINKS = [
 
 @pytest.mark.parametrize("settings", LINKS, ids=lambda settings: f"{settings['model']}-{settings['spec']}")
 def test_page_and_command_print_the_same(settings, page, capsys):
-    """A link sets the inputs; the command that the page names is run, and every cell compared as it is printed."""
+    """A link sets the inputs. The command that the page names prints the same text in every cell."""
     seen = shown(page, **settings)
     assert "wrong" not in seen.words
     command = shlex.split(seen.words["command"])
@@ -184,7 +184,7 @@ def test_page_and_command_print_the_same(settings, page, capsys):
 
 
 def test_all_presets_side_by_side(page):
-    """Each row is that of the table above where its preset is the chosen one."""
+    """Each row is the one that the table of results has when this preset is chosen."""
     for settings in LINKS[1:3]:
         seen = shown(page, **settings)
         heads, *rows = seen.all
@@ -195,7 +195,7 @@ def test_all_presets_side_by_side(page):
 
 
 def test_sliders(page):
-    """They follow the fields, and the fields follow them."""
+    """Sliders follow the fields, and fields follow the sliders."""
     asked = page.with_name("slid.html")
     asked.write_text(
         page.read_text()

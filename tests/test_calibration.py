@@ -69,7 +69,7 @@ def test_distortions_are_those_of_the_codebooks():
 
 
 def test_a_search_of_scales_leaves_the_share_of_the_noise_that_the_reference_does(rng):
-    """1 / cosine^2 - 1 of Gaussian vectors, which the slow reference rounds."""
+    """The noise is the mean of 1 / cosine^2 - 1 over Gaussian vectors that the slow reference quantises."""
     plain, searched = distortions(), distortions(3, 32)
     assert searched[0] == 1 and searched[8] == plain[8] and searched[1] == pytest.approx(plain[1])
     x = rng.standard_normal((512, 32), np.float32)
@@ -146,7 +146,7 @@ def test_a_budget_in_bytes(rng):
 def test_rotations_and_steps(head_dim, rng):
     one = made_calibration(rng, head_dim=head_dim)
     for layer, side in np.ndindex(2, 2):
-        rotation = one.merged(layer, side, range(one.groups()[0]))[0].astype(np.float64)  # no two groups are one
+        rotation = one.merged(layer, side, range(one.groups()[0]))[0].astype(np.float64)  # widths differ: no mixing
         np.testing.assert_allclose(rotation @ rotation.swapaxes(1, 2), [np.eye(head_dim)] * 2, atol=2e-6)
         mix = rotation @ one.axes[layer, side].swapaxes(1, 2)
         for start in range(0, head_dim, 32):
@@ -199,7 +199,7 @@ def test_moments_are_the_sample_moments(model, batches, measured):
 
 
 def test_axes_are_those_that_covariance_and_cost_share(rng):
-    """Where both are diagonal in the same axes, these are found, ordered by variance and a little by cost."""
+    """If both are diagonal in the same axes, these are found, in the order of variance * cost^(1/4)."""
     right = np.linalg.qr(rng.standard_normal((16, 16)))[0]
     variance, cost = np.exp(rng.uniform(-3, 3, 16)), np.exp(rng.uniform(-3, 3, 16))
     found = plan_axes(right.T * variance @ right, right.T * cost @ right).astype(np.float64)
@@ -426,8 +426,8 @@ def test_an_interrupted_run_goes_on(after, model, batches, measured, tmp_path, m
 
 @pytest.mark.parametrize("window", [0, 40])
 def test_gradients_are_those_of_a_plain_backward_pass(window, model, monkeypatch):
-    """Layers run again for the backward pass, and the likelihood is taken in slices: the numbers are the same, and
-    layers keep less."""
+    """Layers run again for the backward pass, and the likelihood is taken in slices. Gradients are the same, and less
+    than a third as many numbers are kept for the backward pass."""
     batch = prompts(2, 300)
 
     def found():
@@ -478,7 +478,7 @@ def test_a_calibration_in_a_notebook_is_a_line(rng):
 
 def test_a_checkpoint_of_something_else(model, batches, tmp_path):
     file = tmp_path / "half"
-    for content in (b"", b"nonsense" * 40, b"t."):  # the last is a pickle that takes a number off an empty stack
+    for content in (b"", b"nonsense" * 40, b"t."):  # the last is a pickle that pops from an empty stack
         file.write_bytes(content)
         with pytest.raises(ValueError, match="`checkpoint` must be one of this model, these batches and this seed"):
             calibrate(model, batches, checkpoint=file)

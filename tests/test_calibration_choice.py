@@ -38,7 +38,7 @@ class Words:
 
 @pytest.fixture(scope="module", autouse=True)
 def short_texts():
-    """Of each kind of text of the package, so many tokens that a window leaves some packed."""
+    """Takes 300 tokens of each kind of text of the package, so that a window leaves some of them packed."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(text, "OF_A_KIND", 300)
         yield
@@ -145,7 +145,7 @@ def test_the_best_is_chosen_and_none_is_always_there():
 
 
 def earlier(trials):
-    """What a calibration had found before."""
+    """The checkpoint of a calibration that has done these trials."""
     run = Unfinished("", None)
     run.trials = trials
     return run
@@ -169,7 +169,7 @@ def test_averages_that_are_nearly_equal_are_tried_apart(monkeypatch):
 
 
 def test_divergences_that_are_rounding_have_a_ratio():
-    """Sliding windows may hide all that is packed."""
+    """If sliding windows hide all packed tokens, divergences are 0 up to rounding. Their ratio is 1."""
     done = {"0 8 3.0 none 32": 0.0, "0 8 3.0 widths 32": -1e-8, "1 8 3.0 none 32": -1e-9, "1 8 3.0 widths 32": 2e-8}
     given = [Trial(8, 3.0, method, 32, 0.1) for method in ("none", "widths")]
     for kinds, texts in (([{}, {}], []), ([{}], [{}])):
@@ -249,7 +249,7 @@ def test_each_method_stores_what_it_says(model, found, method, whose):
 
 
 def test_a_budget_has_the_variance_term_as_its_average_has_it(found):
-    """In all layers, whatever their widths; not with axes, which cannot have it."""
+    """All layers have it, whatever their widths, except with axes, which cannot have it."""
 
     def terms(average, **fields):
         spec = CacheSpec(budget=average, **{"method": "widths", "sinks": 4, "window": 128} | fields)

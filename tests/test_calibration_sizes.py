@@ -1,4 +1,4 @@
-"""Calibration of models whose layers differ in KV heads or head_dim, or read the keys of others: Gemma 4."""
+"""Calibration of models whose layers differ in KV heads or head_dim, or read keys of other layers, as in Gemma 4."""
 
 from __future__ import annotations
 

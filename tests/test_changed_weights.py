@@ -40,7 +40,7 @@ def trained(model, other, parameters=None):
 
 @torch.no_grad()
 def written(model, other):
-    """A few numbers that no sample has."""
+    """Adds to 400 numbers of a weight, in place."""
     model.model.layers[0].self_attn.k_proj.weight.view(-1)[1000:1400] += 1
 
 
@@ -62,7 +62,7 @@ CHANGES = {
                                                       .model.layers[0].self_attn.k_proj),
     "a few numbers, in place": written,
     "the data of a bias": biased,
-    # Half of them: a metric does not see that all are longer.
+    # Only half of them, since a metric does not change if all queries become longer.
     "the last layer's queries": lambda model, other: (
         model.model.layers[-1].self_attn.q_proj.weight.data[::2].mul_(1.5)
     ),
@@ -151,8 +151,8 @@ def test_esm_2_in_the_next_forward(caplog):
 
 
 def test_a_look_takes_no_longer_than_a_few_walks_over_the_weights():
-    """A model of SmolLM2's size, 272 weights, 135 million numbers: a millisecond on a quiet machine, some fifteenth of
-    what a new identity takes. Its memory is never written, so it takes no RAM."""
+    """A look takes about 1 ms on a quiet machine for a model of SmolLM2's size (272 weights, 135 million numbers), a
+    fifteenth of a new identity. The weights are never written, so they take no RAM."""
     shape = dict(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, head_dim=64)
     with torch.device("meta"):
         model = models.tiny(**shape, num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True)

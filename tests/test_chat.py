@@ -53,7 +53,7 @@ def test_turns_on_one_cache(monkeypatch, capsys):
 
 
 def test_a_chat_template(monkeypatch, capsys):
-    """One that writes earlier turns anew gets a new cache."""
+    """A template that writes earlier turns differently gets a new cache for each turn."""
     from turboquant.cli import commands as cli
     from turboquant.hf.cache import TurboQuantCache
 

@@ -1,6 +1,6 @@
-"""The kernels of CHUNK (csrc/cuda/attend/chunk) without a GPU: their source, compiled for a GPU that the host simulates
-(tests/cuda/simulated), runs the cases of tests/cuda/chunk_harness.cu, whose answers are float64 over what the core
-decodes."""
+"""The kernels of CHUNK (csrc/cuda/attend/chunk) without a GPU. Their source is compiled for a GPU that the host
+simulates (tests/cuda/simulated). It runs the cases of tests/cuda/chunk_harness.cu, which compares with float64
+attention over what the core decodes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(platform.machine() != "x86_64", reason="the simulated GPU changes stacks in x86-64 assembly"),
 ]
 
-# With so many multiprocessors: sometimes more than there are pages, sometimes fewer.
+# Each case with the number of simulated multiprocessors, in some cases more than there are pages, in others fewer.
 CASES = {
     "33 query tokens": 5,
     "129 packed tokens": 9,

@@ -57,7 +57,7 @@ def test_exact_with_left_padding_and_close_when_packed(pieces: Any, prefill: Any
 
 
 def test_padding_longer_than_a_chunk_in_a_packed_prefill() -> None:
-    """The tokens are stored chunk by chunk, of which the first ones are all padding in one sequence."""
+    """Tokens are stored chunk by chunk. In one sequence the first chunks are all padding."""
     model, mask = made(), PADDED.clone()
     mask[1, :19] = 0
     want = run(model, DynamicCache(config=model.config), PIECES, mask)
@@ -66,7 +66,7 @@ def test_padding_longer_than_a_chunk_in_a_packed_prefill() -> None:
 
 
 def test_a_chunk_hides_what_is_before_it() -> None:
-    """Without the chunks, logits are others: the test above can fail."""
+    """Without chunks the logits differ, so the tests above can fail."""
     model = made()
     want = run(model, DynamicCache(config=model.config))
     model = made(chunk=512)

@@ -89,7 +89,7 @@ class Layer:
 
     @property
     def plan(self):
-        """Of the reference."""
+        """The layer's plan, as one of the reference."""
         p = self.stored.spec.plan(self.dim)
         term = dict(tries=p.tries, variance_term=p.variance_term)
         return ref.plan(p.head_dim, p.key_bits, p.value_bits, group=p.group, **term)
@@ -108,7 +108,7 @@ class Layer:
         return logits.softmax(-1) @ values, logits.logsumexp(-1)
 
     def oracle(self, q, k, v, padding=None):
-        """(out, lse) of the chunk q, k, v, expected before it is stored. Rows of padding are 0 and -inf."""
+        """(out, lse) expected of the chunk q, k, v, which is not stored yet. Rows of padding are 0 and -inf."""
         outs, lses = [], []
         for b in range(len(q)):
             past = self.history(b) if self.stored.tokens else [x[b, :, :0].double() for x in (k, v)]
@@ -181,7 +181,7 @@ def test_shapes_and_dtypes(heads, kv_heads, dim, dtype, device):
 
 @pytest.fixture
 def decoding(monkeypatch):
-    """Chunks attend to decoded tokens, 128 or 256 at a time; the calls."""
+    """Makes chunks attend to decoded tokens, 128 or 256 at a time. Returns the list of these calls."""
     calls = []
     monkeypatch.setattr(decoded, "LEAST_TOKENS", {"cpu": 1, "cuda": 1})
     monkeypatch.setattr(decoded, "LEAST_ROWS", (1, 1))
@@ -212,7 +212,7 @@ def test_a_chunk_that_sees_decoded_tokens(fields, heads, kv_heads, dim, dtype, d
 @pytest.mark.parametrize("batch, tokens", [(1, 9000), (2, 8300)])
 @pytest.mark.parametrize("term", [False, True])
 def test_a_long_history_is_read_by_cudnn(term, batch, tokens, dtype, device, decoding, monkeypatch):
-    """Whole blocks by cuDNN's attention, in parts where the batch is one sequence, and the rest by flash attention."""
+    """cuDNN reads whole blocks, in parts if the batch is one sequence, and flash attention reads the rest."""
     monkeypatch.setattr(decoded, "SCRATCH_BYTES", 128 << 20)
     blocks = []
     monkeypatch.setattr(decoded, "_by_cudnn", lambda *given, by=decoded._by_cudnn: blocks.append(1) or by(*given))
@@ -249,7 +249,7 @@ def test_a_chunk_on_a_short_history(first, device):
 @pytest.mark.parametrize("how", [{}, {"softcap": 0.5}], ids=str)
 @pytest.mark.parametrize("fields", [{}, WINDOWED], ids=str)
 def test_left_padding(fields, how, pieces, device):
-    """Padding of the first forward, and of chunks in which some sequences begin."""
+    """Padding in the first forward, and in chunks in which some sequences begin."""
     run(Layer(bare(3, 3, **fields), **how), pieces, device=device, batch=4, padding=(0, 1, 37, 100))
 
 
@@ -294,8 +294,8 @@ def test_a_sliding_window_in_every_dtype(dtype, device):
     ids=str,
 )
 def test_the_lse_of_every_path(fields, how, device):
-    """Of a first forward, of chunks, drafts and decoded tokens, alone and with a fork. An attention sink of a model
-    multiplies the output by sigmoid(lse - sink)."""
+    """It is right in a first forward, in chunks, in drafts and in decoding steps, also after a fork. A model with
+    learned sinks needs it: a sink multiplies the output by sigmoid(lse - sink)."""
     layer, padding, total = Layer(bare(3, 3, **fields), **how), (0, 37), 460
     q, k, v = (random(2, heads, total, 32, device=device, seed=seed) for seed, heads in enumerate((4, 2, 2)))
     mask = (torch.arange(total)[None, :] >= torch.tensor(padding)[:, None]).to(device)
@@ -387,7 +387,7 @@ def test_decoded_keys_have_the_variance_term_of_a_metric(group, dtype):
 
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_a_graph_of_attention_to_decoded_tokens(device):
-    """Replayed for other pages and queries; the number of tokens is the graph's."""
+    """A graph can be replayed for other pages and queries. The number of tokens is fixed when it is recorded."""
     layer = Layer(bare(4, 4), heads=8, dim=128)
     layer.forward(*(random(1, heads, 8320, 128, torch.bfloat16, device, seed=heads) for heads in (8, 2, 2)))
     stored, query = layer.stored, random(1, 8, 512, 128, torch.bfloat16, device)
@@ -395,7 +395,7 @@ def test_a_graph_of_attention_to_decoded_tokens(device):
     def attended():
         return decoded.attend_to_decoded(stored, query, [8320], 0.1)
 
-    attended()  # cuDNN plans a shape when it meets it first
+    attended()  # cuDNN plans a shape when it first gets it
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, lse = attended()

@@ -1,4 +1,4 @@
-"""`turboquant.Codec`: plain keys and values as bytes that attention reads."""
+"""`turboquant.Codec` encodes keys and values as bytes that attention reads."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_decoded_tokens_are_near(codec):
 
 
 def test_parts_join_to_what_the_whole_is(codec):
-    """Encoded in parts, cut and joined: the same bytes where no number depends on rounding of a wave's angles."""
+    """Parts encoded separately, or cut from the whole, join to its bytes. With a wave, the former only come close."""
     k, v = tokens(3 * PAGE_TOKENS + 40)
     whole = codec.encode(k, v)
     at = [0, codec.boundary(1), codec.boundary(3), k.shape[2]]
@@ -101,7 +101,7 @@ def test_parts_join_to_what_the_whole_is(codec):
 
 
 def test_a_decode_step_over_tokens_from_elsewhere(model, profile):
-    """A prompt's keys and values, packed on one machine, serve a decode step on another as a cache would."""
+    """Attention of a decoding step over the bytes of a prompt is close to attention over its keys and values."""
     codec = Codec(model, SPECS["default"], profile=profile)
     k, v = tokens(200)
     layer = codec.packed(codec.encode(k, v))[1]
@@ -240,7 +240,7 @@ def test_mutated_bytes_are_refused(data, sound):
         got = codec.decode(held)
     except ValueError:
         return
-    want = codec.decode(sound)  # a byte that says nothing, such as padding
+    want = codec.decode(sound)  # a changed byte that has no meaning, such as padding
     assert all(torch.equal(a, b) for one, other in zip(got, want) for a, b in zip(one, other))
 
 
@@ -272,7 +272,7 @@ def test_overrides_of_layers(model):
 
 @pytest.mark.slow
 def test_smollm2_goes_on_from_bytes():
-    """The first answer after a prompt whose keys and values came as bytes is that of the model."""
+    """The first token after a prompt whose keys and values came as bytes is the right answer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
     folder = real_model("smollm2")

@@ -190,7 +190,7 @@ def test_statuses_and_threads() -> None:
 
 
 def test_the_module_can_be_loaded_again() -> None:
-    """Multi-phase initialisation: a second module object, the same process-wide core."""
+    """Multi-phase initialisation makes a second module object over the same process-wide core."""
     import importlib
 
     name = "turboquant._core"
@@ -377,9 +377,9 @@ def lasting(op: str, size: int) -> Callable[[], object]:
 
 @pytest.mark.parametrize("op", [*OPS, "haar"])
 def test_the_gil_is_released(op: str) -> None:
-    """Another thread runs in the middle half of the time that a call takes, in one of twenty calls of 50 ms.
+    """In at least one of 20 calls of 50 ms or more, another thread runs during the middle half of the call.
 
-    On a busy machine a call may wait for its core, so that it seems longer than it is, and so may the other thread.
+    One call is not enough, because on a busy machine the call or the other thread may have to wait for a CPU core.
     """
     size, calls = 16, 0
     while calls < 20:

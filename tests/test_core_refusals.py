@@ -1,4 +1,4 @@
-"""The error messages of turboquant._core, what this binding alone refuses, and that calls leak nothing."""
+"""turboquant._core: its error messages, what this binding alone refuses, and that calls leak nothing."""
 
 from __future__ import annotations
 
@@ -194,8 +194,8 @@ MEASURES_MEMORY = os.environ.get("PYTHONMALLOC") != "malloc"
 
 
 def grown_in_100_rounds(run_all: Callable[[], None]) -> int:
-    """Bytes by which Python's memory grows, the least of three attempts: threads that other tests left behind may
-    allocate too, but a leak shows in every attempt."""
+    """Returns by how many bytes Python's memory grows, the least of up to three attempts. Threads that other tests left
+    behind may allocate too, but a leak shows in every attempt."""
     attempts = []
     for _ in range(3):
         tracemalloc.start()

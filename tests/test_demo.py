@@ -21,7 +21,7 @@ from turboquant.cli import main
 def test_demo(capsys):
     assert main(["demo", "--prompt-tokens", "300", "--tokens", "5"]) == 0
     text, noise = capsys.readouterr()
-    assert not noise  # the root logger has the lines
+    assert not noise  # progress lines go to the handlers of the root logger, which pytest adds
     assert text.startswith("A Christmas Carol, by Charles Dickens (1843)")
     rows = dict(re.findall(r"^(full precision|\d bits(?:, all packed)?) {2,}(.*)$", text, re.MULTILINE))
     assert list(rows) == [
@@ -64,7 +64,7 @@ def test_a_reader_that_leaves_early_ends_a_command_without_words(command):
 
 def test_ctrl_c_ends_a_command_in_one_line(monkeypatch, capsys):
     def interrupted(chosen):
-        raise KeyboardInterrupt  # not the signal, which a shell has programs in the background ignore
+        raise KeyboardInterrupt  # not the signal: programs that a shell starts in the background ignore it
 
     monkeypatch.setattr("turboquant.cli.calc.calc", interrupted)
     assert main(["calc"]) == 130

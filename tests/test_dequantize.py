@@ -1,5 +1,5 @@
-"""`dequantize` to float16 and bfloat16: float32's numbers rounded on a CPU, and within the stated error on CUDA, where
-tensor cores undo steps, rotation and metric (csrc/cuda/dequantize_16bit.cu)."""
+"""`dequantize` to float16 and bfloat16. On a CPU these are the float32 numbers, rounded. On CUDA, where tensor cores
+undo steps, rotation and metric (csrc/cuda/dequantize_16bit.cu), they are within the stated error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 tq = torch.ops.turboquant
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
-DTYPES = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # rounding of a number, over it
+DTYPES = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # largest relative rounding error
 HEADS, LENGTHS = 3, (333, 70)
 PLANS: dict[str, Any] = {
     "4 and 3 bits": PLAN,
@@ -41,7 +41,7 @@ PLANS: dict[str, Any] = {
 
 
 def packed(plan: Any, device: str, rng: np.random.Generator, shared_channel: bool = False) -> dict[str, Any]:
-    """What `dequantize` takes, of pages in random order, with a transform of every kind that the plan has."""
+    """Arguments of `dequantize` for pages in random order, with every kind of transform that the plan has."""
     is_plain = isinstance(plan, ref.Plan)
     is_dense = is_plain and plan.rotation == ref.DENSE
     has_values = any(Plan.from_words(plan.words).value_bits)

@@ -1,5 +1,5 @@
-"""Operators, patched models and packed encoders have no derivative: every way in which torch takes one is an error,
-and transforms that take none, or not of what operators see, work."""
+"""Operators, patched models and packed encoders have no derivative. Every way in which torch takes one is an error.
+Transforms work if they take no derivative, or none through an operator."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def dual(f: Callable[[Tensor], Tensor], x: Tensor) -> object:
 
 
 class Passing(TorchDispatchMode):
-    """Calls what it is asked for."""
+    """A dispatch mode that changes nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -77,8 +77,8 @@ FULL = ("attend, full", "append, full", "append_attend, full", "rotate", "quanti
 
 
 def of_argument(arguments: dict[str, Any], op: Any, name: str) -> Callable[[Tensor], Tensor]:
-    """A call of the operator as a function of one of its arguments, with a number as its result. Each call gets copies
-    of what the operator writes to."""
+    """Returns a function of one argument of the operator, whose result is a number. Each call gets copies of what the
+    operator writes to."""
     written = {argument.name for argument in op._schema.arguments if argument.alias_info}
 
     def f(x: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def test_every_derivative_of_every_argument_is_refused(sample: str, way: str, rn
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("sample", FULL)
 def test_what_is_not_differentiated_is_left_alone(sample: str, rng: np.random.Generator) -> None:
-    """Inside a transform, of tensors that it does not follow: as outside."""
+    """Inside a transform, operators on tensors that it does not follow give what they give outside."""
     op, arguments = arguments_of(sample, rng)
     name = next(name for name, x in arguments.items() if isinstance(x, Tensor) and x.is_floating_point())
     x, f = arguments[name], of_argument(arguments, op, name)
@@ -162,7 +162,7 @@ def test_while_tracing(way: str) -> None:
     take, text = WAYS[way]
     with pytest.raises(Exception, match=re.escape(text)):
         take(torch.compile(lambda x: tq.rotate(PLAN.words, x).sum(), backend="eager"), torch.ones(2, 64))
-    if way == "forward_ad":  # a graph that fails leaves torch's level open
+    if way == "forward_ad":  # a compiled function that fails leaves torch's dual level open
         return
     torch._dynamo.reset()
     with pytest.raises(Exception, match=re.escape(text)):

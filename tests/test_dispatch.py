@@ -1,5 +1,5 @@
-"""The table of CUDA attention kernels (csrc/cuda/attend/choose/) and the choice between them, without a GPU: both
-are host code, which tests/cuda/dispatch_table.cpp compiles alone."""
+"""The table of CUDA attention kernels (csrc/cuda/attend/choose/) and the choice between them, without a GPU. Both
+are host code, which is compiled with tests/cuda/dispatch_table.cpp and without CUDA."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_names_differ_and_no_case_has_two_rows(table: Run) -> None:
 
 
 def test_gpus_by_name(table: Run) -> None:
-    """An error names all of them, and the choice on one is that for its numbers; where they differ, kernels do."""
+    """Errors name all GPUs. On an h100 or h200 the choice is that for its numbers. Other GPUs get portable kernels."""
     *known, told = [" ".join(words) for words in table("gpus")]
     assert told == f"{', '.join(known[:-1])} or {known[-1]}"
     plan = turboquant.Plan(128, 3, 3)
@@ -138,7 +138,7 @@ def test_every_kernel_is_chosen_for_some_call(table: Run) -> None:
 
 
 def test_waves_of_wide_heads_where_shared_memory_is_short(table: Run) -> None:
-    """A GPU with 100 KB takes those of Gemma 4, whose heads of 512 channels turn 64 pairs, but not all pairs."""
+    """For 512 channels, 100 KB of shared memory hold a wave of 64 pairs, as Gemma 4 has, and of 192, but not of 224."""
     lines = [line(turboquant.Plan(512, 4, 4, wave_pairs=pairs, metric=4), 1, 1, 32, 4, 64) for pairs in (64, 192, 224)]
     *fits, refused = table("l4", lines=lines)
     assert [words[0] for words in fits] == ["attend_split_any_d512_4x64_portable"] * 2
@@ -150,7 +150,7 @@ def test_waves_of_wide_heads_where_shared_memory_is_short(table: Run) -> None:
     "bits,batch,max_pages,warps", [(4, 16, 256, 16), (4, 32, 256, 6), (3, 16, 256, 12), (2, 32, 256, 6), (2, 64, 32, 6)]
 )
 def test_exact_tokens_cost_no_warps(bits: int, batch: int, max_pages: int, warps: int, table: Run) -> None:
-    """Of a long cache with a wave, whose tables leave little shared memory for the sums of exact tokens."""
+    """For large caches with a wave, whose tables leave little shared memory for the sums of exact tokens."""
     plan = turboquant.Plan(128, bits, bits, wave_pairs=64, metric=4)
     lines = [line(plan, batch, 1, 32, 8, max_pages, window=window) for window in (0, 33, 132)]
     assert [int(words[2]) // 32 for words in table(lines=lines)] == [warps] * 3
@@ -161,7 +161,7 @@ def test_exact_tokens_cost_no_warps(bits: int, batch: int, max_pages: int, warps
 def test_exact_tokens_of_lengths_that_differ_run_in_the_kernel_of_the_pages(
     batch: int, bits: tuple[int, int], table: Run
 ) -> None:
-    """With a wave, with which SPLIT takes many sequences without them."""
+    """With a wave. SPLIT takes 40 or more such sequences only if there are no exact tokens."""
     plan = turboquant.Plan(128, *bits, wave_pairs=64, metric=4)
     lines = [line(plan, batch, 1, 32, 8, 128, window=window, even=False) for window in (0, 4, 132)]
     assert ["fused" in words[0] for words in table(lines=lines)] == [batch == 16, True, True]
@@ -170,7 +170,7 @@ def test_exact_tokens_of_lengths_that_differ_run_in_the_kernel_of_the_pages(
 @pytest.mark.parametrize("rotation", ["hadamard", "dense"])
 @pytest.mark.parametrize("head_dim,page_tokens", [(128, 128), (128, 64), (96, 32), (320, 128), (512, 64)])
 def test_blocks_around_split_have_whole_tiles(head_dim: int, page_tokens: int, rotation: str, table: Run) -> None:
-    """Rows of a block of `prepare` or `combine` divide those of a tile: otherwise rows would be left out."""
+    """The rows of a block of `prepare` or `combine` divide the rows of a tile. Otherwise rows would be left out."""
     side = Side(3, rotation=rotation)
     plan = turboquant.Plan(head_dim, side, side, page_tokens=page_tokens)
     lines = [
@@ -213,7 +213,7 @@ def test_launches_fit_the_device(hopper: int, most: int, table: Run) -> None:
 
 
 def test_many_queries_that_see_all_packed_tokens(table: Run) -> None:
-    """CHUNK takes calls that are not causal, from so many rows on, unless a wave of so many pages has no room."""
+    """CHUNK takes calls that are not causal, above a number of rows, unless the wave needs too much memory."""
     plain, wave = turboquant.Plan(128, 4, 4), turboquant.Plan(128, 4, 4, wave_pairs=64)
     calls = [
         ("fused_many_rows", plain, dict(batch=1, query_tokens=8, max_pages=256)),

@@ -51,7 +51,7 @@ CONSOLES = consoles()
 
 
 def commands(block: str) -> list[tuple[list[str], list[str]]]:
-    """(words after `turboquant`, lines shown) of each command; none of a block that says why it is not run."""
+    """(words after `turboquant`, lines shown) of each command; [] for a block that says why it is not run."""
     found = re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.M)
     return [] if block.startswith(NOT_RUN) else [(shlex.split(line)[1:], shown.splitlines()) for line, shown in found]
 
@@ -123,7 +123,7 @@ def test_models_that_are_patched() -> None:
 
 
 def test_the_compatibility_page_is_that_of_the_script() -> None:
-    """Its introduction, its rows, and tests for each of them. What is in the cells was found with other versions."""
+    """The page has the introduction and rows of the script, and each row has tests. Its cells are of other versions."""
     pytest.importorskip("transformers")
     import compatibility
 

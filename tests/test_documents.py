@@ -21,7 +21,7 @@ X = np.random.default_rng(0).standard_normal((40, DIM)).astype(np.float32)
 
 
 def table(metric="cosine"):
-    """Documents "0".."19"; of every fifth there is no vector."""
+    """Documents "0".."19", of which every fifth has no vector."""
     made = Documents(Index(DIM, bits=4, metric=metric))
     vectors = [None if i % 5 == 4 else X[i] for i in range(20)]
     made.add(
@@ -38,7 +38,7 @@ def test_add_returns_the_ids():
     assert index.add(X[:3]).tolist() == [0, 1, 2] and index.add(X[:0]).tolist() == []
     given = index.add(X[3:5], ids=[9, 7])
     assert given.tolist() == [9, 7] and given.dtype == np.int64
-    given[:] = 0  # is the caller's own
+    given[:] = 0  # the array belongs to the caller
     assert index.add(X[5]).tolist() == [10] and index.ids.tolist() == [0, 1, 2, 9, 7, 10]
     last = Index(DIM)
     assert last.add(X[:1], ids=[2**63 - 2]).tolist() == [2**63 - 2] and last.add(X[:1]).tolist() == [2**63 - 1]
@@ -206,7 +206,7 @@ def test_bad_input_changes_nothing(case):
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
 def test_a_fork_waits_for_changes(monkeypatch):
-    """The child has all of a change, and no lock that another thread held."""
+    """The child sees a change as a whole, and no lock is held that another thread had taken."""
     made, began, add = table(), threading.Event(), Index.add
 
     def slow(index, rows):
@@ -241,7 +241,7 @@ def test_a_vector_without_document_is_an_error():
 
 
 def test_a_read_beside_writers_tries_again():
-    """The document found is removed while the search runs; the third time around the search is right."""
+    """The filter removes a document during the first and the second attempt of a search. The third attempt is right."""
     made = table()
     spoiled = iter(["3", "2"])
 
@@ -270,7 +270,7 @@ def test_files(metric, tmp_path):
     assert made.matching(None) == again.matching(None) and made.search(X[3], 20) == again.search(X[3], 20)
     assert Index.load(path).search(X[3], 1)[1] == made.search(X[3], 1)[0][0].number
     assert again.index.metric == metric
-    for each in (made, again):  # goes on alike
+    for each in (made, again):  # both go on alike
         each.add([Document("more", "", {})], [X[31]])
         each.remove(["3"])
     assert made.matching(None) == again.matching(None) and made.search(X[31], 20) == again.search(X[31], 20)

@@ -43,8 +43,8 @@ def sequences():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A saved model and two files of proteins; the tiny model has 66 positions: 62 residues. And a calibration and a
-    configuration of other models."""
+    """A folder with a model of 66 positions, for up to 62 residues, two files of proteins, the calibration of another
+    model ("other") and the configuration of a Llama ("llama")."""
     where = tmp_path_factory.mktemp("esm")
     tiny_esm(max_position_embeddings=66).save_pretrained(where / "model")
     other = tiny_esm(head_dim=32)
@@ -210,7 +210,7 @@ def test_calibration_is_for_every_head_of_an_encoder(model, sequences):
 
 
 def test_groups_of_equal_bits_are_mixed_as_one():
-    """Neighbours with the same bits share a Hadamard rotation and a step, others have their own. All are orthogonal."""
+    """Neighbouring groups of equal bits share a Hadamard rotation and a step. All rotations are orthogonal."""
     import numpy as np
 
     from turboquant.kvcache.transforms import layer_transforms
@@ -283,8 +283,8 @@ def test_scan_command(folder, monkeypatch, tmp_path):
 
 
 def test_a_scan_goes_on_past_what_the_model_cannot_read(folder, tmp_path, caplog, monkeypatch):
-    """Letters of no amino acid, a stop codon inside, and an entry without a sequence: the others are scanned, a long
-    one in windows, and what was left out is listed at the end. `eval` and `calibrate` leave out the long one too."""
+    """Proteins with letters of no amino acid, with a stop codon inside or without a sequence are left out and listed at
+    the end. The others are scanned, a long one in windows. `eval` leaves out the long one too."""
     monkeypatch.chdir(tmp_path)
     odd = {
         "long": "M" * 63,
@@ -323,7 +323,7 @@ def test_scores_on_standard_output(stdout, folder, tmp_path, capsys, monkeypatch
 
 
 def test_names_beyond_ascii_on_standard_output(folder, tmp_path):
-    """In UTF-8, as in a file, also where the locale has ASCII alone."""
+    """Names are written in UTF-8, as in a file, even if the locale has only ASCII."""
     (tmp_path / "p.fasta").write_text(">prot\u00e9ine\nMKTAY\n", encoding="utf-8")
     command = ["esm-scan", str(tmp_path / "p.fasta"), "--model", str(folder / "model"), "--csv", "-"]
     ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

@@ -82,8 +82,8 @@ def test_all_residues_anew_are_a_full_pass():
 
 
 def replaced(model, sequence, letters, positions):
-    """The oracle: a full pass over the changed protein in which every other residue's keys and values, in every layer,
-    are those of the protein as it was, by SDPA. Logits of the changed residues; `letters` may continue the protein."""
+    """The oracle, by SDPA: logits of the changed residues in a full pass over the changed protein, in which all other
+    residues have the keys and values of the unchanged protein in every layer. `letters` may continue the protein."""
     old = tokenise(sequence, model.config)
     new = old[:-1]
     for letter, p in zip(letters, positions):
@@ -165,7 +165,7 @@ def test_copies_of_one_protein_read_together_what_they_share(spec):
 
 
 def test_layers_that_need_different_numbers_of_pages():
-    """129 tokens are two pages, and one where two of them are sinks."""
+    """129 tokens take two pages, or one page in a layer where two of them are sinks."""
     cache = ContextCache(tiny_esm(head_dim=32, initializer_range=0.1), MIXED)
     exact = ContextCache(cache.model, EXACT)
     for one in (cache, exact):

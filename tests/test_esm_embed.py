@@ -1,4 +1,4 @@
-"""`esm.embed` gives what transformers gives for each protein alone, long ones in windows, and `esm-embed` goes on."""
+"""`esm.embed` gives what transformers gives for each protein alone, long ones in windows, and can be resumed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LONG = (200, 63, 140)
 
 @pytest.fixture(scope="module")
 def model():
-    """One of 3 layers and 62 residues."""
+    """An ESM-2 model of 3 layers, for up to 62 residues."""
     return tiny_esm(max_position_embeddings=66)
 
 
@@ -37,7 +37,7 @@ def sequences():
 
 
 def alone(model, sequence):
-    """[layers + 1, residues, width], by transformers."""
+    """Hidden states [layers + 1, residues, width] of one protein, by transformers."""
     base = getattr(model, "esm", model)
     with torch.no_grad():
         ids = torch.tensor([tokenise(sequence, model.config)])
@@ -58,9 +58,9 @@ def test_windows_keep_each_residue_once(length, window, share):
         assert w.stop - w.start == min(length, window) and w.start <= w.first < w.last <= w.stop
     for before, after in pairwise(found):
         assert before.stop - after.start >= overlap
-        deeper = (before.stop - 1 - before.last) - (before.last - after.start)  # of the first residue of the next one
+        deeper = (before.stop - 1 - before.last) - (before.last - after.start)  # where `after` takes over
         assert abs(deeper) <= 1
-    if len(found) > 1:  # no fewer would do
+    if len(found) > 1:  # fewer windows would not reach the end
         assert (len(found) - 1) * (window - overlap) + overlap < length
 
 
@@ -83,7 +83,7 @@ def test_sizes_of_windows(model):
 
 @pytest.mark.parametrize("kind", ["EsmForMaskedLM", "EsmModel", "patched", "training"])
 def test_each_protein_is_as_if_it_were_alone(kind, sequences):
-    """All layers, whatever it runs with; the model is as it was."""
+    """All layers are right for every kind and state of the model, and the model is left as it was."""
     model = tiny_esm("EsmModel" if kind == "EsmModel" else "EsmForMaskedLM", max_position_embeddings=66)
     want = [alone(model, sequence) for sequence in sequences]
     if kind == "patched":
@@ -117,7 +117,7 @@ def test_masked_residues_are_read_as_such(model):
 
 @pytest.mark.parametrize("window, overlap", [(None, None), (30, 0), (30, 15)])
 def test_long_proteins_by_windows(model, window, overlap):
-    """Each residue from the window in whose middle it lies deeper, by hand."""
+    """Each residue comes from the window in which it is farther from the ends. This is computed by hand here."""
     sequences = [protein(n, 9 + n) for n in LONG]
     found = esm.embed(model, sequences, layers=(1, 3), residues="float16", window=window, overlap=overlap)
     for i, sequence in enumerate(sequences):
@@ -136,7 +136,7 @@ def test_long_proteins_by_windows(model, window, overlap):
 
 
 def test_packed_residues(model, sequences, tmp_path):
-    """Codes that Quantizer reads, each protein by itself, and close to the numbers."""
+    """Each protein has its own codes, which Quantizer reads and which decode close to the exact numbers."""
     everything = [*sequences, protein(140, 3)]
     exact = esm.embed(model, everything, residues="float16", layers=(2, 3))
     packed = esm.embed(model, everything, residues="4bit", layers=(2, 3), out=tmp_path / "packed")
@@ -161,7 +161,7 @@ def test_packed_residues(model, sequences, tmp_path):
 
 
 def test_memory_bounds_the_tokens_of_a_batch(model, monkeypatch):
-    """Batches of similar length, the longest first, and one protein of any length."""
+    """Batches hold at most as many tokens as memory allows, of sequences of similar length, the longest first."""
     sizes_seen = []
     real = embedding.padded
     monkeypatch.setattr(embedding, "padded", lambda *a: (sizes_seen.append([len(t) for t in a[0]]), real(*a))[1])
@@ -206,7 +206,7 @@ class Stop(Exception):
 
 
 def stopping(monkeypatch, after):
-    """Has `embed` stop after so many of its steps; returns the proteins of the steps that were run."""
+    """Makes `embed` stop after `after` steps. Returns a list that gets the proteins of each step that runs."""
     done, real = [], embedding._write
 
     def write(held, job, step, *rest):
@@ -383,6 +383,6 @@ def test_command_errors(model, tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit, match="^2$"):
             main(command)
         assert re.search(message, capsys.readouterr().err), command
-        if "--layers" in command:  # from here on weights are not read before options are found wrong
+        if "--layers" in command:  # the options of later commands are refused before weights are read
             (tmp_path / "model" / "model.safetensors").write_bytes(b"")
         assert sorted(os.listdir()) == ["model", "p.fasta"]

@@ -67,7 +67,7 @@ class Device:
 
 
 def caches(spec: CacheSpec, device: str = "cpu") -> tuple[ContextCache, ContextCache]:
-    """One that replays (on a CPU, through a `Device`), and one that does not."""
+    """Returns a cache that replays steps (on a CPU, through a `Device`) and one that does not."""
     model = tiny_esm(heads=3, head_dim=24).to(device)
     replaying, plain = ContextCache(model, spec, cuda_graphs=True), ContextCache(model, spec)
     for cache in (replaying, plain):
@@ -117,7 +117,7 @@ def test_few_recordings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for copies in (1, 2, 3, 4, 5, 2, 3, 4, 5, 1, 5):
         step = dict(residues=["W"] * copies, positions=[[7 + i] for i in range(copies)], proteins=[0] * copies)
         assert torch.allclose(torch.cat(replaying.decode(**step).hidden), torch.cat(plain.decode(**step).hidden))
-    assert device.recorded == 4  # of 2, 3, 4 and 5; that of one copy was forgotten in between
+    assert device.recorded == 4  # 2, 3, 4 and 5 copies; one copy was forgotten in between
     assert len(replaying._graphs._seen) == KEPT
 
 

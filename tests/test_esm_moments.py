@@ -24,7 +24,7 @@ SPEC = bare(3, 3, **WAVE, sinks=2)
 
 
 def crc64(sequence: str) -> str:
-    """As UniProt has it (ISO 3309, polynomial x^64 + x^4 + x^3 + x + 1)."""
+    """The CRC-64 that UniProt gives (ISO 3309, polynomial x^64 + x^4 + x^3 + x + 1)."""
     value = 0
     for byte in sequence.encode():
         value ^= byte
@@ -135,7 +135,7 @@ def test_what_is_refused() -> None:
 
 
 def test_a_wave_moves_with_its_tokens() -> None:
-    """Where packed tokens are read at later positions than they were stored at, the wave is shifted by as many."""
+    """If packed tokens are read at later positions than they were stored at, the wave is shifted by the difference."""
     layer = turboquant.measure(tiny_esm()).layers[1]
     positions = np.arange(50)
     for by in (1, 7, 300):

@@ -17,7 +17,7 @@ from turboquant.models.esm import ALPHABET, MASK, tokenise
 
 @pytest.fixture(scope="module")
 def model():
-    """One of 62 residues."""
+    """An ESM-2 model for up to 62 residues."""
     return tiny_esm(max_position_embeddings=66)
 
 
@@ -33,7 +33,7 @@ TOKEN = {letter: ALPHABET.index(letter) for letter in AMINO_ACIDS}
 
 
 def score(said, sequence, changes):
-    """The sum over mutations of (position, letter)."""
+    """The sum of the scores of mutations, each (position, letter)."""
     return sum(said[p][TOKEN[letter]] - said[p][TOKEN[sequence[p]]] for p, letter in changes)
 
 
@@ -182,7 +182,7 @@ def test_mutants_are_summed(here, model, method):
 
 @pytest.mark.parametrize("method", ["masked-marginals", "shared-context"])
 def test_mutants_masked_together(here, model, method):
-    """By hand: the positions that one window keeps are masked together, and windows are summed."""
+    """Positions that the same window keeps are masked together, and windows are summed, computed by hand here."""
     sequence, changes = here
     command = ["esm-scan", "p.fasta", "--model", "model", "--mutants", "m.csv", "--joint", "--csv", "s.csv"]
     assert main([*command, "--method", method, "--batch", "4"]) == 0

@@ -52,7 +52,7 @@ def test_equals_the_model_where_nothing_is_quantised(head_dim, side):
 
 @pytest.mark.parametrize("residues", [1022, 4094])
 def test_long_proteins(residues):
-    """Longer than what an ESM-2 model was trained on, beside a short one."""
+    """As long as the proteins that ESM-2 was trained on, and longer, beside a short one."""
     model = tiny_esm(head_dim=32, num_hidden_layers=2, max_position_embeddings=4100)
     inputs = batch(model, (residues, 40))
     real = inputs["attention_mask"].bool()
@@ -80,7 +80,7 @@ def test_more_bits_are_nearer(head_dim):
 
 
 def oracle(model, inputs, spec):
-    """The full pass with keys and values decoded to floats and attended to by SDPA, without `attend`."""
+    """A full pass in which keys and values are decoded to floats and SDPA attends to them, without `attend`."""
     from turboquant.esm.attention import plain_attention
 
     class Decoded:

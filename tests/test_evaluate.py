@@ -1,4 +1,4 @@
-"""Evaluation: that its numbers are what they say, that it goes through the packed path, and the command lines."""
+"""Evaluation: its numbers match their definitions, it uses the packed path, and its command lines work."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def book():
 
 @pytest.fixture(scope="module")
 def calibrated(book, tmp_path_factory):
-    """The file of a calibration that could not be saved at first and was resumed, and what the command then printed."""
+    """(file of a calibration, what the command printed). It could not be saved at first, and was resumed."""
     out = tmp_path_factory.mktemp("calibrated") / "demo.safetensors"
     # In float32, which is the faster where a CPU has no bfloat16.
     command = ["calibrate", str(DEMO), "--text", str(book), "--out", str(out), "--dtype", "float32"]
@@ -354,7 +354,7 @@ def test_calibrate_and_eval(calibrated, book, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert shown.count("exact: 4 sinks, 64 window") == 1
     of_preset, of_bits = (row.split("|")[2:] for row in shown.splitlines() if row.startswith(("| default |", "| 4 |")))
-    assert of_preset == of_bits  # which are 4 for values
+    assert of_preset == of_bits  # both have 4 bits for values
     assert main([*common, "--spec", "default", "--json", "-"]) == 0
     shown = capsys.readouterr()
     row = json.loads(shown.out)["rows"][0]
@@ -509,8 +509,8 @@ def benchmarks(monkeypatch):
 
 
 def not_above(committed: str, found: dict[str, float]) -> None:
-    """KL divergences by spec, at most 5 % above those of a file in tests/golden, which are the largest of two CPUs.
-    Over so few tokens another rounding changes them by up to 6 %.
+    """Asserts that KL divergences, by spec, are at most 5 % above those of a file in tests/golden, which are the larger
+    ones of two CPUs. Over so few tokens another rounding changes them by up to 6 %.
 
     `python benchmarks/quality.py --guard` writes the files anew, after a change that makes quality better.
     """
@@ -536,7 +536,7 @@ def test_quality_of_the_shipped_model(book, benchmarks):
 
 @pytest.mark.slow
 def test_quality_of_smollm2(benchmarks):
-    """Where `make real-models` has made it, with moments measured anew: 4, 3 and 2 bits, on a CPU."""
+    """At 4, 3 and 2 bits, on a CPU, with moments that are measured anew. `make real-models` makes the model."""
     found = benchmarks("quality").smollm2_guard(real_model("smollm2"))
     assert set(found) == {"default", "default-3", "default-2"}
     not_above("quality_smollm2.json", found)
@@ -555,7 +555,7 @@ def test_the_page_of_presets_is_current(benchmarks):
 
 
 def test_the_page_of_presets_takes_passkeys(benchmarks):
-    """The section on passkeys, from made-up rows, has the share found over all depths, by cache and length."""
+    """The section on passkeys has, for each cache and length, the share that was found over all depths."""
     pages = benchmarks("presets")
     rows = [
         {"params": {"cache": cache, "model": model, "length": length, "depth": depth, "keys": 4, "dtype": "bfloat16"},

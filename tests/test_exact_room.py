@@ -1,5 +1,5 @@
-"""Sinks and window grow as tokens come. Bit for bit, a cache does what one does whose sinks and window have their full
-size from the start."""
+"""Sinks and window grow as tokens come. The results are bit for bit those of a cache whose sinks and window have their
+full size from the start."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_crop_with_past_windows_of_other_sizes(spec, whole):
 
 
 def test_bytes_are_those_of_the_tokens_that_came():
-    """One row is 2 KV heads of 32 float32 channels, of keys and of values."""
+    """One row has a key and a value of 32 float32 channels for each of 2 KV heads."""
     model, cache = patched(bare(sinks=2**24, window=2**24))
     ids, row = prompts(1, 60)["input_ids"], 2 * 2 * 32 * 4
     for pieces, rows in (([1], 16), ([1] * 15, 16), ([1], 32), ([40], 64)):
@@ -143,7 +143,7 @@ def test_files_have_the_rows_that_hold_tokens(tmp_path):
 
 
 def test_reserved_tensors_keep_their_places():
-    """A CUDA graph of decoding steps needs that their addresses do not change."""
+    """Their addresses must not change, because a CUDA graph of decoding steps contains them."""
     model, cache = patched(bare(sinks=40, window=100))
     ids = prompts(1, 120)["input_ids"]
     feed(model, cache, ids, [5], (0,))

@@ -1,5 +1,5 @@
-"""The look-ups of CUDA attention give every code's level, without a GPU: csrc/cuda/tile/fragments.cuh, compiled for the
-host with an emulation of prmt (tests/cuda/fragments.cpp)."""
+"""The look-ups of CUDA attention give every code's level. No GPU is needed: csrc/cuda/tile/fragments.cuh is compiled
+for the host with an emulation of prmt (tests/cuda/fragments.cpp)."""
 
 import ctypes
 import os
@@ -49,7 +49,7 @@ def test_every_code_becomes_its_level(library: ctypes.CDLL, bits: int, way: int,
         for k in range(bits):
             string[ref.tile_places(bits)[:, :, k]] = codes >> k & 1
         words = np.packbits(string, bitorder="little").view("<u4")
-        words = np.append(words, np.uint32(0))  # halves of words are read, two bytes further
+        words = np.append(words, np.uint32(0))  # for reads that start two bytes into a word
         got = np.zeros((8, 4, 4, 8), np.int32)  # g, t, r, n
         pointers = (array.ctypes.data_as(ctypes.c_void_p) for array in (words, got))
         library.fragments(bits, way, multiply, *pointers)

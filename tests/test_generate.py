@@ -47,8 +47,8 @@ def test_a_wide_window_gives_the_same_text(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_padded_batch_is_each_sequence_alone(kind):
-    """Packed, with sinks, window and centre: the same logits up to rounding, and the same bytes, but for few codes that
-    rounding of hidden states moves across a threshold."""
+    """With sinks, window and centre, packed sequences have the logits that they have alone, up to rounding, and the
+    same bytes except for a few codes, where rounding of hidden states moves a number across a threshold."""
     model, lengths = tiny(kind), (60, 41, 7)
     spec = PACKED.with_(**WAVE, sinks=1, window=16)
     turboquant.patch(model, spec)
@@ -79,7 +79,7 @@ def test_a_padded_batch_is_each_sequence_alone(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_logits_are_close_and_sliding_layers_stay_small(kind):
-    """Every token packed, in a prompt and token by token: close to the model's own cache, closer with more bits."""
+    """Logits with all tokens packed, in a prompt and one by one, are close to exact ones, and closer with more bits."""
     model, ids, error = tiny(kind, initializer_range=0.06), prompts(2, 290)["input_ids"], {}
 
     def logits(cache):
@@ -137,8 +137,8 @@ def test_beams():
 
 
 def test_packed_beams_score_what_a_forward_scores():
-    """The scores that beam search reports for its winner are those of its tokens in one pass over a packed cache of
-    their own."""
+    """The scores that beam search reports for its winners are those of their tokens in one forward, with a packed cache
+    of its own."""
     model, inputs = turboquant.patch(tiny(), PACKED.with_(sinks=2)), prompts(2, 140)
     got = generate(model, inputs, 10, num_beams=3, output_logits=False, output_scores=True, length_penalty=0.0)
     with torch.no_grad():
@@ -271,7 +271,7 @@ def test_generate_in_chunks_that_are_padding_alone():
 
 
 def test_autocast():
-    """Rotary embeddings make queries and keys float32 again, values stay bfloat16: stored as SDPA would read them."""
+    """Rotary embeddings make keys float32 again, and values stay bfloat16. Both are stored as SDPA reads them."""
     model, inputs = tiny(), prompts(2, 20, (3, 0))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         want = generate(model, inputs, 8).logits[0].float()
@@ -372,8 +372,8 @@ def test_inference_mode():
 
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_packed_positions(use_cache):
-    """Several texts in one row, told apart by position_ids alone, give what they give without a patch: the model keeps
-    them apart without a cache, and does not with one."""
+    """Several texts in one row, told apart by position_ids alone, give what they give without a patch. The model itself
+    keeps them apart only if it has no cache."""
     model, ids = tiny(), prompts(1, 30)["input_ids"]
     where = torch.cat([torch.arange(12), torch.arange(18)])[None]
     with torch.no_grad():

@@ -65,7 +65,7 @@ def test_every_step_after_the_prompt_is_for_the_graph(monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The positions of steps that are for the graph. These run one by one, so that no GPU is needed."""
+    """The positions of the steps that the graph gets. These run as plain forwards, so that no GPU is needed."""
     seen: list[Any] = []
 
     def run(self: DecodeGraph, cache: Any, ids: Any, positions: Any) -> Any:
@@ -81,7 +81,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.parametrize("kind", ["llama", "opt", "roberta"])
 @pytest.mark.parametrize("spec", [SPEC, PLAIN], ids=["wave", "no wave"])
 def test_positions_of_steps_without_position_ids(kind: str, spec: Any, seen: list[Any]) -> None:
-    """They are the model's own: as many as are stored, or as a mask or padding ids say."""
+    """They are those that the model itself chooses: the number of stored tokens, or what a mask or padding ids say."""
 
     def logits() -> Any:
         cache = turboquant.TurboQuantCache(model)
@@ -99,7 +99,7 @@ def test_positions_of_steps_without_position_ids(kind: str, spec: Any, seen: lis
     assert seen == ([[50, 50], [51, 51]] if kind == "llama" else [])
 
 
-MASKS = {  # of a step behind 20 tokens, and what is said
+MASKS = {  # (mask of a step after 20 tokens, error, message)
     "custom": (torch.ones(2, 1, 1, 21, dtype=torch.bool), NotImplementedError, r"\(2, 1, 1, 21\): custom masks"),
     "of too few positions": (torch.ones(2, 20), ValueError, r"must cover the 20 stored positions .* got \(2, 20\)"),
     "of the new token": (torch.ones(2, 1), ValueError, r"must cover the 20 stored positions .* got \(2, 1\)"),
@@ -202,7 +202,7 @@ def test_the_text_is_that_of_plain_steps(batch: int) -> None:
 @pytest.mark.cuda
 @NEEDS_CUDA
 def test_replays_notice_what_moves_the_cache() -> None:
-    """Growth into new pages, a crop, a fork and other rows; against plain steps over the same tokens."""
+    """After growth into new pages, a crop, a reorder and a fork, replays have the logits of plain steps."""
     model = turboquant.patch(tiny().cuda(), bare(key_bits=4, value_bits=4, sinks=0, window=0))
     config, spec = model.config, model._turboquant.spec
     ids = prompt(2, 200).cuda()

@@ -1,4 +1,4 @@
-"""The build of the operators for Hugging Face's `kernels`: two versions and the package in one process (make
+"""The build of the operators for Hugging Face's `kernels`. Two versions of it and the package run in one process (make
 test-hub-kernel)."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Models with linear attention, state spaces or convolutions beside attention: keys and values are packed, states are
-kept as the model makes them."""
+"""Models with linear attention, state spaces or convolutions beside attention. Keys and values are packed, and states
+are kept as the model makes them."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_crop_is_refused_and_convolutions_alone_can_be_cropped():
 
 
 def recorded(model: Any, pieces: Any, **options: Any) -> TurboQuantCache:
-    """A cache of these forwards, which records the past from the first on."""
+    """A cache that records the past, after forwards of these pieces."""
     cache = TurboQuantCache(model)
     cache.activate_past_recording()
     run(model, cache, pieces, **options)

@@ -106,7 +106,7 @@ def test_rows_by_definition(lead, last):
     assert not signs[1, :, 6:].any()
     levels, expected = encode(bits, lead, steps, z)
     words, wanted = scales.view(np.int32), expected.astype(np.float32).view(np.int32)
-    nearest = (wanted + 256 - (words & 511) & ~511) | words & 511  # the floats whose lowest 9 bits are the classes
+    nearest = (wanted + 256 - (words & 511) & ~511) | words & 511  # the nearest floats whose lowest 9 bits are classes
     assert np.allclose(scales, expected, rtol=2**-15) and (words == nearest).mean() > 0.95
     leading = np.ascontiguousarray(signs.transpose(0, 2, 1).reshape(128, -1)[:70])
     step = np.repeat(steps, 32)[:dim]
@@ -460,8 +460,8 @@ SENTENCES = Path(__file__).parent / "data" / "sentences.npy"
     [(1, 0.65, 0.70, 0.81), (2, 0.81, 0.825, 0.90), (3, 0.885, 0.89, 0.935), (4, 0.93, 0.935, 0.955)],
 )
 def test_recall_on_sentences(bits, untrained, mean, axes):
-    """Recall at 10 with embeddings of real sentences (tests/data), of four rotations: 100 are queries, 700 are in the
-    index."""
+    """Recall at 10 reaches a floor on average over four rotations, with embeddings of real sentences (tests/data): 100
+    are queries, 700 are in the index."""
     x = np.load(SENTENCES).astype(np.float32)
     x /= np.linalg.norm(x, axis=1, keepdims=True)
     queries, x = x[:100], x[100:]

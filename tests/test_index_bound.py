@@ -1,5 +1,5 @@
-"""The bound of a search's first pass is measured on the rows: `search` finds what all scores of the same codes find,
-also where rotated coordinates are no independent noise."""
+"""The bound of a search's first pass is measured on the rows. So `search` finds what a ranking by all scores of the
+same codes finds, also where errors of rotated coordinates are not independent noise."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def all_scores(index, queries):
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("metric", ["ip", "l2", "cosine"])
 def test_search_finds_what_all_scores_find(metric, bits):
-    """Shares of the ten best, by exact scores, within 0.005."""
+    """The share of the ten best by exact scores is at most 0.005 below that of a ranking by all scores of the codes."""
     for name, make in DATA.items():
         x, queries = (part.astype(np.float32) for part in make(np.random.default_rng(0)))
         if metric == "cosine":
@@ -105,7 +105,7 @@ def test_search_finds_what_all_scores_find(metric, bits):
 
 @cache
 def leading_fit(bits, lead):
-    """(values by the first `lead` bits, error): what a level of N(0, 1) is estimated as, from 400,000 numbers."""
+    """Returns (values, error): the estimate of a level of N(0, 1) from its first `lead` bits, and its squared error."""
     usual = np.random.default_rng(1).standard_normal(400_000).astype(np.float32)
     its = levels_of(usual, bits)
     field = ranks_of(its, bits) >> bits - lead
@@ -123,12 +123,12 @@ def coded(z, bits):
 
 
 def leading_classes(scales):
-    """k of rows (turboquant_index.h)."""
+    """Returns k of each row, which its scale holds (turboquant_index.h)."""
     return ((scales.view(np.uint32) >> 3 & 63).astype(int) + 32) % 64 - 32
 
 
 def next_factors(k, bits):
-    """What the second bound multiplies scales by."""
+    """Returns what the second bound multiplies scales by."""
     return 1 + np.maximum(k, 0) / 192 if bits < 8 else np.ones(len(k))
 
 
@@ -149,7 +149,7 @@ def test_leading_classes_by_definition(bits, dim, lead):
     estimate = (z * values[ranks_of(levels, bits) >> bits - lead]).sum(axis=1, dtype=float)
     k = 64 * ((z * levels).sum(axis=1, dtype=float) / estimate - 1)
     own = leading_classes(scales)
-    assert (np.abs(own - k) < 0.5 + 0.3).all() and (own == np.rint(k)).mean() > 0.8  # values are of 400,000 numbers
+    assert (np.abs(own - k) < 0.5 + 0.3).all() and (own == np.rint(k)).mean() > 0.8  # `values` are estimates
     assert len(set(own)) > 3
 
 
@@ -163,8 +163,8 @@ def ranks_of(levels, bits):
 
 @pytest.mark.parametrize("lead, bits", [(1, 4), (2, 4), (2, 8), (1, 3), (1, 8)])
 def test_noise_classes_by_definition(lead, bits):
-    """The lowest bits of scales, from decoded levels and the rotation in NumPy. Where one bit leads, the larger class
-    of the first bound and of the second, which knows the next bit too."""
+    """The lowest 3 bits of scales are the noise class that NumPy computes from decoded levels and the rotation. Where
+    one bit leads, it is the larger class of the first bound and of the second, which knows the next bit too."""
     rng = np.random.default_rng(1)
     dim = 64 if lead == 2 else 224
     x = rng.standard_normal((400, dim)).astype(np.float32) * (rng.random((400, 1)) < rng.random((400, dim)) ** 4)
@@ -184,7 +184,7 @@ def test_noise_classes_by_definition(lead, bits):
         residuals = levels / factors[known][:, None] - values[ranks_of(levels, bits) >> bits - known]
         back = _core.rotate(plan, residuals.astype(np.float32), None, inverse=True).astype(float)
         noise = np.sqrt((x.astype(float) ** 2 * back**2).sum(1) / (x.astype(float) ** 2).sum(1) / error)
-        sure &= np.abs(noise[:, None] / ends - 1).min(axis=1) > 0.02  # an estimate from 400,000 numbers
+        sure &= np.abs(noise[:, None] / ends - 1).min(axis=1) > 0.02  # `error` is estimated from 400,000 numbers
         expected.append(np.searchsorted(ends, noise))
         largest = np.maximum(largest, expected[-1])
     classes = segment.scales.view(np.uint32) & 7
@@ -196,8 +196,8 @@ def test_noise_classes_by_definition(lead, bits):
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("dim", [200, 240, 256])
 def test_rows_are_found_by_both_bounds(bits, dim):
-    """A narrow bound decides what is found: the rows whose bounds, by definition, reach the k-th largest lower bound. A
-    first bound alone finds others. Tables of a query are rounded, so some rows differ."""
+    """With a narrow bound, a search finds the best of the rows whose upper bound reaches the k-th largest of min(score,
+    upper bound). The first bound alone would find others. Tables of a query are rounded, so some rows differ."""
     rng, k = np.random.default_rng(0), 10
     x, queries = (rng.standard_normal((n, dim)).astype(np.float32) for n in (1500, 60))
     index = turboquant.Index(dim, bits)
@@ -254,7 +254,7 @@ def test_least_width_of_a_bound():
     few = quiet.copy()
     few[110, 7] = 8  # under 1.25 %
     assert bound(2.5, few) == 2.5
-    few[110, 7], few[130, 7] = 0, 8  # of rows with larger scales than all others
+    few[110, 7], few[130, 7] = 0, 8  # these rows have larger scales than all others
     assert bound(2.5, few) == 2.5
     few[130, 0] = 60  # too many of the 5 % with the largest scales
     assert bound(2.5, few) > 2.5

@@ -1,4 +1,4 @@
-"""`turboquant index`: what it builds and finds is what the library does; files that it cannot read are named."""
+"""`turboquant index` builds and finds what the library does, and names the files that it cannot read."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def here(tmp_path, monkeypatch):
 
 
 def fails(capsys, *arguments):
-    """What a command says that ends with status 2."""
+    """Runs a command that must end with status 2, and returns what it says."""
     with pytest.raises(SystemExit, match="^2$"):
         main(["index", *arguments])
     return capsys.readouterr().err
 
 
 def found(text, queries, k):
-    """The ids and scores of CSV."""
+    """Returns the ids and scores that CSV text has."""
     ids, scores = np.full((queries, k), -1), np.full((queries, k), np.nan, np.float32)
     lines = list(csv.reader(text.splitlines()))
     assert lines[0] == ["query", "rank", "id", "score"]
@@ -47,7 +47,7 @@ def found(text, queries, k):
 
 @pytest.mark.parametrize("kind", ["float32", "float16", "float64", "int8", "fortran"])
 def test_build_makes_the_file_that_the_library_makes(here, kind, monkeypatch, capsys, caplog):
-    """In parts that are no multiple of a segment, trained or not."""
+    """The bytes are equal though vectors are read in parts that are no multiple of a segment, trained or not."""
     x = (rows(2000) * (20 if kind == "int8" else 1)).astype("float32" if kind == "fortran" else kind)
     np.save("vectors.npy", np.asfortranarray(x) if kind == "fortran" else x)
     monkeypatch.setattr(index_commands, "_ROWS", 700)
@@ -131,7 +131,7 @@ def test_info(here, capsys):
 
 
 def test_an_index_that_refines(here, capsys):
-    """It takes --factor, with --refine of the search or without."""
+    """A search of it takes --factor, or --refine with other vectors."""
     main(["index", "build", "vectors.npy", "--bits", "1", "--refine", "int8", "--out", "x"])
     index, x, queries = turboquant.Index.load("x"), np.load("vectors.npy"), np.load("queries.npy")
     capsys.readouterr()
@@ -281,7 +281,7 @@ def test_bad_arguments(here, capsys):
 
 
 def test_a_reader_that_leaves_early_and_no_torch(here):
-    """In a process of its own: head has all that it wants, and nothing imports torch or tqdm."""
+    """A search whose reader closes the pipe ends with status 141, in a process that cannot import torch or tqdm."""
     main(["index", "build", "vectors.npy", "--out", "x"])
     code = (
         "import sys; sys.modules.update(torch=None, tqdm=None, transformers=None); import turboquant.cli as c; "
@@ -296,7 +296,7 @@ def test_a_reader_that_leaves_early_and_no_torch(here):
 
 
 def test_ids_of_documents_are_printed(here, capsys):
-    """As adapters save them; a damaged table is an error."""
+    """A search of a file of an adapter prints the ids of its documents. A damaged table is an error."""
     documents = Documents(turboquant.Index(64, 4))
     documents.add([Document(f"d{i}", None, {}) for i in range(2000)], list(rows(2000)))
     documents.save("x")

@@ -1,4 +1,4 @@
-"""An index that keeps its vectors in 8 bits too, `Index(refine="int8")`, and ranks by them what a search finds."""
+"""An index that also keeps its vectors in 8 bits, `Index(refine="int8")`, and ranks what a search finds by these."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_more_neighbours_are_found():
     truth = exact(queries, x, "ip")
     before, default = (recall(i.search(queries, 10)[1], truth) for i in (plain(index), index))
     assert before + 0.2 < default and recall(index.search(queries, 10, factor=8)[1], truth) > 0.98
-    own = index.search(queries, 10, refine=x, factor=8)  # the caller's rows go before
+    own = index.search(queries, 10, refine=x, factor=8)  # the caller's rows take precedence
     assert np.allclose(own[0], np.take_along_axis(truth, own[1], 1), rtol=1e-4, atol=1e-4)
     assert (
         np.abs(index.reconstruct(np.arange(50)) - x[:50]).max() < 0.1 < np.abs(plain(index).reconstruct(0) - x[0]).max()
@@ -78,8 +78,8 @@ def test_more_neighbours_are_found():
 
 @pytest.mark.parametrize("dim", [64, 100, 384])
 def test_the_largest_number_of_a_row_is_the_largest_level(dim):
-    """No scan reads the 8 bits, so steps are as fine as each row allows, and nothing is clamped: they lose at most
-    0.7 of what levels of one size lose, and less than `Index(bits=8)`, which has eight sizes."""
+    """No scan reads the 8 bits, so each row has the finest step that clamps nothing. The error is less than 0.7 of that
+    of levels of one size, and less than that of `Index(bits=8)`, whose rows have one of six sizes."""
     rng = np.random.default_rng(0)
     for x in (rng.standard_normal((500, dim)), rng.standard_t(2, (500, dim))):
         index, same = turboquant.Index(dim, 2, refine="int8"), turboquant.Index(dim, 8)
@@ -117,7 +117,7 @@ def test_every_instruction_set_and_threads():
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_changes_files_and_copies(metric, tmp_path):
-    """However rows came, went and were stored, results are those of the rows that are there."""
+    """However rows were added, removed and stored, results are those of the rows that are left."""
     x, queries = rows(1000), rows(9, seed=1)
     index = turboquant.Index(64, 2, metric, refine="int8")
     index.train(x)

@@ -1,4 +1,4 @@
-"""What an index takes: numbers of any kind and size. Adding rows with ids of one's own sorts no more than it must."""
+"""An index takes numbers of any kind and size. Adding rows with given ids sorts no more than it must."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_sizes_are_undone_exactly(metric, trained, tmp_path):
 
 
 def test_sizes_beyond_what_scores_can_be():
-    """Scores end at the largest float32; the order does not suffer."""
+    """Scores are at most the largest float32, and the order of results does not change."""
     x = rows(500)
     largest = x * np.float32(6e37)
     for metric in ("ip", "l2"):
@@ -88,7 +88,7 @@ def plain_ids(x):
 
 
 def test_larger_rows_come_later():
-    """The rows that are there are scaled to the new ones, and copies and searches that began before do not change."""
+    """Larger new rows make the index rescale stored ones. Results among these, and of earlier copies, do not change."""
     x = rows(400)
     index = turboquant.Index(48, 4)
     index.add(x)

@@ -107,7 +107,7 @@ def test_bad_input_changes_nothing(metric, tmp_path):
 
 
 def resealed(data, change):
-    """The file with its header changed, and the header's own checksum made to fit."""
+    """Returns the file with its header changed, and with a checksum that fits the new header."""
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:start])
     about = header["__metadata__"]
@@ -145,7 +145,7 @@ FILES = {
 
 
 def test_the_row_of_a_large_sample_is_named(monkeypatch):
-    """Of more rows than training reads, every third is read here."""
+    """An error names the row of the whole sample, though training reads only every third row here."""
     monkeypatch.setattr(training, "JUDGES", 100)
     x = np.ones((250, 8))
     x[9, 5] = np.nan
@@ -216,7 +216,7 @@ def test_the_largest_id(n, mapped, tmp_path):
 @pytest.mark.parametrize("tiny", [1e-24, 1e-40])
 @pytest.mark.parametrize("axes", [False, True])
 def test_a_tiny_row_of_a_sample_counts_like_others_with_cosine(axes, tiny):
-    """The square of its length is 0 in float32: one such row would make the index's mean infinite."""
+    """The square of such a row's length is 0 in float32, and dividing by it would make the index's mean infinite."""
     x = np.random.default_rng(0).standard_normal((300, DIM)).astype(np.float32)
     small = x.copy()
     small[7] *= np.float32(tiny)
@@ -241,7 +241,7 @@ def test_a_sample_of_denormals():
 @pytest.mark.parametrize("bits", [1, 3, 8])
 @pytest.mark.parametrize("metric", ["ip", "l2"])
 def test_tiny_vectors_are_found_as_zeros(metric, bits):
-    """Of vectors below 2^-126, 1 / rms is infinite in float32."""
+    """Vectors whose rms is below 2^-126 are stored as zeros: 1 / rms of smaller ones is infinite in float32."""
     x = np.random.default_rng(0).standard_normal((100, DIM)).astype(np.float32)
     tiny = [0, 1, 2, 3]
     x[tiny] = x[tiny] * np.float32([[0], [1e-45], [1e-43], [2e-39]])

@@ -1,5 +1,5 @@
-"""Lists of an index: which list a row belongs to, what a search reads, files, and bad input. test_index_states.py
-changes an index with lists in any order; k-means is replaced by rows of the sample, but where it is what is tested."""
+"""Lists of an index: which list a row belongs to, what a search reads, files, and bad input. Rows of the sample replace
+k-means, except in the test of k-means. test_index_states.py changes an index with lists in any order."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def same(one, other):
 @pytest.mark.parametrize("isa", _core.isa_available())
 @pytest.mark.parametrize("metric", METRICS)
 def test_lists_by_one_rule(few_means, metric, isa):
-    """The list of a row has the largest value in float64; values, and so lists, are the same on all levels."""
+    """On every instruction set a row belongs to the list with the largest value in float64, equal rows to one list."""
     index = turboquant.Index(DIM, 3, metric, lists=LISTS)
     index.train(rows(0, 1200))
     slow = SlowIndex(index)
@@ -73,8 +73,8 @@ def test_equal_values_belong_to_the_first_list(monkeypatch):
 @pytest.mark.parametrize("isa", _core.isa_available())
 @pytest.mark.parametrize("metric", METRICS)
 def test_probed_lists_are_as_good_as_a_slow_scan_of_them(few_means, metric, isa):
-    """Scores of the rows of the p nearest lists and of the tail, from all bits and with the bound; on all levels, with
-    any number of threads and queries."""
+    """A search finds the best rows of the nearest lists and of the tail, by all bits and with the bound, on every
+    instruction set, with any number of threads and queries."""
     index, slow, queries = filled(metric, tail=100), None, rows(4, 9)
     slow = SlowIndex(index)
     slow.add(np.concatenate([rows(1, 1500), rows(2, 100)]))
@@ -103,8 +103,8 @@ def test_probed_lists_are_as_good_as_a_slow_scan_of_them(few_means, metric, isa)
 @pytest.mark.parametrize("isa", _core.isa_available())
 @pytest.mark.parametrize("metric", ["ip", "cosine"])
 def test_few_of_many_lists_are_found_as_if_all_had_their_values(monkeypatch, metric, isa):
-    """Where few lists are read, float32 rules most of them out. Many centres here are equal, or differ by less than
-    it can tell. A tail, even of removed rows, makes a search value all lists in float64."""
+    """If a search reads few lists, it rules most others out in float32. Many centres here are equal, or differ by less
+    than float32 can tell. A tail, even one of removed rows, makes a search compute all values in float64."""
 
     def means(x, n, *_):
         noise = 2e-7 * np.random.default_rng(5).standard_normal((n, DIM)) * (np.arange(n) % 3 > 0)[:, None]

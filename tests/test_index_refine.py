@@ -46,7 +46,7 @@ def test_refined_scores_are_exact(metric, kind, tmp_path):
 
 
 def test_refined_are_the_best_of_those_found():
-    """By the slow way: the ids of a search for factor * k, sorted by exact scores, ties by id."""
+    """Results are the ids that a search for factor * k finds, sorted by exact scores, then by id."""
     x, queries = rows(500).round(1), rows(20, seed=1).round(1)
     index = turboquant.Index(64, 3, "ip")
     index.add(np.concatenate([x, x[:100]]))

@@ -1,5 +1,5 @@
 """A Hypothesis state machine changes an index that keeps its vectors in 8 bits, or not, and searches it in any order.
-What it ranks by is compared with a slow index of the 8 bits, and with exact scores of the vectors that a dict holds."""
+Its results are compared with a slow index of the 8 bits, and with exact scores of the vectors that a dict holds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Refined(RuleBasedStateMachine):
         self.metric, self.there = metric, {}
         n_lists = 5 if training == "lists" else 0
         self.index = turboquant.Index(DIM, bits, metric, lists=n_lists, refine=refine)
-        self.plain = turboquant.Index(DIM, bits, metric, lists=n_lists)  # the same codes alone
+        self.plain = turboquant.Index(DIM, bits, metric, lists=n_lists)  # the same codes without the 8 bits
         if training is not None:
             for index in (self.index, self.plain):
                 index.train(rows(200, DIM), axes=False)
@@ -92,7 +92,7 @@ class Refined(RuleBasedStateMachine):
     # ---- searches ----
 
     def ranked(self, found, near, scores, k):
-        """Whether what was found are the best k of the ids `near` by `scores`, larger first, to rounding."""
+        """Asserts that `found` are the best k of the ids `near` by `scores`, larger first, up to rounding."""
         own, ids = found
         sign = -1 if self.metric == "l2" else 1
         near = [i for i in near.tolist() if i >= 0]
@@ -108,7 +108,7 @@ class Refined(RuleBasedStateMachine):
     @precondition(lambda self: self.there)
     @rule(seed=st.integers(60, 99), k=st.integers(1, 12), factor=st.integers(1, 30), data=st.data())
     def search(self, seed, k, factor, data):
-        """By what the index keeps, and by the caller's vectors."""
+        """A search ranks by the 8 bits that the index keeps, and by the caller's vectors."""
         query = rows(1, DIM, seed)[0]
         allowed = data.draw(st.none() | st.sets(st.sampled_from(list(self.there)), min_size=1).map(list))
         near = self.plain.search(query, min(k * factor, max(k, len(self.there))), allowed)[1]

@@ -1,4 +1,4 @@
-"""`search_shards` finds what one index finds, by any executor; manifests refuse what they do not name."""
+"""`search_shards` finds what one index finds, with any executor. Files that a manifest does not name are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from turboquant.index import shards
 
 
 def filled(folder, x, cuts, base, ids=None):
-    """Files of copies of `base` with the rows between cuts; their paths."""
+    """Saves copies of `base`, each with the rows between two cuts, and returns their paths."""
     ids = np.arange(len(x)) if ids is None else ids
     paths = []
     for i, (low, high) in enumerate(zip([0, *cuts], [*cuts, len(x)], strict=True)):
@@ -57,7 +57,7 @@ def three(tmp_path_factory):
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_all_bits_of_shards_give_what_one_index_gives(metric, tmp_path):
-    """Scores and ids are equal, whichever rows lie where: ids mixed, an empty shard, fewer rows than k, one query."""
+    """Scores and ids are equal however rows are divided: ids mixed, an empty shard, fewer rows than k, one query."""
     x, queries, base = rows(900), rows(20, seed=1), trained(metric)
     ids = np.random.default_rng(0).permutation(5000)[:900]
     paths = filled(tmp_path, x, [3, 3, 400], base, ids)
@@ -100,7 +100,7 @@ def test_bounds_of_shards_miss_hardly_more(three):
 
 
 class Queue:
-    """An executor that is none of concurrent.futures: it runs a task when its result is asked for."""
+    """An executor that is not of concurrent.futures. It runs a task when its result is asked for."""
 
     def __init__(self):
         self.cancelled = 0
@@ -118,7 +118,7 @@ class Queue:
 
 
 def test_executors(three):
-    """Threads, processes that begin anew, and any other that has `submit`, from another working folder."""
+    """Results are the same with threads, spawned processes, any object that has `submit`, and with relative paths."""
     _, _, _, paths, manifest = three
     queries = rows(30, seed=2)
     want = search_shards(paths, queries, 10)
@@ -164,7 +164,7 @@ def test_a_manifest_names_files_from_its_own_folder(three, tmp_path, monkeypatch
 
 
 def test_copies_that_training_or_large_vectors_made_are_alike(tmp_path):
-    """What was chosen counts, not how: an index that divides its vectors has the transform of one that does not."""
+    """An index that divides its large vectors has the same transform as one that does not."""
     base, x = trained("l2"), rows(40)
     paths = filled(tmp_path, np.concatenate([x, np.ldexp(x, 60)]), [40], base)
     write_manifest(tmp_path / "m.json", paths)
@@ -213,7 +213,7 @@ def test_shards_of_another_transform_are_refused(three, other, tmp_path):
 
 
 def test_files_that_a_manifest_does_not_name_are_refused(tmp_path):
-    """A shard that was saved anew, was damaged, or is gone; two shards with one id."""
+    """A shard that was saved again, damaged or deleted is refused, and so are two shards with the same id."""
     x, base = rows(300), trained()
     paths = filled(tmp_path, x, [150], base)
     manifest = tmp_path / "m.json"

@@ -176,7 +176,7 @@ class Index(RuleBasedStateMachine):
     @precondition(lambda self: self.slow.rows and self.lists)
     @rule(seed=st.integers(60, 99), k=st.integers(1, 30), probe=st.integers(1, 7), data=st.data())
     def search_lists(self, seed, k, probe, data):
-        """All of the tail, and the lists nearest to the query among those with allowed rows."""
+        """A search reads all of the tail, and of the lists with allowed rows those nearest to the query."""
         query, known = rows(seed, 1)[0], list(self.slow.rows)
         allowed = data.draw(st.none() | st.sets(st.sampled_from(known), min_size=1))
         among = set(known if allowed is None else allowed)

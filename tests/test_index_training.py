@@ -103,7 +103,7 @@ def test_a_sample_of_10_000_rows_has_500_queries():
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_mean_is_judged(bits):
-    """Where lengths differ much, short rows lie near the origin and far from the mean."""
+    """`train` does not choose the mean where it hurts: if lengths differ much, short rows are far from the mean."""
     rng = RNG(0)
     x = (rng.lognormal(0, 2, (3000, 1)) * rng.standard_normal((3000, 96))).astype(np.float32)
     queries = rng.standard_normal((100, 96)).astype(np.float32)
@@ -183,7 +183,7 @@ def test_axes_are_a_rotation_of_all(together, dim, channels):
 @pytest.mark.parametrize("metric", ["ip", "l2"])
 @pytest.mark.parametrize("unit", [1.0, 2.0**-60])
 def test_rows_may_be_far_larger_than_the_sample(metric, unit):
-    """Also along the axes of least variance, which have a width above 0 here."""
+    """Such rows are found, also along the axes of least variance, which have a width above 0 here."""
     rng = RNG(0)
     sample = unit * rng.standard_normal((4000, 64)) / (1 + np.arange(64)) * np.repeat([1, 2.0**-10], 32)
     index = turboquant.Index(64, 6, metric)

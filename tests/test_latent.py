@@ -1,4 +1,4 @@
-"""Latent attention (MLA): latents and rotary parts are packed, and the model expands them, decoded, as it would."""
+"""Latent attention (MLA): latents and rotary parts are packed. The model expands the decoded ones with its own code."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_failed_forward_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         patched.setattr(cache.packed_layers[-1].storage, "store", fail)
         with pytest.raises(MemoryError, match="layer 1: no room"):
             run(model, cache, PIECES[1:2])
-    with monkeypatch.context() as patched:  # behind the first layer's cache
+    with monkeypatch.context() as patched:  # fails after the first layer has stored its tokens
         patched.setattr(model.model.layers[0].mlp, "forward", fail)
         with pytest.raises(MemoryError, match="no room"):
             run(model, cache, PIECES[1:2])
@@ -113,7 +113,7 @@ def test_what_is_refused(tmp_path: Any) -> None:
 
 
 def expansions(monkeypatch: pytest.MonkeyPatch, model: Any) -> list[int]:
-    """A list that gets the number of tokens of each later expansion by the model's own code."""
+    """Returns a list that records the number of tokens of each later expansion by the model's own code."""
     tokens: list[int] = []
     kind = type(next(module for module in model.modules() if hasattr(module, "kv_b_proj")))
     own = kind.expand_kv
@@ -137,7 +137,7 @@ def test_few_queries_absorb_the_expansion(name: str, monkeypatch: pytest.MonkeyP
     tokens = expansions(monkeypatch, model)
     got = run(model, TurboQuantCache(model))
     torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
-    assert {*tokens} == {20}  # the first piece, whose queries are all that there are
+    assert {*tokens} == {20}  # only the first piece is expanded: there are as many queries as tokens
 
 
 def test_the_count_of_multiplications() -> None:
@@ -151,7 +151,7 @@ def test_the_count_of_multiplications() -> None:
 
 
 def test_what_is_no_plain_matrix_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An adapter, a hook, or another expansion than the known one: the result stays that of the model's code."""
+    """With an adapter, a hook, or another expansion than the known one, the result is that of the model's code."""
 
     class Adapted(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

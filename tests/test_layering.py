@@ -62,7 +62,7 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*(?:<([^>]+)>|"([^"]+)")', re.MULTILINE)
 FLOORS = (
     "ground index measured models kvcache measuring esm hf evaluation calibration patching vllm front cli __main__"
 ).split()
-# Folders that stand beside others, and use fewer of them than their floor would allow.
+# Floors and packages that a folder may not import, though its floor or `TORCH_FLOORS` would allow some of them.
 MAY_NOT_IMPORT = {
     "kvcache": ["models", "index", "transformers"],
     "index": ["torch"],
@@ -151,7 +151,7 @@ def include_faults(root: Path) -> Iterator[str]:
 
 
 def attend_faults(root: Path) -> Iterator[str]:
-    """What all strategies of attention on CUDA share lies below them, and none includes another."""
+    """Finds includes that `ATTEND` does not allow: no strategy of attention on CUDA includes another."""
     folder = root / "csrc/cuda/attend"
     for path in (path for path in c_files(root) if path.is_relative_to(folder) and path.parent != folder):
         floor = path.parent.relative_to(folder).as_posix()
@@ -246,7 +246,7 @@ def floor_of(name: str, modules: Mapping[str, Path]) -> str:
 
 
 def of_package(path: Path, module: str) -> Iterator[tuple[int, str]]:
-    """(line, name) of all that a module imports of the package; for `from a import b` a.b, be it a module or not."""
+    """(line, name) of all that a module imports of the package. `from a import b` gives a.b, a module or not."""
     every = all_imports(path, module)
     for line, name in every:
         inner = any(at == line and other.startswith(f"{name}.") for at, other in every)
@@ -311,7 +311,7 @@ def circle_faults(root: Path) -> Iterator[str]:
 
 
 def adapter_faults(root: Path) -> Iterator[str]:
-    """Adapters to other packages: nothing imports them, and nothing else imports those packages."""
+    """Finds imports of the adapters to other packages, and imports of those packages outside the adapters."""
     modules = [f"turboquant.{name}" for name in ADAPTERS]
     for path in sorted((root / "turboquant").rglob("*.py")):
         if (module := module_name(path, root)) in modules:
@@ -561,5 +561,5 @@ def test_planted_fault_is_found(tmp_path, fault):
 
 @pytest.mark.parametrize("name", ["langchain", "haystack", "llama_index"])
 def test_adapters_are_short(name):
-    """What they share is in `turboquant.index.documents` and `.filters`."""
+    """Each has at most 150 lines: what they share is in `turboquant.index.documents` and `.filters`."""
     assert len((ROOT / "turboquant" / f"{name}.py").read_text().splitlines()) <= 150

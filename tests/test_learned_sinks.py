@@ -43,7 +43,7 @@ def test_sinks_take_their_share(name, spec):
 
 
 def test_a_prefill_needs_no_square_of_the_prompt(monkeypatch):
-    """transformers' only function for sinks makes all weights at once: 128 GiB for 32,768 tokens of gpt-oss."""
+    """transformers' function for sinks is not called: it computes all weights at once, 128 GiB for 32,768 tokens."""
     model = made("gpt_oss")
     ids = IDS[:, :20]
     want = model(ids, use_cache=False).logits

@@ -54,7 +54,7 @@ def done(query, task: int) -> bool:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("tokens", [1, 100, 256])
 def test_chunks_come_back(processor, codec, tokens, dtype):
-    """As the codec decodes them, through a buffer of the size that LMCache asks for."""
+    """Chunks come back as the codec decodes them, through a buffer of the size that LMCache asks for."""
     shape = torch.Size([2, LAYERS, tokens, HEADS * DIM])
     room = processor.estimate_serialized_size(MemoryLayoutDesc([shape], [dtype]))
     allocator = HostMemoryAllocator(2**22)

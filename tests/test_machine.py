@@ -46,7 +46,7 @@ def test_levels(isa: str) -> None:
 def test_attend_runs_the_level_in_use(head_dim: int, isa: str) -> None:
     """Attention uses the chosen instruction set at odd sizes too. It does not fall back to scalar."""
     available = _core.isa_available()
-    borrowed = available[available.index(isa) :]  # other operations may use simpler ones, and are named so
+    borrowed = available[available.index(isa) :]  # other operations may run simpler ones, whose names they then have
     for bits in ref.WIDTHS:
         p = ref.plan(head_dim, bits, bits)
         assert _core.kernel_name("attend", p.words) == f"attend_{isa}"

@@ -1,4 +1,4 @@
-"""TurboQuantCache(memory_limit=): never exceeded, layers fall in the order of their costs, and nothing is lost."""
+"""TurboQuantCache(memory_limit=): the limit holds, layers fall to fewer bits, cheapest first, and no token is lost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model() -> Any:
 
 @torch.no_grad()
 def read(model: Any, cache: Any, tokens: int, chunk: int = 64, seed: int = 0) -> Any:
-    """Logits of the last tokens of a text read in chunks."""
+    """Reads a text in chunks and returns the logits of the last chunk."""
     ids = prompts(1, tokens, seed=seed)["input_ids"]
     for part in ids.split(chunk, 1):
         logits = model(part, past_key_values=cache).logits
@@ -70,7 +70,7 @@ def test_it_is_never_exceeded_and_layers_fall_one_side_at_a_time(model: Any) -> 
 
 
 def test_the_copies_of_its_own_work_are_within_the_limit(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of growth and recoding, the old and the new pages together."""
+    """While pages grow or are recoded, the old and the new ones together are within the limit."""
     limit = int(full(model, 1600) * 0.9)
     cache, most = TurboQuantCache(model, memory_limit=limit), dict[str, int]()
     grow, recode = pages.PagePool._grow, storage._recode
@@ -201,12 +201,12 @@ def test_files_of_specs_that_share_bits_have_the_widths(tmp_path: Any) -> None:
 
 
 def test_layers_that_cost_least_fall_first() -> None:
-    """What fell cost no more for its bits than what would fall next."""
+    """What fell costs no more per bit than what would fall next."""
     made = tiny()
     turboquant.patch(made, bare(5, 4, sinks=2, window=8, **WAVE))
     cache = TurboQuantCache(made, memory_limit=int(full(made, 1000) * 1.2))
     limit = cache._shared.limit
-    limit.costs = [[1.0, 0.1], [0.03, 2.0], [0.2, 0.05]]  # random ids, which this model was measured on, have none
+    limit.costs = [[1.0, 0.1], [0.03, 2.0], [0.2, 0.05]]  # measured on random ids, this model has none
     begin = widths(cache)
     read(made, cache, 1000)
     fallen, left = list[float](), list[float]()

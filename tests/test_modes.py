@@ -225,7 +225,7 @@ def test_refused_tables(rng):
                     **{**given, **changes})  # fmt: skip
 
     call()
-    steps = given["key_numbers"][:, -12:]  # 9 numbers of a table and its sign, and padding, of each head
+    steps = given["key_numbers"][:, -12:]  # of each head: 8 levels, the factor of the signs, and padding
 
     def changed(at, number):
         result = given["key_numbers"].copy()

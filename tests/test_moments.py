@@ -198,7 +198,7 @@ def test_interleaved_pairs():
 
 
 def smollm3(*rotary):
-    """A model of four layers with the same weights whichever are `rotary`."""
+    """A model of four layers, with the same weights whichever of them are rotary."""
     import transformers
 
     if not hasattr(transformers, "SmolLM3Config"):
@@ -294,7 +294,7 @@ def test_the_model_is_left_as_it_was():
 
 
 def test_defaults_of_torch_change_nothing():
-    """A default device is what `torch.set_default_device("cuda")` sets; meta tensors have no numbers."""
+    """Other default dtypes and devices do not change what is measured. A tensor made on meta would have no numbers."""
     model, esm = demo(), tiny_esm()
     want, before = [measured(one) for one in (model, esm)], torch.get_default_dtype()
     try:
@@ -308,7 +308,7 @@ def test_defaults_of_torch_change_nothing():
 
 
 def test_forwards_of_other_threads_are_not_probed():
-    """Another thread has its rotary embedding before the measurement begins, and enters the layers during it."""
+    """Another thread's forward is not measured. It has its rotary embedding before, and enters layers during it."""
     model = tiny()
     want = measured(model)
     begun, go = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""Wave and metric from sums over keys and queries, against their definition: 256 rotations one by one, dense
+"""Wave and metric from sums over keys and queries, against their definition by 256 single rotations and by dense
 matrices."""
 
 from __future__ import annotations

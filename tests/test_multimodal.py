@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif("qwen3_vl" not in TYPES or "voxtral" not in TYPE
 
 HOLDS_ALL, PACKED = bare(4, 4, sinks=2, window=256), bare(5, 5)
 
-# (as one tensor or a list of them) how a type takes the features of its images
+# How a type takes the features of its images. True: as a list of tensors; False: as one tensor.
 TAKES_LIST = {"llava": True, "mistral3": True, "gemma3": False, "qwen2_vl": True, "qwen3_vl": True, "voxtral": False}
 FIELDS = {"gemma4": PER_LAYER_INPUTS}
 
@@ -64,7 +64,7 @@ def test_an_image_in_the_prompt(name):
 
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl", "qwen3_5", "gemma4"])
 def test_an_image_beside_a_text_that_is_padded(name):
-    """A batch of both, with beams too."""
+    """A batch of both generates the same tokens, with beams too, and close logits when it is packed."""
     model = made(name)
     model.generation_config.eos_token_id = None
     inputs = prompt(model)
@@ -100,7 +100,7 @@ def test_an_image_in_a_later_turn(name):
 
 
 def divergences(model: Any, spec: Any, moments: Any, turns: list[Any], follows: bool = True) -> float:
-    """Mean divergence of the logits behind an image in the last turn from the model's own, everything packed."""
+    """Returns the mean KL divergence of logits after an image in the last turn from the model's own, all packed."""
     turboquant.unpatch(model)
     found = []
     for own in (True, False):
@@ -109,7 +109,7 @@ def divergences(model: Any, spec: Any, moments: Any, turns: list[Any], follows: 
         cache = DynamicCache(config=model.config) if own else TurboQuantCache(model)
         if not own and not follows:
             cache.turn = lambda *given: None
-        model.model.rope_deltas = None  # of the last text with an image, which a text without one would take
+        model.model.rope_deltas = None  # left by the last text with an image; a text without one would use it
         with torch.no_grad():
             for inputs in turns:
                 logits = model(**inputs, use_cache=True, **{names.CACHE: cache}).logits
@@ -121,7 +121,7 @@ def divergences(model: Any, spec: Any, moments: Any, turns: list[Any], follows: 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
 @pytest.mark.filterwarnings("ignore:.*an image in a later turn moves positions")
 def test_behind_an_image_the_wave_does_no_harm(name):
-    """Keys whose mean is 10 times their deviation, and an image that takes up far fewer positions than tokens."""
+    """The wave helps after an image with far fewer positions than tokens, if the mean of keys is large."""
     model = made(name)
     give_features(model, True, tokens=64)
     generator = torch.Generator().manual_seed(4)

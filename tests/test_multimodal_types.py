@@ -179,7 +179,7 @@ def test_embeddings_in_place_of_an_image(name: str) -> None:
 
 
 def compare(model: Any, inputs: dict[str, torch.Tensor], without: torch.Tensor) -> None:
-    """Patched and not, in `generate`. without: ids that give other logits."""
+    """`generate` gives the same with and without a patch. without: ids that give other logits."""
     options = dict(max_new_tokens=5, do_sample=False, return_dict_in_generate=True, output_logits=True)
     with torch.no_grad():
         want = model.generate(**inputs, **options)

@@ -26,7 +26,7 @@ def outputs(notebook: Any) -> list[tuple[str, str]]:
 
 
 def lines_with_digits(output: tuple[str, str]) -> str:
-    """The others are texts that a model has written, which may go on otherwise on another CPU."""
+    """Lines without digits are texts that a model has written, which may differ on another CPU."""
     return "\n".join(line for line in output[1].splitlines() if re.search(r"\d", line))
 
 

@@ -1,4 +1,4 @@
-"""What is said, once, where a model packs nothing, shows no quantisation, or turns its wave by other positions."""
+"""A model warns once if it packs nothing, shows no quantisation, or gets positions that its wave does not follow."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def generate(model, **kwargs):
 
 
 def said(run) -> list[str]:
-    """The warnings of ours that `run` gives, those of dropped caches included."""
+    """Returns the warnings of ours that `run` gives, including those of dropped caches."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with torch.no_grad():
@@ -125,7 +125,7 @@ def test_training_and_forwards_without_a_cache_say_nothing():
 
 
 def test_logits_of_a_cache_that_is_dropped_unread():
-    """As programs that measure the likelihood of texts do it."""
+    """Such logits are warned of: programs that measure the likelihood of texts use them."""
     model, ids = turboquant.patch(tiny(), PLAIN), prompts(2, 9)["input_ids"]
     (text,) = said(lambda: [model(ids) for _ in range(3)])
     assert text.startswith("LlamaForCausalLM: the logits of a forward show no quantisation, ") and MEASURE in text
@@ -216,7 +216,7 @@ def test_generate_keeps_to_the_count():
 @pytest.mark.parametrize("kind", ["llama", "gemma2, soft-cap and sliding"])
 @pytest.mark.parametrize("cached", ["ours", "another", "none"])
 def test_unpatch_during_a_forward(kind, cached):
-    """Another thread calls it between two layers. The forward fails in plain words, and the next one works."""
+    """If `unpatch` is called between two layers, the forward fails with a plain error, and the next one works."""
     model, inputs = tiny(kind), prompts(2, 9, (3, 0))
     with torch.no_grad():
         want = model(**inputs).logits
@@ -253,7 +253,7 @@ def test_patched_models_that_another_thread_unpatches():
 
 
 def test_unpatch_while_a_thread_is_about_to_run():
-    """The hooks of a forward were listed before another thread took them away."""
+    """A hook that was removed after torch listed the hooks of a forward still runs, and does nothing."""
     model = turboquant.patch(tiny(), PLAIN)
     ids = prompts(1, 5)["input_ids"]
     hook = next(iter(model._forward_pre_hooks.values()))

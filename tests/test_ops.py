@@ -62,7 +62,7 @@ PLANS = {
 
 
 def largest_product(case: Any) -> float:
-    """A bound of what logits are made of: softmax_scale, the longest query and the longest key multiplied."""
+    """Returns a bound of logits: softmax_scale times the norms of the longest query and the longest key."""
     p, query = case.plan, case.query
     sequences, heads = len(case.cache.block_table), case.cache.pages.shape[1]
     keys = [ref.history(p, "key", case.cache, query, b, h) for b in range(sequences) for h in range(heads)]
@@ -92,7 +92,7 @@ def test_attend_matches_fp64(
             pytest.skip("only on compute capability 9.x is there anything else")
         monkeypatch.setenv("TURBOQUANT_CUDA_PATH", "hopper-line")
         device = "cuda"
-    if plan.head_dim > 256 and "softmax_scale" in shape:  # logits grow with the channels: as large as those of others
+    if plan.head_dim > 256 and "softmax_scale" in shape:  # so that logits, which grow with the channels, stay as small
         shape = shape | dict(softmax_scale=0.1)
     case = make_case(rng, plan, dtype=dtype, **shape)
     want, want_lse = ref.attend(case.plan, case.cache, case.query)
@@ -105,7 +105,7 @@ def test_attend_matches_fp64(
     if device == "cuda":  # queries are rounded to 16 bits (turboquant_cuda.h), so errors grow with the largest logit
         accuracy = max(accuracy, 2.5e-5 * float(abs(want_lse[seen]).max(initial=0)), 1e-3 if plan.wave_pairs else 0)
     off = 2 * accuracy
-    if device == "cuda" and plan.head_dim > 256:  # of one token: a logit, which large products may cancel to
+    if device == "cuda" and plan.head_dim > 256:  # lse of one token is a logit: large products in it may cancel
         off = max(off, 2e-5 * largest_product(case))
     np.testing.assert_allclose(array(lse)[seen], want_lse[seen], rtol=accuracy, atol=off)
     limit = accuracy * abs(want).max() + ROUNDING[dtype] * abs(want)
@@ -145,8 +145,8 @@ def test_all_rows_of_a_prompt_see_the_sinks(
 def test_exact_tokens_of_a_large_batch(
     bits: int, batch: int, tokens: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a batch with a wave is short of shared memory for exact tokens: fewer warps have them, or they come last.
-    The kernel without a schedule has no such problem, and agrees."""
+    """With a wave, such a batch is short of shared memory for exact tokens: fewer warps have them, or they come last.
+    The kernel without a schedule is not short of it, and gives the same."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
     plan = Plan(128, bits, bits, wave_pairs=64, metric=4)
     (step,) = import_module("attend").steps((batch, 8, 4, tokens, 128), plan, 4, 128, 1)

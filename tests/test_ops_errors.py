@@ -21,7 +21,7 @@ from torch import Tensor  # noqa: E402
 
 from turboquant import ops  # noqa: E402
 
-# The operator, the arguments that are replaced in its sample "full", the message.
+# The operator, the arguments that are replaced in its sample "full", how, and the message.
 REFUSED: dict[str, tuple[str, str | tuple[str, ...], Callable[[Any], Any], str]] = {
     "q with a strided last dimension": (
         "attend",

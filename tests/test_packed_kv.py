@@ -97,7 +97,7 @@ def test_appending_is_packing(device: str, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sinks, window", [(4, 32), (4, 0), (0, 32), (100, 100)])
 def test_sinks_and_window(sinks: int, window: int, device: str, rng: np.random.Generator) -> None:
-    """The operators with the same tensors give the same; sinks and window hold their tokens as they were."""
+    """The operators give the same with the same tensors. Sinks and window hold their tokens exactly."""
     q, k, v, centre = draw(rng, device)
     packed = ops.pack(
         k[:, :, :40], v[:, :, :40], PLAN, max_tokens=300, sinks=sinks, window=window, transforms={"key_numbers": centre}
@@ -128,7 +128,7 @@ def test_sinks_and_window(sinks: int, window: int, device: str, rng: np.random.G
 
 
 def raw_cache(packed: Any) -> dict[str, Any]:
-    """Copies of the tensors that `append` writes to, and the block table, those that there are."""
+    """Returns copies of the block table and of the tensors that `append` writes to, without those that are None."""
     names = ("pages", "block_table", "sink_k", "sink_v", "window_k", "window_v")
     return {name: held.clone() for name in names if (held := getattr(packed, name)) is not None}
 

@@ -409,7 +409,7 @@ def test_offload_and_prefetch_on_a_cpu():
 
 @pytest.mark.parametrize("away", ["table", "window"])
 def test_an_offloaded_layer_whose_pages_a_fork_brought_back_is_brought_back_too(monkeypatch, away):
-    """Another device is "meta" here, which keeps no numbers: `bring_back` is checked to be called."""
+    """The other device is "meta" here. It keeps no numbers, so a stand-in of `bring_back` puts the old tensor back."""
     stream, cache = Stream(tokens=300), new(bare(3, 3, sinks=2, window=16))
     forward(cache, stream.piece(0, 200))
     want, back = forward(cache.fork(), stream.piece(200, 210)), []
@@ -437,7 +437,7 @@ def test_offload_and_prefetch():
         layer.offload()
     assert torch.cuda.memory_allocated() < before
     where = {part: t.device.type for part, t in layer_tensors(cache.layers[0].storage)}
-    assert where.pop("transforms") == "cuda" and set(where.values()) == {"cpu"}  # all caches of the model share them
+    assert where.pop("transforms") == "cuda" and set(where.values()) == {"cpu"}  # all caches share the transforms
     assert torch.equal(forward(fork, piece(200, 210)), forward(cache, piece(200, 210)))  # fork: brings pages back
     assert {t.device.type for _, t in cache.tensors()} == {"cuda"}
 

@@ -18,7 +18,7 @@ def paired(monkeypatch):
 
 
 def test_specs_are_compared_with_the_last_one(paired, rng):
-    """Token 7 has all of the second spec's excess. Without it the specs are equal but for a constant."""
+    """Token 7 has all of the excess of `other` over `base` but for a constant, which is left without that token."""
     ids = rng.integers(0, 5, (2, 64))
     ids[:, ::8] = 7
     base = rng.gamma(1.0, 0.01, ids.shape).astype(np.float32)

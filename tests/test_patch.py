@@ -356,7 +356,7 @@ def test_unsupported_models(name, fields, message):
 
 @pytest.mark.parametrize("name", names.NAMES)
 def test_the_cache_by_each_name_in_every_version(name):
-    """Whichever name this transformers has, and without its warning of an old one."""
+    """A cache may be given by each name, whichever this transformers has, without its warning of an old one."""
     model, inputs = turboquant.patch(tiny()), prompts(1, 6)
     taken = names.cache_argument(type(model).forward)
     assert taken in names.NAMES and names.cache_argument(model.forward) == taken
@@ -419,7 +419,7 @@ def test_a_cache_of_another_model():
     shallower = turboquant.patch(tiny(num_hidden_layers=2), EXACT)
     with pytest.raises(ValueError, match="must be a cache of this model, .*: this one has layers 2 instead of 3"):
         shallower(torch.tensor([[5], [6]]), past_key_values=cache)
-    # The decoder inside knows the cache alone.
+    # The decoder inside knows only the cache, not the model around it.
     with pytest.raises(ValueError, match="`.*` must be a cache of this model's 2 layers, got one of 3"):
         shallower.model(torch.tensor([[5], [6]]), past_key_values=cache)
     mistral = turboquant.patch(tiny("mistral, sliding"), EXACT)  # of the same shape: it would give a wrong answer

@@ -141,7 +141,7 @@ def test_offloaded_weights_stay_off_the_device(tmp_path):
     """The backward pass of calibration does not gather the weights of all layers on a GPU that cannot hold them."""
     from transformers import AutoModelForCausalLM
 
-    layers = 48  # 620 MB, of which a layer is 13; activations of 2,048 tokens take 250
+    layers = 48  # 620 MB of weights, 13 MB a layer; activations of 2,048 tokens take 250 MB
     tiny(num_hidden_layers=layers, hidden_size=256, intermediate_size=4096).save_pretrained(tmp_path)
     where = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 0, "lm_head": 0}
     where |= {f"model.layers.{i}": "cpu" for i in range(layers)}

@@ -84,7 +84,7 @@ def test_a_shift_costs_nothing(waving: Any, way: str, monkeypatch: Any) -> None:
     model, profile, want = waving
     spec = bare(3, 8, centre="wave", sinks=4) if way == "attend, sinks apart" else WAVE
     turboquant.patch(model, spec, profile=profile, prefill="packed" if way == "attend" else "exact")
-    if way == "attend, sinks apart":  # as where `attend` has a kernel that takes no exact tokens
+    if way == "attend, sinks apart":  # as if `attend` had a kernel that takes no exact tokens
         monkeypatch.setattr(attend, "reads_packed_chunks", lambda stored, query: True)
         monkeypatch.setitem(attend.IN_PARTS_FROM, "cpu", 2)
     if way == "decoded":

@@ -52,7 +52,7 @@ def padded(questions: Any = QUESTIONS) -> tuple[Any, Any]:
 
 
 def batch(model: Any, cache: Any, new: int = 6) -> Any:
-    """The new tokens of all questions behind the prefix, in a batch with padding between them."""
+    """Returns the new tokens and logits of all questions after the prefix, as a batch with padding between them."""
     cache.batch_repeat_interleave(len(QUESTIONS))
     ids, mask = padded()
     ids = torch.cat([PROMPT.expand(len(QUESTIONS), -1), ids], 1)
@@ -65,7 +65,7 @@ def batch(model: Any, cache: Any, new: int = 6) -> Any:
 
 
 def alone(model: Any, cache: Any, new: int = 6) -> Any:
-    """The same of forks, one by one."""
+    """Returns the same from forks of the prefix, one question at a time."""
     outs = [
         model.generate(
             torch.cat([PROMPT, q], 1), past_key_values=cache.fork(), max_new_tokens=new, do_sample=False,
@@ -161,7 +161,7 @@ def test_joined_is_each_alone(spec: CacheSpec, kind: str, forked: bool) -> None:
     )  # fmt: skip
     assert torch.equal(out.sequences[:, -6:], text)
     torch.testing.assert_close(torch.stack(out.logits, 1), logits, rtol=0, atol=2e-5)
-    for part, question in zip(parts, QUESTIONS):  # and they are as they were
+    for part, question in zip(parts, QUESTIONS):  # the parts keep their tokens
         assert part.get_seq_length() == PREFIX + question.shape[1] - 1
     if forked and spec is ALL_PACKED and kind == "llama":
         table = joined.packed_layers[0].storage.table

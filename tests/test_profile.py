@@ -138,7 +138,7 @@ def test_the_command_writes_what_measure_finds(tmp_path, capsys, monkeypatch):
 
 
 def test_the_command_without_a_tokenizer_says_so_in_a_line(tmp_path, caplog, capsys):
-    """And `chat` and `eval`, which cannot do without, say what is missing."""
+    """`measure` warns in one line. `chat` and `eval`, which need a tokenizer, say what is missing."""
     models.tiny().save_pretrained(folder := tmp_path / "model")
     with warnings.catch_warnings():
         warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""What the library says of its own: lines of a logger, and progress in terminals, notebooks and logs."""
+"""Messages of the library: lines of a logger, and progress in terminals, notebooks and logs."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_rotation_makes_distortion_independent_of_the_data(bits: int, rotation: 
 @pytest.mark.parametrize("dim, bits, shares", [(128, 4, (0.92, 0.89, 0.875)), (384, 4, (0.97, 0.96, 0.95)),
                                                (384, 8, (0.85, 0.8, 0.75))])  # fmt: skip
 def test_noise_falls_with_tries(dim: int, bits: int, shares: tuple[float, ...], rng: np.random.Generator) -> None:
-    """1 / cos^2 - 1 of normal vectors and their codes, as a share of what it is without tries; `dot` follows."""
+    """1 / cos^2 - 1 between normal vectors and their codes falls below these shares of its value without tries."""
     x, noise, errors = normal(rng, 1000, dim), [], []
     for tries in (0, 3, 5, 7):
         q = Quantizer(dim, bits, tries=tries)

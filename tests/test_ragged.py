@@ -96,13 +96,13 @@ class Ragged:
         )
 
     def append(self) -> slow.Paged:
-        """The layer as the reference fills it."""
+        """Fills the layer by the reference and returns it."""
         for k, v, loc, lengths in self.steps:
             slow.append(self.plan, self.layer, k, v, loc, lengths, self.key, self.value)
         return self.layer
 
     def arrays(self, device: str, *, fresh: bool = False) -> dict[str, Any]:
-        """Arguments that `append` and `attend` share. fresh: without the tokens that the reference stored."""
+        """Returns the arguments that `append` and `attend` share."""
         names = ("sink_k", "sink_v", "window_k", "window_v", "sink_rows", "tail_rows")
         given = {name: getattr(self.layer, name) for name in names if getattr(self.layer, name) is not None}
         c = self.layer.cache
@@ -145,7 +145,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-# Every batch with small pages, every plan with every way, and the batches in turn.
+# Every batch with small pages; then every plan with every entry of HOW, and the batches in turn.
 COVER = [("small pages", batch, how) for batch in BATCHES for how in ("all packed", "sinks and tail")] + [
     (plan, list(BATCHES)[(i + j) % len(BATCHES)], how) for i, plan in enumerate(PLANS) for j, how in enumerate(HOW)
 ]
@@ -154,7 +154,7 @@ COVER = [("small pages", batch, how) for batch in BATCHES for how in ("all packe
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("plan", "batch", "how"), COVER)
 def test_ragged_matches_the_reference(plan: str, batch: str, how: str, device: str, rng: np.random.Generator) -> None:
-    """The bytes that `append` writes, pages and rows, and attention to them."""
+    """`append` writes the reference's pages and rows, and attention over them is the reference's."""
     new, lengths = BATCHES[batch]
     dtype = list(DTYPES)[int(rng.integers(3))]
     case = Ragged(rng, PLANS[plan], new, lengths, dtype=dtype, **HOW[how])
@@ -164,7 +164,7 @@ def test_ragged_matches_the_reference(plan: str, batch: str, how: str, device: s
         arguments = on(device, dict(k=k, v=v, query_start_loc=loc, lengths=after), dtype)
         tq.append(case.plan.words, **arguments, **got, max_query_len=int(np.diff(loc).max(initial=0)))
     pages = array(got["pages"])
-    if case.plan.rotation == ref.DENSE or case.plan.wave_pairs:  # codes at a boundary may be their neighbours
+    if case.plan.rotation == ref.DENSE or case.plan.wave_pairs:  # a number between two codes may get either
         assert (pages != layer.cache.pages).mean() < 0.005
     else:
         np.testing.assert_array_equal(pages, layer.cache.pages)
@@ -196,7 +196,7 @@ def test_random_batches(seed: int, device: str) -> None:
     want = slow.attend(plan, case.append(), case.query)
     check(case, device, tq.attend(plan.words, **case.attend(device)), *want)
 
-    # out and lse are strided, q is a part of a wider array; what no sequence has is not written
+    # out and lse are strided, q is a part of a wider array; rows of no sequence are not written
     arguments = case.attend(device)
     wide = torch.full((*arguments["q"].shape[:2], 3 * plan.head_dim), 9.0, dtype=DTYPES[case.dtype], device=device)
     tokens, query_heads = arguments["q"].shape[:2]
@@ -336,7 +336,7 @@ def test_offsets_turn_waves_as_positions_do(device: str, rng: np.random.Generato
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_bound_of_workspace_holds(device: str) -> None:
-    """No smaller batch needs more."""
+    """No smaller batch needs more workspace."""
     plan, rng = ref.plan(128, 4, 4, wave_pairs=64), np.random.default_rng(3)
     wave = ref.Transform(turns=np.zeros((64, 3), np.int32), moments=np.zeros((8, 128), np.float32))
     transforms = on(device, keywords(wave))
@@ -353,7 +353,7 @@ def test_the_bound_of_workspace_holds(device: str) -> None:
     for _ in range(100):
         batch, longest, pages = (int(rng.integers(1, most + 1)) for most in (64, rng.choice([1, 8, 512]), 40))
         arguments = sizes(batch, longest, pages)
-        if device == "cpu":  # zeros for lengths: it could even run
+        if device == "cpu":  # all lengths are 0, so the call itself can run
             out = torch.empty(arguments["q"].shape, dtype=torch.bfloat16)
             tq.attend.out(plan.words, **arguments, out=out, workspace=torch.empty(bound, dtype=torch.uint8))
         assert tq.attend_workspace(plan.words, **arguments) <= bound
@@ -439,7 +439,7 @@ def test_a_graph_serves_other_batches(
 def test_serving_runs_fast_kernels(
     batch: int, schedule: str | None, strategy: str, device: str, rng: np.random.Generator
 ) -> None:
-    """Steps of one token, with rows of sinks and a wave."""
+    """Steps of one token, with rows of sinks and a wave, run fused kernels and append one token."""
     plan = ref.plan(128, 4, 4, wave_pairs=64, metric=5)
     turns, moments = random_moments(rng, plan, 8)
     wave = ref.Transform(turns=turns, moments=moments)
@@ -463,11 +463,11 @@ def test_serving_runs_fast_kernels(
 def test_plans_that_are_not_plain_agree_with_the_cpu(
     name: str, how: str, device: str, rng: np.random.Generator
 ) -> None:
-    """The reference has no such plans. Their bytes are the same on both, where rotations are Hadamard or none."""
+    """The reference has no such plans. Their bytes are the CPU's, because these rotations are Hadamard or none."""
     plan: Any = mode_cases.PLANS[name](64)
     case = Ragged(
         rng, PLAN, [1, 37, 0, 4], [90, 140, 7, 300], **HOW[how]
-    )  # for its arrays; its pages are of another size
+    )  # only its arrays are used: its pages are of another size
     pages = aligned_pages(12, 2, plan.record_bytes)
     table = np.arange(12, dtype=np.int32).reshape(4, 3)
     found: dict[str, Any] = {}
@@ -488,7 +488,7 @@ def test_plans_that_are_not_plain_agree_with_the_cpu(
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_cuda)])
 @pytest.mark.parametrize("seed", range(6))
 def test_wrong_contents_are_harmless_on_cuda(seed: int, device: str) -> None:
-    """What an error would be on a CPU neither faults nor writes outside the arrays (turboquant_cuda.h)."""
+    """Contents that are an error on a CPU neither fault nor make a kernel write outside `out` (turboquant_cuda.h)."""
     rng = np.random.default_rng([seed, 57])
     case = Ragged(rng, WAVE, [1, 5, 0, 3], [9, 140, 7, 60], sinks=4, slots=16, window=12, offset=True)
     case.append()

@@ -17,7 +17,7 @@ def blocks(page: Path) -> list[str]:
 
 README = {f"README.md {i + 1}": code for i, code in enumerate(blocks(ROOT / "README.md"))}
 ALL = {path.name: blocks(path) for path in sorted((ROOT / "docs").glob("**/*.md"))}
-# Words of examples, and the package that they need.
+# Text in an example, and the package that the example then needs.
 OPTIONAL = {
     "turboquant.langchain": "langchain_core",
     "turboquant.haystack": "haystack",

@@ -1,5 +1,5 @@
-"""torch.ops.turboquant.recode: bytes against the reference on every instruction set, error beside vectors packed anew,
-and refusals."""
+"""torch.ops.turboquant.recode: bytes against the reference on every instruction set, the error compared with that of
+vectors packed anew, and refusals."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_bytes_are_those_of_the_reference(
 
 
 def test_threads_share_records(rng: np.random.Generator) -> None:
-    """Enough records for several threads."""
+    """Bytes are the same with three threads, for which there are enough records."""
     p, target = PLANS["4 to 3 bits"]
     pages = np.tile(random_pages(rng, p), (40, 1, 1))
     threads = torch.get_num_threads()
@@ -102,7 +102,7 @@ PATHS = {(4, 3): 1.08, (4, 2): 1.06, (4, 3, 2): 1.06, (3, 2): 1.05, (5, 4): 1.24
 @pytest.mark.parametrize("tries", [0, 3])
 @pytest.mark.parametrize("path", PATHS, ids=str)
 def test_error_is_close_to_that_of_vectors_packed_anew(path: tuple[int, ...], tries: int) -> None:
-    """The reference of quality is the encoder at the last width; the noise of Gaussian vectors is compared."""
+    """The noise of recoded Gaussian vectors is compared with that of the same vectors encoded at the last width."""
     torch.manual_seed(1)
     x = torch.randn(1, 4, 1024, 64)
     plans = {bits: Plan(64, bits, bits, tries=tries) for bits in path}

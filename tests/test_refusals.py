@@ -33,10 +33,10 @@ CUDA = torch is not None and torch.cuda.is_available()
 
 
 def on_device(x: np.ndarray, moved: dict[int, Any]) -> Any:
-    """The array on the GPU, at the same offset in a copy of its memory, because strides, alignment and overlap are
-    refused.
+    """Returns the array on the GPU, at the same offset in a copy of all its memory. So wrong strides, wrong alignment
+    and overlap stay as they are.
 
-    moved: the copies, by the address of the memory.
+    moved: the copies so far, by the address of the memory.
     """
     owner, dtype = x, torch.from_numpy(np.zeros(1, x.dtype)).dtype
     while isinstance(owner.base, np.ndarray):

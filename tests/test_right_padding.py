@@ -36,7 +36,7 @@ def forward(model: Any, cache: Any, ids: Any, mask: Any = None) -> Any:
 @pytest.mark.parametrize("prefill", ["exact", "packed"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral, sliding", "gemma2, soft-cap and sliding"])
 def test_each_sequence_is_as_alone(kind: str, prefill: str, spec: CacheSpec) -> None:
-    """Scored in one forward, and then in a second one behind a prefix, in which padding is behind again."""
+    """Logits are those of each sequence alone, in one forward and in a second one, which is padded again."""
     model = tiny(kind)
     turboquant.patch(model, spec.with_(prefill=prefill))
     cache = TurboQuantCache(model)
@@ -52,7 +52,7 @@ def test_each_sequence_is_as_alone(kind: str, prefill: str, spec: CacheSpec) -> 
             torch.testing.assert_close(again[b, :real], want[0], rtol=0, atol=5e-4)
 
 
-# Types that older transformers have not, or that `patch` refuses there.
+# Types that older transformers do not have, or that `patch` refuses there.
 LATER = pytest.mark.skipif(VERSION < (5, 20), reason="the type is packed with transformers 5.20 and newer")
 TYPES = [
     *("llama", "gpt_oss", "gpt2"),
@@ -70,7 +70,7 @@ def test_as_a_cache_of_transformers(name: str) -> None:
             turboquant.patch(model, HOLDS_ALL)
         cache = TurboQuantCache(model) if patched else DynamicCache(config=model.config)
         parts, mask = [forward(model, cache, IDS, MASK)[MASK.bool()]], MASK
-        for i in range(0 if name == "llama4_text" else 3):  # there transformers would count padding into later chunks
+        for i in range(0 if name == "llama4_text" else 3):  # Llama 4 in transformers counts padding into later chunks
             mask = torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], 1)
             parts.append(forward(model, cache, MORE[:, i : i + 1], mask)[:, 0])
         found.append(torch.cat(parts))

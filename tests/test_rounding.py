@@ -15,7 +15,7 @@ PAGE = (Path(__file__).parents[1] / "docs" / "rounding.md").read_text()
 
 
 def cells(name: str) -> list[str]:
-    """The cells behind the first one, which begins with `name`, of a row of a table."""
+    """Returns the cells of a row of a table after the first cell, which begins with `name`."""
     (row,) = re.findall(rf"^\| {re.escape(name)}[^|]*\| (.+) \|$", PAGE, re.MULTILINE)
     return row.split(" | ")
 

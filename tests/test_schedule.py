@@ -1,4 +1,4 @@
-"""Where sequences differ in length on a GPU, each step writes one schedule for all layers of a plan and sizes."""
+"""If sequences differ in length on a GPU, each step writes one schedule for all layers of the same plan and sizes."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -65,7 +65,7 @@ def test_layers_that_agree_share_a_schedule(written: list[torch.Tensor]) -> None
 
 
 def test_layers_of_other_plans_have_schedules_of_their_own(written: list[torch.Tensor]) -> None:
-    """Keys of 4 bits and values of 2 have as many bytes as 3 and 3, but a kernel that cuts the work in another way."""
+    """Keys of 4 bits and values of 2 take as many bytes as 3 and 3, but their kernel divides the work differently."""
     shared = common.Common(None)
     one, other = (scheduled(shared, 1000, plan=Plan(128, *widths)) for widths in ((3, 3), (4, 2)))
     assert one is not other and len(written) == 2

@@ -1,4 +1,4 @@
-"""A model that transformers' `tp_plan` shards: each rank measures its own heads, and packs and attends to them."""
+"""A model that transformers' `tp_plan` shards: each rank measures, packs and attends to its own heads."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run_rank(folder: str) -> None:
     os.environ["TURBOQUANT_CACHE"] = f"{folder}/kept by {rank}"
     turboquant.measure(sharded)
     (kept,) = Path(os.environ["TURBOQUANT_CACHE"]).iterdir()
-    if rank == 0:  # which then has no moments, and cannot run the model alone
+    if rank == 0:  # rank 0 then has no moments, and cannot run the model alone
         kept.unlink()
     turboquant.measure(sharded)
     assert kept.exists()

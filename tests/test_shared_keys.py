@@ -57,7 +57,7 @@ def made(kind: str = "gemma 4", **more: Any) -> Any:
     config = getattr(transformers, f"{name}TextConfig")(**{**SMALL, **fields, **more})
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    for layer in model.model.layers:  # whose scale is 1: attention would nearly be a choice of one token
+    for layer in model.model.layers:  # their softmax scale is 1: attention would nearly choose one token
         layer.self_attn.q_norm.weight.data *= 4 * layer.self_attn.head_dim**-0.5
     return model
 
@@ -174,7 +174,7 @@ def test_a_failure_in_a_reading_layer_takes_all_layers_back(monkeypatch: pytest.
 
 
 def test_layers_on_other_devices_read_where_the_keys_are() -> None:
-    """accelerate moves what a layer is given: `FreshKeys.to` leaves the keys where they are."""
+    """accelerate calls `to` on what a layer is given: keys that later layers read must accept that call."""
     model = made()
     turboquant.patch(model, PACKED)
     held: list[Any] = []

@@ -363,7 +363,7 @@ def test_tries():
 
 
 def test_variance_term():
-    """A word of the plans of each layer, whatever their widths."""
+    """The variance term is a word of each layer's plan, whatever its widths."""
     spec = CacheSpec(2, (3, 4), variance_term=True, overrides={1: {"key_bits": 4}, 2: {"variance_term": False}})
     assert [spec.for_layer(i, 3).plan(64).words[18] for i in range(3)] == [1, 1, 0]
     shared = CacheSpec(3, 3, variance_term=True)
@@ -373,7 +373,7 @@ def test_variance_term():
     for without in (dict(sinks=0), dict(window=0), dict(scale="norm"), dict(codebook="sphere"), dict(key_bits=4)):
         assert not preset("tiny").with_(**without).settled().variance_term
     compact = preset("compact")
-    assert compact.with_widths(compact, 5, 3).variance_term  # as the average has it
+    assert compact.with_widths(compact, 5, 3).variance_term  # its average width decides
 
 
 def copies(spec):
@@ -417,7 +417,7 @@ def test_equal_specs_do_the_same(spec):
 
 @pytest.mark.parametrize("spec", EVERY, ids=repr)
 def test_settled(spec):
-    """`settled` changes no layer, and leaves "auto" to bits of a budget alone."""
+    """`settled` changes no layer, and leaves "auto" only in the bits of a budget."""
     done = spec.settled()
     assert done.settled() == done and (done == spec) == (spec.to_dict() == done.to_dict())
     left = {name for name, value in done.to_dict().items() if value == "auto"}

@@ -1,4 +1,4 @@
-"""The one writer of tables."""
+"""`turboquant.tables` writes tables for terminals, in Markdown and in HTML."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_in_html():
 
 
 def test_what_notebooks_show():
-    """Reports, evaluations and trials of a calibration: the numbers of their text."""
+    """HTML of reports, evaluations and trials of a calibration has the numbers of their text."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from turboquant import CacheSpec

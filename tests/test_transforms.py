@@ -42,7 +42,7 @@ def test_one_rotation_serves_all_heads_until_a_side_has_more(rng: np.random.Gene
 def test_the_core_finds_the_parts_by_the_number_of_columns(
     dim: int, stepped: bool, centred: bool, rng: np.random.Generator
 ) -> None:
-    """A centre moves what is decoded, and steps of 1 change nothing. Both ways of writing them give the same."""
+    """A centre of 7 is subtracted from keys and added back to decoded ones, with steps of 1 and without steps."""
     plan, k = Plan(dim, 4), rows(rng, 1, 2, 20, dim)
     decoded = []
     for centre in (np.zeros((2, dim), np.float32), np.full((2, dim), 7, np.float32)) if centred else (None, None):

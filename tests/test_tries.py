@@ -54,7 +54,7 @@ def test_bytes_are_those_of_the_reference(
 
 @pytest.mark.parametrize("bits, most", [(3, (0.965, 0.955, 0.95)), (4, (0.92, 0.89, 0.875))])
 def test_noise_falls(bits: int, most: tuple[float, ...], rng: np.random.Generator) -> None:
-    """1 / cos^2 - 1 of Gaussian vectors of 128 numbers, as a share of what it is without tries."""
+    """1 / cos^2 - 1 of Gaussian vectors of 128 numbers falls below these shares of its value without tries."""
     x = rng.standard_normal((1, 1, 4096, 128)).astype(np.float32)
     noise = []
     for tries in (0, 3, 5, 7):

@@ -27,7 +27,7 @@ SPECS = {
 
 
 def made(spec: Any = None, **fields: Any) -> Any:
-    """A small model whose sinks count, patched if there is a spec."""
+    """A small model whose learned sinks matter, patched if there is a spec."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(EXACT, "mimo_v2_flash", {**EXACT["mimo_v2_flash"], **fields})
         model = tiny("mimo_v2_flash")
@@ -58,7 +58,7 @@ def test_close_when_packed(spec: Any) -> None:
 
 @pytest.mark.parametrize("spec", [HOLDS_ALL, *SPECS.values()], ids=["holds all", *SPECS])
 def test_padding_and_pieces_do_not_matter(spec: Any) -> None:
-    """A text with padding in front is read as alone; tokens that are read as they are stored, in any pieces."""
+    """Padding in front changes nothing. If queries read packed tokens, sizes of pieces change nothing either."""
     model = made(spec)
 
     def read(rows: slice, first: int, pieces: Any) -> torch.Tensor:
@@ -163,7 +163,7 @@ def test_crop_fork_join_and_sequences() -> None:
 
 @pytest.mark.parametrize("name", ["mimo_v2_flash", "deepseek_v3"])
 def test_crop_behind_a_window_that_is_recorded(name: str) -> None:
-    """As assisted decoding does: the window gets tokens back that had left it."""
+    """A crop brings tokens back that had left the window, as assisted decoding needs it."""
     model = turboquant.patch(tiny(name), PACKED.with_(sinks=2, window=4))
     cache, other = TurboQuantCache(model), TurboQuantCache(model)
     for one in (cache, other):

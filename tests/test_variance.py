@@ -1,6 +1,5 @@
-"""The variance term (turboquant.h, "VARIANCE TERM"): its constant, what it is for, and who has none. Whether `attend`
-has it as the reference does is tested where `attend` is: PLANS of core_calls.py, test_attend.py, test_ragged.py,
-test_chunks.py."""
+"""The variance term (turboquant.h, "VARIANCE TERM"): its constant, its purpose, and plans that cannot have it. Tests of
+`attend` compare it with the reference: PLANS of core_calls.py, test_attend.py, test_ragged.py, test_chunks.py."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ def packed(p: ref.Plan, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.nd
 @pytest.mark.parametrize("bits", ref.WIDTHS)
 @pytest.mark.parametrize("head_dim, group", [(8, 32), (40, 16), (64, 32), (80, 32), (128, 32), (192, 16)])
 def test_constant_is_the_mean_error(head_dim: int, group: int, bits: int, tries: int, rng: np.random.Generator) -> None:
-    """Of Gaussian vectors of all lengths, packed by the core: |y' - y|^2 over the squared scale. In the middle between
-    two powers of two the table's line is within 2 % too."""
+    """The constant is the mean of |y' - y|^2 over the squared scale, to 2 %, for Gaussian vectors of all lengths that
+    the core packs. It is interpolated between two powers of two."""
     p = ref.plan(head_dim, bits, 1, tries=tries, group=group, variance_term=True)
     assert _core.plan_info(p.words)["variance"] == pytest.approx(variance.constant(p), rel=1e-6)
     k = rng.standard_normal((2**19 // head_dim // 128 * 128, head_dim)).astype(np.float32)

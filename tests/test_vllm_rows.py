@@ -1,5 +1,5 @@
-"""The exact rows of the vLLM plug-in, without vLLM, in a model of an engine with blocks that requests share, free and
-take over. A row of another content, or of an earlier life of its block, must never be read."""
+"""The exact rows of the vLLM plug-in, without vLLM, in a simulated engine whose blocks requests share, free and take
+over. A row of other content, or of an earlier use of its block, must never be read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_no_row_of_another_life_is_read(sinks, window, rng):
 
 
 def test_rows_that_are_lost_cost_quality_alone(rng, monkeypatch):
-    """Now and then a row is taken for something else."""
+    """If rows are dropped before a step, attention is still the reference's, with fewer exact tokens."""
     engine = Engine(8, 4, 28)
     step = engine.step
 
@@ -45,7 +45,7 @@ def test_sliding_windows_and_soft_caps(options, rng):
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 50}])
 def test_learned_sinks(options, rng):
-    """A logit of each head takes its share of the softmax."""
+    """A logit of each head takes part in the softmax."""
     live(Engine(4, 4, 28, learned_sinks=torch.tensor([-2.0, 0.0, 3.0, 5.0]), **options), rng, 20)
 
 
@@ -76,10 +76,10 @@ def test_sinks_hold_whole_beginnings():
     row = sinks.written(5, 0, 2)
     assert row >= 0 and sinks.find(5) == -1  # two of four
     assert sinks.written(5, 2, 3) == row and sinks.written(5, 3, 90) == row and sinks.find(5) == row
-    assert sinks.written(9, 2, 10) == -1  # the first two went elsewhere
-    assert sinks.written(5, 0, 1) == row and sinks.find(5) == -1  # a new life
+    assert sinks.written(9, 2, 10) == -1  # the first two tokens were not written to this block's row
+    assert sinks.written(5, 0, 1) == row and sinks.find(5) == -1  # the block begins anew
     assert sinks.written(6, 0, 9) != row
-    assert sinks.written(8, 0, 9) == row and sinks.find(5) == -1  # the one that was used last but one
+    assert sinks.written(8, 0, 9) == row and sinks.find(5) == -1  # the least recently used row
 
 
 def test_tails_follow_rejected_drafts():

@@ -1,4 +1,4 @@
-"""What the vLLM plug-in is asked for, what it refuses, and how it finds a checkpoint's profile; without vLLM."""
+"""Settings of the vLLM plug-in, what it refuses, and how it finds a checkpoint's profile; without vLLM."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_rows_are_taken_from_the_memory_of_the_cache():
 
 
 def test_a_layer_that_is_prepared_again_keeps_its_tensors():
-    """vLLM does so after it has loaded weights again, when CUDA graphs and tables of rows know the tensors."""
+    """vLLM prepares a layer again after it reloads weights. CUDA graphs and tables of rows then know its tensors."""
     made = engine(kv_cache_memory_bytes=10**6)
 
     def prepared():

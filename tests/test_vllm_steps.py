@@ -1,5 +1,5 @@
-"""Steps on a GPU, on CPU tensors too: the table of exact rows that lies on the device, and chunks of prompts, in a
-model of an engine with blocks that requests share, free and take over."""
+"""Steps of the vLLM plug-in on a GPU, tested on CPU tensors too: the table of exact rows on the device, and chunks of
+prompts, in a simulated engine whose blocks requests share, free and take over."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FEW = 4
 
 
 class GpuEngine(Engine):
-    """few: the most tokens of a request that is not a chunk. parts: which parts steps had."""
+    """few: the most tokens of a request that is not a chunk. parts: which parts the steps so far had."""
 
     def __init__(self, bits, sinks, blocks=7, rows=18, device="cpu", few=FEW, **options):
         super().__init__(bits, sinks, 0, blocks, rows, device, **options)
@@ -40,7 +40,7 @@ class GpuEngine(Engine):
         self.pool.taken.clear()
 
     def compute(self, starts, lens, table, q, k, v, out):
-        # vLLM sorts requests by their new tokens. Here the order is left, and put back into `out`.
+        # vLLM sorts requests by their numbers of new tokens. So they are sorted here, and `out` is put back in order.
         counts = np.diff(starts)
         order = np.argsort(counts, kind="stable")
         tokens = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in order])
@@ -82,7 +82,7 @@ def test_no_row_of_another_life_is_read(sinks, few, device, rng):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_long_chunks_read_decoded_tokens(device, monkeypatch):
-    """Some pages at a time, of which the first has exact tokens."""
+    """A long chunk reads some pages at a time, of which the first has exact tokens."""
     decoded, decode = [], steps._decoded
     monkeypatch.setattr(steps, "LEAST_ROWS", (512, 512))
     monkeypatch.setattr(steps, "SCRATCH_BYTES", 2 * 2 * PAGE * KV_HEADS * HEAD_DIM * 4)
@@ -103,7 +103,7 @@ def test_sliding_windows_and_soft_caps(options, device, rng):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 50}])
 def test_learned_sinks(options, device, rng):
-    """Of chunks, of what lies in front of them, and of steps with few tokens."""
+    """Learned sinks take part in attention of chunks, to the tokens before them, and of steps with few tokens."""
     sinks = torch.tensor([-2.0, 0.0, 3.0, 5.0], device=device)
     engine = GpuEngine(4, 4, device=device, few=1, learned_sinks=sinks, **options)
     live(engine, rng, 20)
@@ -128,7 +128,7 @@ def test_memory_for_a_step_is_asked_of_the_operator(monkeypatch):
     engine, taken = GpuEngine(4, 4), []
     new_empty = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **how: taken.append(new_empty(x, *size, **how)))
-    for tokens in (600, 100):  # queries that decode, and queries that do not
+    for tokens in (600, 100):  # so many queries that pages are decoded for them, and fewer
         taken.clear()
         query = torch.zeros(tokens, HEADS, HEAD_DIM)
         reserve(engine.attention, query, KV_HEADS, 6, 4096, FEW)
@@ -174,14 +174,14 @@ def test_a_step_keeps_the_rows_that_it_uses():
 
 
 def test_padding_has_no_rows():
-    """Requests of a graph without tokens, and the null block of dummy runs."""
+    """Requests without tokens in a CUDA graph, and the null block of dummy runs, get no rows."""
     table = DeviceSinks(6, 4, 12, torch.device("cpu"))
     assert rows_of(table, [0, 0, 0], [1, 0, 1], [[0], [7], [3]])[:2] == [-1, -1]
     assert table.counts.tolist() == [1, 0, 2]
 
 
 def test_pages_that_are_written_again_lose_their_rows():
-    """A block that was a sequence's first one is a later one of another sequence."""
+    """A block that was the first one of a sequence loses its row as a later one of another sequence."""
     table = DeviceSinks(6, 4, 12, torch.device("cpu"))
     assert rows_of(table, [0], [200], [[5, 6]]) != [-1]
     assert rows_of(table, [0], [300], [[7, 8, 5]]) != [-1]
@@ -190,7 +190,7 @@ def test_pages_that_are_written_again_lose_their_rows():
 
 
 def test_a_schedule_is_written_for_each_plan(monkeypatch):
-    """Once a step, for all its layers. Layers of another, whose kernel may cut the work otherwise, have their own."""
+    """It is written once a step for all layers of the plan. Kernels of other plans may divide the work differently."""
     written, used = [], []
     monkeypatch.setattr(steps, "write_schedule", lambda attention, *_: written.append(attention.words))
     monkeypatch.setattr(steps, "append", lambda *_: None)

@@ -1,5 +1,5 @@
-"""Waves and metrics in the core: codes as the reference has them, attention and decoded keys against float64, at
-positions up to 2^20 and amplitudes of norm 1,000."""
+"""Waves and metrics in the core: codes against the reference, attention and decoded keys against float64, at positions
+up to 2^20 and amplitudes of norm 1,000."""
 
 from __future__ import annotations
 

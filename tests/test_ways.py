@@ -1,4 +1,4 @@
-"""Ways of running a model that no other test goes: a patched model whose window holds everything gives what it gives
+"""Ways of running a model that no other test covers: a patched model whose window holds everything gives what it gives
 without a patch. Generation is in test_generate.py, offloading in test_placement.py. `make test-placement`
 runs those that need peft, accelerate, torchao or bitsandbytes.
 """
@@ -67,7 +67,7 @@ def test_a_classifier() -> None:
 
 @pytest.mark.parametrize("how", ["LoRA before", "LoRA after", "prompt tuning"])
 def test_an_adapter(how: str) -> None:
-    """Of the real peft; `test_wrappers` has a class that stands in for it."""
+    """With the real peft; `test_wrappers` has a class that stands in for it."""
     peft = pytest.importorskip("peft")
     if how == "prompt tuning":
         adapter = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)

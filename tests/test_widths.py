@@ -51,7 +51,7 @@ def widths(cache):
 
 
 def test_costs_are_those_of_the_texts_of_the_package(model, tokenizer, profile):
-    """Each text counts alike, whatever it costs in all; their sum is the geometric mean."""
+    """Each text has the same weight, whatever its costs add up to. The sum is the geometric mean of the texts' sums."""
     each = [side_costs(model, ids[:, :OF_COSTS], profile.moments, i, 128)
             for i, ids in enumerate(kinds(model, tokenizer))]  # fmt: skip
     want = np.mean([one / one.sum() for one in each], 0) * np.exp(np.mean([np.log(one.sum()) for one in each]))
@@ -80,7 +80,7 @@ def test_costs_that_are_none(profile, costs, message):
 
 
 def test_a_model_without_a_backward_pass_gets_uniform_widths(model, tokenizer, profile, monkeypatch, caplog):
-    """The reason is one line, and in the profile."""
+    """The reason is one line of the log, and is in the profile."""
     text = kinds(model, tokenizer)
 
     def reason(changed, texts=text):
@@ -122,7 +122,7 @@ def test_costs_are_measured_in_inference_mode(model, tokenizer, profile):
 
 
 def test_a_backward_pass_in_another_thread(model, tokenizer, profile, monkeypatch):
-    """Where layers run again on GPUs: autograd has a thread for each."""
+    """Costs are the same if layers run again in another thread: autograd has one for each GPU."""
     grad, ids = torch.autograd.grad, kinds(model, tokenizer)[0][:, :200]
 
     def elsewhere(*args, **options):
@@ -164,7 +164,7 @@ def test_costs_are_measured_on_a_gpu(tokenizer, profile, monkeypatch):
 
 @pytest.mark.parametrize("name, bits", [("near-lossless", 5), ("default", 4), ("compact", 3), ("tiny", 2)])
 def test_presets_share_their_bits(model, profile, name, bits):
-    """At most one bit from the average, and as many bytes as with one width."""
+    """Widths are at most one bit from the average, and take as many bytes as one width."""
     plain = TurboQuantCache(model, preset(name).with_(uniform=True), profile=profile)
     cache = TurboQuantCache(model, name, profile=profile)
     found = widths(cache)
@@ -259,7 +259,7 @@ def test_widths_are_bounded():
 @pytest.mark.parametrize("tokens", [300, 5000, 131072])
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
 def test_memory_is_never_exceeded_nor_left(model, profile, tokens, share):
-    """A bit more of one side would not fit."""
+    """The chosen widths fit into the memory, and use it to 10 % and 60,000 bytes."""
     described = model_of(model.config)
     plain = packed_parts(described, CacheSpec(6, 6, uniform=True), 1, tokens, 4)
     memory = int(share * sum(plain.values()))
@@ -274,7 +274,7 @@ def test_memory_is_never_exceeded_nor_left(model, profile, tokens, share):
 
 
 def test_a_cache_stays_within_its_budget(model, profile, caplog):
-    """After a prompt, and token by token."""
+    """It does so after a prompt, and token by token."""
     memory = 900_000
     turboquant.patch(model, memory=memory, tokens=420, profile=profile)
     said = caplog.messages[-1]

@@ -3,8 +3,8 @@
 A code may differ from that of exact arithmetic if its number lies within `TOLERANCE` * rms(x - centre) / step of a
 threshold. Numbers stored for each token fit the codes stored, to an ulp of binary16.
 
-With tries, each row has such codes at one of the factors tried. Its squared cosine is within `COSINE` of the best that
-such codes are sure to have at any factor: each number near a threshold may have got the code that suits the row less.
+With tries, each row has such codes at one of the factors tried. Its squared cosine is within `COSINE` of what such
+codes are sure to have at the best factor: each number near a threshold may have got the code that suits the row less.
 
 Checks are in float64, token by token, from the bytes alone. Plans with a wave or a metric are checked in the same way,
 with tolerances of their own (tests/test_wave_ops.py).
@@ -37,7 +37,7 @@ def outside(z: F64, rank: Array, thresholds: F64, tolerance: F64) -> Array:
 
 
 def between(z: F64, rank: Array, thresholds: F64, tolerance: F64) -> None:
-    """Asserts that none is outside."""
+    """Asserts that no z is `outside`."""
     wrong = outside(z, rank, thresholds, tolerance)
     assert not wrong.any(), (int(wrong.sum()), z[wrong][:5], rank[wrong][:5])
 
@@ -52,7 +52,7 @@ def ranks_and_thresholds(book: ref.Codebook, codes: Array) -> tuple[Array, F64]:
 
 
 def levels_of(p: ref.Plan, side: str, u: F64) -> F64:
-    """The levels that u gets: up to 5 bits of settled rows, those of the middle of its cell."""
+    """Returns the levels of u. In settled rows of up to 5 bits they are those of the middle of its cell."""
     c = np.zeros_like(u)
     for channels, book in p.books(side):
         x = u[:, channels]
@@ -67,8 +67,8 @@ def squared_cosine(a: F64, b: F64) -> F64:
 
 
 def least_cosine(p: ref.Plan, side: str, u: F64, factor: float, near: F64, steps: F64) -> F64:
-    """The squared cosine of u and its levels at a factor, less what numbers nearer than `near` to where the level
-    changes can make of it, to first order."""
+    """Returns the squared cosine of u and its levels at a factor, minus the most that numbers within `near` of a
+    threshold can take from it, to first order."""
     x, c = u * steps, levels_of(p, side, u * factor) * steps
     cu, cc = (c * x).sum(1, keepdims=True), (c * c).sum(1, keepdims=True)
     changes = [np.zeros_like(c)]
@@ -79,9 +79,9 @@ def least_cosine(p: ref.Plan, side: str, u: F64, factor: float, near: F64, steps
 
 
 def check_codes(p: ref.Plan, side: str, u: F64, codes: Array, near: F64, steps: F64, moves: F64 | None = None) -> F64:
-    """Asserts that codes [n, channels] are those of u [n, head_dim], of mean square 1, but for thresholds nearer than
-    `near`; with tries, of u times one factor, and that this is a good one. `moves`: how far numbers may be off for
-    that, if not `near`. Returns their levels."""
+    """Asserts that codes [n, channels] are those of u [n, head_dim], of mean square 1, except within `near` of a
+    threshold. With tries they must be those of u times one of the factors, and a good one: in that check numbers may be
+    off by `moves`, or by `near` if it is None. Returns their levels."""
     factors = ref.TRIES[p.tries] if p.tries else np.ones(1)
     fits, c = np.ones((len(factors), len(u)), bool), np.zeros_like(u)
     for channels, book in p.books(side):
