@@ -47,6 +47,7 @@ def tensors_of(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 def code(words: np.ndarray, bits: int, r: int, n: int) -> int:
     """Returns c(r, n) of a lane from its words (turboquant.h, "Bits of the words of a lane"), for 1 to 5 bits."""
+    assert 1 <= bits <= 5
     w = [int(word) for word in words]
     if bits == 5:
         return code(words[:4], 4, r, n) | code(words[4:], 1, r, n) << 4

@@ -34,8 +34,9 @@ def run_ranks(ranks: int, *command: str, timeout: float) -> list[str]:
     try:
         for rank in started:
             out = rank.communicate(timeout=timeout)[0]
-            if "pip install" in out or "ImportError" in out:
-                pytest.skip(out.strip().splitlines()[-1])
+            last = (out.strip().splitlines() or [""])[-1]
+            if rank.returncode and ("pip install" in last or "No module named" in last) and "turboquant" not in last:
+                pytest.skip(last)
             assert rank.returncode == 0, out
             printed.append(out)
     finally:

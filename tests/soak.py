@@ -148,9 +148,10 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: len(self.caches) < 4)
     @rule(n=st.integers(0, 3), tokens=st.integers(0, 3))
     def fork(self, n: int, tokens: int) -> None:
-        self.copied(n, "fork")
-        for which in (n, len(self.caches) - 1) if tokens else ():
-            self.append(which, tokens)  # so that fork and source (if n is its number) no longer share the last page
+        source = self.pick(n)
+        self.copied(source, "fork")
+        for which in (source, len(self.caches) - 1) if tokens else ():
+            self.append(which, tokens)  # so that fork and source no longer share the last page
 
     @precondition(lambda self: len(self.caches) < 4)
     @rule(n=st.integers(0, 3), how=st.sampled_from(["deepcopy", "pickle", "file"]))

@@ -79,14 +79,15 @@ def test_a_level_that_is_not_there_is_an_error(consumer: tuple[str, Path]) -> No
 
 
 def test_the_header_stands_alone(tmp_path: Path) -> None:
-    """turboquant.h and the header of schemes need no other one before them, and compile as C99 and as C++11."""
-    text = "#include <turboquant_schemes.h>\n#include <turboquant.h>\nint main(void) { return TQ_OK; }\n"
+    """Each header needs no other one before it, and compiles as C99 and as C++11."""
     strict = ["-Wall", "-Wextra", "-Werror", "-pedantic", "-fsyntax-only", f"-I{CSRC / 'include'}"]
-    (tmp_path / "alone.c").write_text(text)
-    run(CC, "-std=c99", *strict, tmp_path / "alone.c")
-    if CXX:
-        (tmp_path / "alone.cpp").write_text(text.replace("(void)", "()"))
-        run(CXX, "-std=c++11", *strict, tmp_path / "alone.cpp")
+    for header in ("turboquant.h", "turboquant_schemes.h", "turboquant_index.h", "turboquant_cuda.h"):
+        text = f"#include <{header}>\nint main(void) {{ return TQ_OK; }}\n"
+        (tmp_path / "alone.c").write_text(text)
+        run(CC, "-std=c99", *strict, tmp_path / "alone.c")
+        if CXX:
+            (tmp_path / "alone.cpp").write_text(text.replace("(void)", "()"))
+            run(CXX, "-std=c++11", *strict, tmp_path / "alone.cpp")
 
 
 def test_everything_declared_is_defined(consumer: tuple[str, Path]) -> None:

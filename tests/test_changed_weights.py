@@ -13,6 +13,7 @@ from adapters import Adapted, adapted
 import turboquant
 from turboquant import TurboQuantCache
 from turboquant.measuring import used as module
+from turboquant.models import identity
 from turboquant.models.identity import Identity
 
 pytestmark = pytest.mark.filterwarnings("ignore:the model is measured on random token ids")
@@ -40,8 +41,10 @@ def trained(model, other, parameters=None):
 
 @torch.no_grad()
 def written(model, other):
-    """Adds to 400 numbers of a weight, in place."""
-    model.model.layers[0].self_attn.k_proj.weight.view(-1)[1000:1400] += 1
+    """Changes numbers of a long tensor between those of which `Identity` takes a sum."""
+    weight = model.model.layers[0].mlp.up_proj.weight.view(-1)
+    assert len(weight) > identity._WHOLE and not {*range(1000, 1400)} & {*identity._places(len(weight))}
+    weight[1000:1400] += 1
 
 
 def biased(model, other):
@@ -71,7 +74,8 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_moments_are_those_of_the_weights_now(change, other, caplog):
-    model = turboquant.patch(models.tiny("qwen2") if change is biased else models.tiny(), "default")
+    kind, size = ("qwen2" if change is biased else "llama"), ({"intermediate_size": 512} if change is written else {})
+    model = turboquant.patch(models.tiny(kind, **size), "default")
     before = moments(model)
     caplog.clear()  # a line before they are measured
     assert moments(model) is before and not caplog.messages

@@ -334,7 +334,8 @@ ODD = [
 def test_odd_arguments_give_errors_not_crashes(data: st.DataObject) -> None:
     op = data.draw(st.sampled_from(OPS))
     call = sample(op)
-    names = st.sampled_from(sorted({*call.arguments, "threads", "dtype", "value_centre", "key_rotation"}))
+    transforms = {"key_numbers", "value_numbers", "key_turns", "rotation"}
+    names = st.sampled_from(sorted({*call.arguments, *transforms, "threads", "dtype"}))
     call = call.with_(**data.draw(st.dictionaries(names, st.sampled_from(ODD), min_size=1, max_size=4)))
     try:
         call()

@@ -211,8 +211,6 @@ def test_calibration_is_for_every_head_of_an_encoder(model, sequences):
 
 def test_groups_of_equal_bits_are_mixed_as_one():
     """Neighbouring groups of equal bits share a Hadamard rotation and a step. All rotations are orthogonal."""
-    import numpy as np
-
     from turboquant.kvcache.transforms import layer_transforms
 
     big = tiny_esm(head_dim=64)
@@ -232,8 +230,6 @@ def test_groups_of_equal_bits_are_mixed_as_one():
 
 
 def test_keys_of_esm_get_a_bit_in_every_group():
-    import numpy as np
-
     from turboquant.measured import allocate
 
     energy = np.array([[[8.0, 1e-9], [4.0, 1e-9]], [[2.0, 1e-9], [1.0, 1e-9]]])

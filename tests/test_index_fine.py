@@ -150,7 +150,7 @@ def test_changes_files_and_copies(metric, tmp_path):
     assert (np.sort(ids[:, : len(kept)]) == np.sort(index.ids)).all()
     few = index.search(queries, 3, [4, 7, 8, 5950, 77_777])[1]
     assert np.isin(few, [4, 7, 8, 5950]).all()
-    assert index.nbytes == other.nbytes or index.nbytes < 1.3 * other.nbytes
+    assert index.nbytes < 1.3 * other.nbytes
     empty = turboquant.Index(64, 2, metric, refine="int8")
     assert (empty.search(queries, 3)[1] == -1).all()
 

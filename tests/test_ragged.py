@@ -101,7 +101,7 @@ class Ragged:
             slow.append(self.plan, self.layer, k, v, loc, lengths, self.key, self.value)
         return self.layer
 
-    def arrays(self, device: str, *, fresh: bool = False) -> dict[str, Any]:
+    def arrays(self, device: str) -> dict[str, Any]:
         """Returns the arguments that `append` and `attend` share."""
         names = ("sink_k", "sink_v", "window_k", "window_v", "sink_rows", "tail_rows")
         given = {name: getattr(self.layer, name) for name in names if getattr(self.layer, name) is not None}
@@ -435,10 +435,8 @@ def test_a_graph_serves_other_batches(
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_cuda)])
-@pytest.mark.parametrize("batch,schedule,strategy", [(1, None, "fused"), (64, "line", "fused"), (64, "equal", "fused")])
-def test_serving_runs_fast_kernels(
-    batch: int, schedule: str | None, strategy: str, device: str, rng: np.random.Generator
-) -> None:
+@pytest.mark.parametrize("batch,schedule", [(1, None), (64, "line"), (64, "equal")])
+def test_serving_runs_fast_kernels(batch: int, schedule: str | None, device: str, rng: np.random.Generator) -> None:
     """Steps of one token, with rows of sinks and a wave, run fused kernels and append one token."""
     plan = ref.plan(128, 4, 4, wave_pairs=64, metric=5)
     turns, moments = random_moments(rng, plan, 8)
@@ -451,7 +449,7 @@ def test_serving_runs_fast_kernels(
     q = torch.zeros(batch, 32, 128, device=device).bfloat16()
     arguments = arrays | on(device, keywords(wave)) | dict(pages=pool, max_query_len=1)
     arguments["schedule"] = {None: None, "line": line, "equal": line[:0]}[schedule]
-    assert tq.attend_kernel(plan.words, q, **arguments).startswith(f"attend_{strategy}_4bit_d128_4x")
+    assert tq.attend_kernel(plan.words, q, **arguments).startswith("attend_fused_4bit_d128_4x")
     k = torch.zeros(batch, 8, 128, device=device).bfloat16()
     kept = {name: x for name, x in arguments.items() if name != "schedule"}
     assert tq.append_kernel(plan.words, k, k, **kept) == "append_one_token"

@@ -46,19 +46,14 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     _core.set_isa(None)
 
 
-def plan_of(p: ref.Plan) -> Plan:
-    names = ("rotation", "codebook", "scale", "seed", "page_tokens", "group", "wave_pairs", "tries", "variance_term")
-    return Plan(p.head_dim, p.key_bits, p.value_bits, **{name: getattr(p, name) for name in names}, metric=p.metric)
-
-
-def random_pages(rng: np.random.Generator, p: ref.Plan, unused: bool = True) -> np.ndarray:
+def random_pages(rng: np.random.Generator, p: ref.Plan) -> np.ndarray:
     """[2, 2] records of any codes and scales, some of them 0; the last tokens of the last page are not used."""
     pages = np.zeros((2, 2, p.record_bytes), np.uint8)
     for page, head in np.ndindex(2, 2):
         for side in ("key", "value"):
             if not any(p.bits(side)):
                 continue
-            tokens = np.arange(p.page_tokens if page == 0 or not unused else p.page_tokens - 29)
+            tokens = np.arange(p.page_tokens if page == 0 else p.page_tokens - 29)
             codes = np.zeros((len(tokens), p.group * p.groups), np.uint8)
             for channels, book in p.books(side):
                 codes[:, channels] = rng.integers(0, 2**book.bits, codes[:, channels].shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from turboquant.measuring.used import own_moments
 from turboquant.models.texts import OF_COSTS, kinds, sample
 from turboquant.sizes import model_of, packed_parts
 
-DEMO = "demo/turboquant_demo"
+DEMO = str(Path(__file__).parents[1] / "demo/turboquant_demo")
 
 
 @pytest.fixture(scope="module")
