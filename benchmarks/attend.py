@@ -1,4 +1,4 @@
-"""Decode attention over packed pages against bf16 attention, on a GPU: timed in a CUDA graph, correctness first.
+"""Times decode attention over packed pages against bf16 attention on a GPU, in a CUDA graph, after a check of results.
 
     python benchmarks/attend.py [--only 1,8,4] [--bits 4 3 2] [--out benchmarks/results/h200]
     python benchmarks/attend.py --section heads [--only 16,8,2] [--bits 4 3 2] [--out benchmarks/results/h200]
@@ -9,36 +9,36 @@
     python benchmarks/attend.py --section variance [--only lognormal] [--bits 4 3 2] [--out benchmarks/results/h200]
 
 Shapes are (batch, KV heads, group, tokens, head_dim). Two of them are also timed with several query tokens a sequence,
-as in speculative decoding, each of which sees all tokens. Codes are those of random normal keys and values. A shape
-smaller than `ROTATE_BYTES` is held several times, and calls take turns. The baseline is the fastest on the same
-tokens in bf16 of PyTorch's cuDNN and flash attention, also with the group's heads as query rows of one KV head
-(decoding needs no mask), and of vLLM's FlashAttention 3 where that is installed, which is also timed on fp8 queries,
-keys and values.
+as in speculative decoding; each query sees all tokens. Codes are those of random normal keys and values. A shape
+smaller than `ROTATE_BYTES` is held several times, and calls take turns. The baseline is the fastest of PyTorch's cuDNN
+and flash attention over the same tokens in bf16, also with the group's heads as query rows of one KV head (decoding
+needs no mask), and of vLLM's FlashAttention 3 where that is installed. FlashAttention 3 is also timed on fp8 queries,
+keys and values; that time is no baseline.
 
-Section heads times the same at other head sizes, those of Llama 3.2 1B, Phi 3 mini and Gemma 2 9B. The file is
-attend_heads.json.
+Section heads does the same at the head sizes of Llama 3.2 1B, Phi 3 mini and Gemma 2 9B. The file is attend_heads.json.
 
-Section window times a decode step of a layer, `append_attend`, with exact sinks and an exact window, and without: as
-many tokens in all; of plans without a wave and a metric and of plans with; and the batches of section ragged.
-`over_plain` is its time over that of the same plan without exact tokens. The file is attend_window.json.
+Section window times a decode step of a layer, `append_attend`, with and without exact sinks and an exact window, over
+as many tokens in all, for plans with and without a wave and a metric; without --only also for the batches of section
+ragged. `over_plain` is the time over that of the same plan without exact tokens. The file is attend_window.json.
 
-Section moments times attention with a wave of all pairs, which turn as those of Llama 3, and a metric of rank 4, and
-without: `over_plain` is the one's time over the other's. The file is attend_moments.json.
+Section moments times attention with and without a wave of all pairs, whose angles are Llama 3's, and a metric of rank
+4. `over_plain` is the time with them over the time without. The file is attend_moments.json.
 
-Section widths times a decode step as calibrated presets have it, with a wave and a metric, 4 exact first and 128 exact
-last tokens, for every pair of widths of keys and values. `over_same` is its time over the mean of two other steps:
-one with the keys' width on both sides, one with the values'. The file is attend_widths.json.
+Section widths times a decode step as in calibrated presets, with a wave, a metric, 4 sinks and a window of 128 tokens,
+for every pair of widths of keys and values. `over_same` is the time over the mean of two other steps: one with the
+keys' width on both sides, one with the values'. The file is attend_widths.json.
 
-Section ragged times one decode step of batches whose sequences differ in length, with a schedule for any lengths, and
-of some whose sequences are equally long; with and without a wave and a metric, as section moments, and of keys and
-values of different widths. `of_read_ceiling` is the bytes of all pages over the time and the read bandwidth.
-`over_mean` of two widths is the time over the mean of the times of either width. The file is attend_ragged.json.
+Section ragged times attention of a decode step for batches whose sequences differ in length, with a schedule for any
+lengths, and for some whose sequences are equally long. Plans are with and without a wave and a metric, as in section
+moments, some with different widths of keys and values. `of_read_ceiling` is the bytes of all pages over the time and
+the read bandwidth. `over_mean` is the time of two widths over the mean of the times of either width. The file is
+attend_ragged.json.
 
-Section variance times the batches of section ragged with a variance term, with and without a wave and a metric:
+Section variance times the batches of section ragged with a variance term, with and without a wave and a metric.
 `over_without` is the time over that of the same plan without the term, which is measured before and after it. The file
 is attend_variance.json.
 
-The section about prompts, many query tokens over a packed history, is a file of its own: benchmarks/chunks.py.
+benchmarks/chunks.py times many query tokens over a packed history, as in prompts.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from turboquant import ops
 from turboquant.kvcache.variance import wide_keys, wide_queries
 from turboquant.plan import Plan
 
-ROTATE_BYTES = 2_000_000_000  # thirty times the L2 of an H200: what one call leaves there helps the next by 3 % at most
+ROTATE_BYTES = 2_000_000_000  # 30 times an H200's L2 cache: what one call leaves there helps the next by 3 % at most
 SHAPES = [
     (16, 8, 4, 32768, 128),
     (8, 32, 1, 16384, 128),
@@ -101,7 +101,7 @@ RAGGED_PLANS = [("4", 0), ("3", 0), ("2", 0), ("5", 64), ("4", 64), ("3", 64), (
 def tensors(
     shape: Shape, seed: int, dtype: torch.dtype = torch.bfloat16, query_tokens: int = 1, device: str = "cuda"
 ) -> tuple[torch.Tensor, ...]:
-    """q [batch, heads, query_tokens, d], k and v [batch, kv_heads, tokens, d]."""
+    """Returns random q [batch, heads, query_tokens, d], k and v [batch, kv_heads, tokens, d]."""
     batch, kv_heads, group, tokens, d = shape
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -117,7 +117,7 @@ def copies(nbytes: int) -> int:
 
 
 def baseline(shape: Shape, query_tokens: int = 1) -> dict[str, Any]:
-    """Times of bf16 SDPA by backend: with query rows or with enable_gqa, whichever is faster."""
+    """Returns the times of bf16 SDPA by backend, with query rows or with enable_gqa, whichever is faster."""
     batch, kv_heads, group, tokens, d = shape
     n = copies(4 * batch * kv_heads * tokens * d)
     sets = [tensors(shape, seed, query_tokens=query_tokens) for seed in range(n)]
@@ -142,8 +142,8 @@ def baseline(shape: Shape, query_tokens: int = 1) -> dict[str, Any]:
 
 
 def flash_attention_3(mix: Mix) -> dict[str, Any]:
-    """Times of vLLM's FlashAttention 3 on bf16 and on fp8 queries, keys and values, with its plan for the lengths; {}
-    where vLLM is not installed."""
+    """Returns the times of vLLM's FlashAttention 3 on bf16 and on fp8 queries, keys and values, with its scheduler
+    metadata for the lengths; {} if vLLM is not installed."""
     if find_spec("vllm") is None:
         return {}
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
@@ -171,7 +171,7 @@ def flash_attention_3(mix: Mix) -> dict[str, Any]:
 
 
 def moments(plan: Plan, kv_heads: int, device: str = "cuda") -> dict[str, torch.Tensor]:
-    """The transforms of a plan with a wave or a metric: amplitudes of norm 10, scales of .5 to 2; {} of other plans."""
+    """Returns random transforms: a wave with amplitudes of norm 10, a metric with scales of 0.5 to 2. {}: neither."""
     d, pairs, rank = plan.head_dim, plan.wave_pairs, plan.metric
     generator = torch.Generator().manual_seed(1)
     made = {}
@@ -192,7 +192,7 @@ def moments(plan: Plan, kv_heads: int, device: str = "cuda") -> dict[str, torch.
 
 
 def check(shape: Shape, plan: Plan, query_tokens: int = 1) -> float:
-    """Largest error relative to the largest output, against float64 over the same decoded bytes; on a cut of it."""
+    """Returns the largest error over the largest output, against float64 over the decoded bytes, on a smaller shape."""
     batch, kv_heads, group, tokens, d = shape
     cut = (min(batch, 2), min(kv_heads, 2), group, min(tokens, 4096) - 5, d)
     q, k, v = tensors(cut, 99, query_tokens=query_tokens)
@@ -205,8 +205,8 @@ def check(shape: Shape, plan: Plan, query_tokens: int = 1) -> float:
 
 
 def ours(shape: Shape, plan: Plan, query_tokens: int = 1) -> dict[str, Any]:
-    """`us` is with the schedule of sequences that are equally long, as these are, `us_unsaid` without one, `us_line`
-    with one for any lengths. Making that takes `us_schedule`, once a step."""
+    """Times attention over packed pages: `us` with the schedule for equally long sequences, as these are, `us_unsaid`
+    without a schedule, `us_line` with one for any lengths. Making that one takes `us_schedule`, once a step."""
     error = check(shape, plan, query_tokens)
     if not error < 5e-3:  # bf16 outputs round at 4e-3
         raise AssertionError(f"{shape}: attend is off by {error}")
@@ -233,7 +233,7 @@ def ours(shape: Shape, plan: Plan, query_tokens: int = 1) -> dict[str, Any]:
 
 
 def steps(shape: Shape, plan: Plan, sinks: int, window: int, n: int) -> list[dict[str, Any]]:
-    """Arguments of `append_attend` of one more token, for n caches of the tokens of a shape."""
+    """Returns the arguments of `append_attend` for one more token, for n caches that hold the shape's tokens."""
     batch, kv_heads, _, tokens, d = shape
     q, k, v = tensors(shape, 0)
     held = -(-(tokens + 1 - sinks - window) // plan.page_tokens)
@@ -252,12 +252,12 @@ def steps(shape: Shape, plan: Plan, sinks: int, window: int, n: int) -> list[dic
         "lengths": lengths + 1,
         "block_table": table,
     }
-    new["schedule"] = torch.empty((0, 4), dtype=torch.int32, device="cuda")  # of `ops.schedule` for equal lengths
+    new["schedule"] = torch.empty((0, 4), dtype=torch.int32, device="cuda")  # `ops.schedule` of equal lengths
     return [new | cache, *(new | {name: x.clone() for name, x in cache.items()} for _ in range(n - 1))]
 
 
 def check_step(one: dict[str, Any], plan: Plan, sinks: int, window: int) -> float:
-    """Largest error of a step relative to the largest output, against float64 over what the cache holds then."""
+    """Returns a step's largest error over the largest output, against float64 over what the cache holds then."""
     out = torch.ops.turboquant.append_attend(plan.words, **one)
     packed = one["lengths"] - sinks - window
     where = {name: x for name, x in one.items() if name.startswith("key_")}
@@ -274,7 +274,7 @@ def check_step(one: dict[str, Any], plan: Plan, sinks: int, window: int) -> floa
 
 
 def timed_steps(cut: dict[str, Any], held: list[dict[str, Any]], plan: Plan, sinks: int, window: int) -> dict[str, Any]:
-    """Microseconds of a step, by turns of several caches; checked first on a cut."""
+    """Times a step, for which the caches `held` take turns. The small case `cut` is checked first."""
     error = check_step(cut, plan, sinks, window)
     if not error < 5e-3:  # bf16 outputs round at 4e-3
         raise AssertionError(f"{plan}, {sinks} sinks, window {window}: a step is off by {error}")
@@ -352,7 +352,7 @@ def with_moments(args: argparse.Namespace) -> None:
 
 
 class Mix(NamedTuple):
-    """Sequences by their lengths; the last query_tokens of each attend. equal: the schedule is for equal lengths."""
+    """Sequences of these lengths. The last query_tokens of each attend. equal: the schedule is for equal lengths."""
 
     lengths: list[int]
     kv_heads: int = 8
@@ -388,7 +388,7 @@ def mixes() -> dict[str, Mix]:
 
 
 def hold(mix: Mix, plan: Plan) -> ops.PackedKV:
-    """A cache of the mix's lengths: pages of random tokens in a random order."""
+    """Returns a cache of the mix's lengths, whose pages hold random tokens and are in random order."""
     counts = [-(-n // plan.page_tokens) for n in mix.lengths]
     _, k, v = tensors((1, mix.kv_heads, 1, 64 * plan.page_tokens, plan.head_dim), 0)
     transforms = moments(plan, mix.kv_heads)
@@ -409,7 +409,7 @@ def queries(mix: Mix, plan: Plan) -> torch.Tensor:
 
 
 def check_mix(mix: Mix, plan: Plan) -> float:
-    """As `check`, of sequences of 5 to 700 tokens."""
+    """As `check`, for sequences of 5 to 700 tokens."""
     cut = mix._replace(lengths=[700, 5, 129, 640, 300], kv_heads=min(mix.kv_heads, 2), equal=False)
     packed, q = hold(cut, plan), queries(cut, plan)
     out = ops.attend(q, packed, schedule=ops.schedule(q, packed)).double()
@@ -446,7 +446,7 @@ def timed_mix(mix: Mix, plan: Plan) -> dict[str, Any]:
 
 
 def ragged_steps(mix: Mix, plan: Plan, sinks: int, window: int, n: int = 0) -> list[dict[str, Any]]:
-    """Arguments of `append_attend` of one more token of each sequence, for n caches, or as many as calls take turns."""
+    """Returns the arguments of `append_attend` for one more token of each sequence, for n caches; 0: for `copies`."""
     packed, q = hold(mix._replace(lengths=[m - sinks - window for m in mix.lengths]), plan), queries(mix, plan)
     k, v = (x.squeeze(2) for x in torch.randn(2, len(q), mix.kv_heads, 1, 1, mix.head_dim, device="cuda").to(q.dtype))
     one = {"q": q, "k": k, "v": v, "lengths": torch.tensor(mix.lengths, dtype=torch.int32, device="cuda")}

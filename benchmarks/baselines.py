@@ -1,8 +1,8 @@
-"""Quantised caches that people use, simulated: the model's own attention reads de-quantised keys (after RoPE) and
-values. No packed bytes are made or read here: this says what a format costs in quality, and nothing of its speed.
+"""Simulates quantised caches that people use: the model's own attention reads de-quantised keys (after RoPE) and
+values. No packed bytes are made or read here, so this says what a format costs in quality, and nothing about its speed.
 
-Every token is quantised but the first `sinks`, each query's own among them, unless a format is measured with its own
-exact tokens. Bits are what a number takes with its scales and zero points.
+All tokens but the first `sinks` are quantised, also each query's own, unless a format is measured with its own exact
+tokens. Bits are what a number takes, scales and zero points included.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ FP8_LARGEST, FP4 = 448.0, (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @dataclass(frozen=True)
 class Baseline:
-    """keys, values   what is read back for [batch, kv_heads, tokens, head_dim] float32
-    bits   of a number, of heads of so many channels;  exact_layers   first and last so many stay in 16 bits
-    exact   (sinks, window, tile): the tokens that the format itself keeps in 16 bits, the first and the last ones, and
-            those of a tile that is not full; None: the first `sinks` of a call
-    learn   (keys, values) of each layer from a model, for a format that is fitted to one"""
+    """keys, values   return what is read back for [batch, kv_heads, tokens, head_dim] float32
+    bits   returns the bits of a number for a head_dim;  exact_layers   so many first and last layers keep 16 bits
+    exact   (sinks, window, tile): the format itself keeps the first and the last tokens in 16 bits, and those of a tile
+            that is not full; None: the first `sinks` of a call
+    learn   returns (keys, values) of each layer of a model, for a format that is fitted to one"""
 
     keys: ReadBack
     values: ReadBack
@@ -48,13 +48,13 @@ class Baseline:
     learn: Callable[[Any], list[tuple[ReadBack, ReadBack]]] | None = None
 
     def of_layers(self, model: Any) -> list[tuple[ReadBack, ReadBack]]:
-        """(keys, values) of each layer."""
+        """Returns (keys, values) of each layer."""
         if self.learn is not None:
             return self.learn(model)
         return [(self.keys, self.values)] * model.config.get_text_config(decoder=True).num_hidden_layers
 
     def mean_bits(self, head_dim: int, layers: int, tokens: int = 0) -> float:
-        """tokens: of a text, if exact tokens count; of a tile that is not full there are half on average."""
+        """Returns the mean over layers. tokens: the text's, if exact ones count; a last tile counts as half full."""
         layer = self.bits(head_dim)
         if tokens and self.exact is not None:
             sinks, window, tile = self.exact
@@ -64,7 +64,7 @@ class Baseline:
         return ((layers - exact) * layer + exact * 16) / layers
 
     def exact_tokens(self, sinks: int) -> str:
-        """In words, as `real` of quality.py calls them."""
+        """Returns the exact tokens in the words of `real` in quality.py."""
         if self.exact is None:
             return f"{sinks} sinks"
         sinks, window, tile = self.exact
@@ -76,8 +76,8 @@ class Baseline:
 def simulated(
     model: Any, baseline: Baseline, sinks: int, each: list[tuple[ReadBack, ReadBack]] | None = None
 ) -> Iterator[None]:
-    """The model's forwards read keys and values as `baseline` gives them back, but for its own exact tokens, or the
-    first `sinks` ones. each: of `Baseline.of_layers`, if it is known."""
+    """Makes the model's forwards read keys and values as `baseline` gives them back, except its own exact tokens, or
+    the first `sinks`. each: what `Baseline.of_layers` returned, if known."""
     each = baseline.of_layers(model) if each is None else each
     layers = len(each)
     kept = {*range(baseline.exact_layers), *range(layers - baseline.exact_layers, layers)}
@@ -107,7 +107,7 @@ def _fp8(x: Tensor) -> Tensor:
 
 
 def _nvfp4(x: Tensor) -> Tensor:
-    """Blocks of 16 numbers of e2m1, a scale in e4m3 to each, and one in float32 to the tensor."""
+    """Rounds blocks of 16 numbers to e2m1, with an e4m3 scale for each block and a float32 scale for the tensor."""
     blocks = x.unflatten(-1, (-1, 16))
     whole = (x.abs().amax() / (FP8_LARGEST * FP4[-1])).clamp_min(torch.finfo(x.dtype).tiny)
     scale = _fp8(blocks.abs().amax(-1, keepdim=True) / (FP4[-1] * whole)) * whole
@@ -118,7 +118,7 @@ def _nvfp4(x: Tensor) -> Tensor:
 
 
 def _q4_0(x: Tensor) -> Tensor:
-    """ggml's: blocks of 32 numbers, and in fp16 an eighth of that of largest magnitude, negated."""
+    """Rounds as ggml does: a block of 32 has -1/8 of its number of largest magnitude as scale, in fp16."""
     blocks = x.unflatten(-1, (-1, 32))
     largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     scale = (largest / -8).half().float()
@@ -127,7 +127,7 @@ def _q4_0(x: Tensor) -> Tensor:
 
 
 def _hadamard(channels: int) -> Tensor:
-    """[channels, channels], orthogonal and symmetric; channels: a power of two."""
+    """Returns [channels, channels], orthogonal and symmetric. channels: a power of two."""
     matrix = torch.ones(1, 1)
     while len(matrix) < channels:
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
@@ -135,7 +135,7 @@ def _hadamard(channels: int) -> Tensor:
 
 
 def _turned(matrix: Tensor, change: ReadBack) -> ReadBack:
-    """After a product with an orthogonal matrix [head_dim, head_dim]."""
+    """Returns `change` between products with an orthogonal matrix [head_dim, head_dim] and its inverse."""
 
     def turned(x: Tensor) -> Tensor:
         own = matrix.to(x.device)
@@ -145,7 +145,7 @@ def _turned(matrix: Tensor, change: ReadBack) -> ReadBack:
 
 
 def _rotated(change: ReadBack, seed: int | None = 0) -> ReadBack:
-    """After random signs, unless `seed` is None, and a Walsh-Hadamard transform over head_dim, a power of two."""
+    """Returns `change` after random signs (seed None: none) and a Hadamard transform of head_dim, a power of two."""
 
     def rotated(x: Tensor) -> Tensor:
         matrix = _hadamard(x.shape[-1])
@@ -159,7 +159,7 @@ def _rotated(change: ReadBack, seed: int | None = 0) -> ReadBack:
 
 
 def _affine(x: Tensor, bits: int, dim: int) -> Tensor:
-    """Codes of `bits` from the smallest to the largest number along `dim`; both of them, as scale and zero, in fp16."""
+    """Rounds to 2^bits levels from the smallest to the largest number along `dim`; scale and zero are in fp16."""
     low, high = x.amin(dim, keepdim=True).half().float(), x.amax(dim, keepdim=True)
     scale = ((high - low) / (2**bits - 1)).half().float()
     codes = ((x - low) / scale.where(scale > 0, torch.ones_like(scale))).round().clamp(0, 2**bits - 1)
@@ -172,7 +172,7 @@ def _int4(x: Tensor) -> Tensor:
 
 def _kivi(bits: int) -> Baseline:
     """KIVI (arXiv 2402.02750): keys in groups of 32 tokens of one channel, values in groups of 32 channels of a token.
-    What is left of the last 32 tokens is a group of its own; KIVI itself would keep it, and a window, exact."""
+    Tokens behind the last full 32 are a group of their own; KIVI itself keeps them, and a window, exact."""
 
     def keys(x: Tensor) -> Tensor:
         return torch.cat([_affine(group, bits, 2) for group in x.split(32, 2)], 2)
@@ -184,7 +184,7 @@ def _kivi(bits: int) -> Baseline:
 
 
 def _mse(bits: int, exact_layers: int) -> Baseline:
-    """TurboQuant mse (arXiv 2504.19874, Algorithm 1), by this package's Quantizer: a norm in 16 bits to each vector."""
+    """TurboQuant mse (arXiv 2504.19874, Algorithm 1), by this package's Quantizer; each vector has a 16-bit norm."""
 
     def read_back(x: Tensor) -> Tensor:
         quantizer = Quantizer(x.shape[-1], bits, scale="norm")
@@ -196,10 +196,10 @@ def _mse(bits: int, exact_layers: int) -> Baseline:
 
 
 def _kvarn(key_bits: int, value_bits: int, exact: tuple[int, int, int] | None = None) -> Baseline:
-    """KVarN (arXiv 2606.03458, github.com/huawei-csl/KVarN): after a Hadamard transform tiles of 128 tokens are divided
+    """KVarN (arXiv 2606.03458, github.com/huawei-csl/KVarN). After a Hadamard transform tiles of 128 tokens are divided
     by a scale for each token and one for each channel, and rounded from the smallest to the largest number of each
-    channel (keys) or token (values). What is left of the last tile is one of its own; KVarN itself keeps it exact, and
-    the first 128 tokens."""
+    channel (keys) or token (values). Tokens behind the last full tile are a tile of their own; KVarN itself keeps them
+    exact, and the first 128 tokens."""
 
     def read_back(bits: int, dim: int) -> ReadBack:
         def tiles(x: Tensor) -> Tensor:
@@ -208,18 +208,18 @@ def _kvarn(key_bits: int, value_bits: int, exact: tuple[int, int, int] | None = 
         return _rotated(tiles, None)
 
     def bits(head_dim: int) -> float:
-        token, channel = 16 / head_dim, 16 / 128  # of a number: a half for each token, one for each channel
-        return (key_bits + value_bits + 3 * (token + channel)) / 2
+        token, channel = 16 / head_dim, 16 / 128  # bits that one fp16 for each token, or channel, adds to a number
+        return (key_bits + value_bits + 3 * (token + channel)) / 2  # keys: 1 a token, 2 a channel; values: the reverse
 
     return Baseline(read_back(key_bits, 2), read_back(value_bits, 3), bits, exact=exact)
 
 
 def _balanced(tile: Tensor, bits: int, dim: int) -> Tensor:
-    """A tile [batch, kv_heads, tokens, channels] as KVarN reads it back. Standard deviations of tokens and channels are
-    divided out in turn, 16 times, with bounds as in its code, and the scales of least imbalance are kept, in fp16."""
+    """Returns a tile [batch, kv_heads, tokens, channels] as KVarN reads it back. Standard deviations of tokens and of
+    channels are divided out in turn, 16 times, with its code's bounds. The scales of least imbalance stay, in fp16."""
     if tile.shape[2] < 2:
         return tile
-    order = (5 - dim, dim)  # what a standard deviation is over
+    order = (5 - dim, dim)  # dimensions along which standard deviations are taken, in turn
     logs = [torch.zeros_like(tile.mean(over, keepdim=True)) for over in order]
     best, kept, now = _imbalance(tile), [log.exp() for log in logs], tile
     for _ in range(16):
@@ -235,8 +235,8 @@ def _balanced(tile: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def _imbalance(tile: Tensor) -> Tensor:
-    """[batch, kv_heads, 1, 1]: how many times larger the largest standard deviation is than the smallest, of tokens and
-    of channels, added."""
+    """Returns the largest standard deviation over the smallest, of tokens and of channels, added:
+    [batch, kv_heads, 1, 1]."""
     spreads = (tile.std(over, keepdim=True).flatten(2) for over in (3, 2))
     ratios = (one.amax(-1) / one.amin(-1).clamp_min(1e-8) for one in spreads)
     return sum(ratios, torch.zeros(()))[..., None, None]
@@ -247,8 +247,8 @@ OSCAR_GROUP, OSCAR_KEYS, OSCAR_VALUES = 128, 0.96, 0.92  # channels of a group, 
 
 def _oscar(exact: tuple[int, int, int] | None = None) -> Baseline:
     """OSCAR (arXiv 2605.17757, github.com/FutureMLS-Lab/OSCAR): 2 bits in groups of 128 channels of a token, after a
-    rotation of each layer, with a token's largest numbers clipped. Its rotations are made of 30,000 tokens of a task;
-    here of the 2,048 of the package. Scales and zero points have 16 bits here, 32 in its code."""
+    rotation for each layer, with a token's largest numbers clipped. Its rotations are fitted to 30,000 tokens of a
+    task, here to the package's 2,048. Scales and zero points have 16 bits here, 32 in its code."""
 
     def bits(head_dim: int) -> float:
         return 2 + 2 * 16 / min(OSCAR_GROUP, head_dim)
@@ -267,9 +267,9 @@ def _clipped(share: float) -> ReadBack:
 
 
 def _oscar_rotations(model: Any) -> list[tuple[ReadBack, ReadBack]]:
-    """Of each layer U H P: eigenvectors of what errors are multiplied by, largest first, a Hadamard transform, and the
-    order in which bits of a channel's number are reversed. For keys that is the second moment of the queries C, for
-    values the second moment of the values, where a token counts by k^T C k. Means over KV heads."""
+    """Returns (keys, values) of each layer, rotated by U H P. U are the eigenvectors of a matrix, largest first, H is a
+    Hadamard transform, P orders channels by their bit-reversed numbers. For keys the matrix is the second moment C of
+    the queries, for values that of the values, in which a token counts by k^T C k. Both are means over KV heads."""
     found: list[tuple[ReadBack, ReadBack]] = []
 
     def hook(module: torch.nn.Module, layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -288,7 +288,7 @@ def _oscar_rotations(model: Any) -> list[tuple[ReadBack, ReadBack]]:
 
 
 def _mixed(moment: Tensor) -> Tensor:
-    """The rotation that a second moment [channels, channels] gives."""
+    """Returns U H P of `_oscar_rotations` for a second moment [channels, channels]."""
     size = len(moment)
     axes = torch.linalg.eigh(moment.double().cpu()).eigenvectors.flip(1).float()
     order = [int(f"{i:0{size.bit_length() - 1}b}"[::-1], 2) for i in range(size)]
@@ -318,7 +318,7 @@ BASELINES: dict[str, Baseline] = {
 def measured(
     model: Any, windows: Tensor, baselines: Mapping[str, Baseline], sinks: int, generate: int
 ) -> dict[str, dict[str, float]]:
-    """The metrics of `turboquant.evaluate`, by name, for each baseline. windows: token ids [windows, tokens]."""
+    """Returns the metrics of `turboquant.evaluate` by name, for each baseline. windows: ids [windows, tokens]."""
     divergences: dict[str, list[np.ndarray]] = {name: [] for name in baselines}
     equal: dict[str, list[int]] = {name: [] for name in baselines}
     losses, same, plain = dict.fromkeys(baselines, 0.0), dict.fromkeys(baselines, 0), 0.0

@@ -1,9 +1,9 @@
-"""What the memory can do: a copy and a read of a buffer larger than any cache, in bytes read and written per second.
+"""Measures memory bandwidth: a copy and a read of a buffer larger than any cache, in bytes read and written per second.
 
 python benchmarks/ceilings.py [--device cuda]
 
-Each is the best of several ways of saying it, since the obvious one need not be the fastest: inside a CUDA graph a copy
-is a node for the copy engines, which an elementwise kernel beats by half.
+Each is the fastest of several operations that do the same, since the obvious one need not be the fastest: in a CUDA
+graph a copy is a node for the copy engines, which an elementwise kernel beats by half.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from timing import RESULTS, Report, microseconds
 
 
 def ceilings(device: str) -> dict[str, float | str]:
-    """{"copy_tbps", "copy_by", "read_tbps", "read_by"} of this device: terabytes per second, and what reached them."""
+    """Returns {"copy_tbps", "copy_by", "read_tbps", "read_by"}: terabytes per second, and the fastest operations."""
     numbers = 2**28 if device == "cuda" else 2**25
     x = torch.randn(numbers, device=device)
     y = torch.empty_like(x)

@@ -1,16 +1,16 @@
-"""Attention of many query tokens to a packed history, all of which they see, on a GPU: as the second turn of a chat or
-a later chunk of a prompt has it. Correctness first, timed in a CUDA graph.
+"""Times attention of many query tokens over a packed history that all of them see, on a GPU, as in the second turn of a
+chat or a later chunk of a prompt. Results are checked first; times are those of a CUDA graph.
 
     python benchmarks/chunks.py [--only 1,8,4] [--bits 4 3 2] [--variance-term] [--out benchmarks/results/h200]
 
-`decoded_us` decodes at most 128 MiB of keys and values at a time and lets PyTorch attend to them, as caches do it;
-`packed_us` is `attend`, from the packed bytes. The baseline is the fastest on the same tokens in bf16 of PyTorch's
-cuDNN and flash attention, also with the group's heads as query rows of one KV head. `speedup` is the baseline over the
-faster of ours. `dequantize_us` is the time to decode all keys and values to bf16, `of_copy` its bytes read and written
-a second over those of a copy. 8,192 query tokens are timed for batch 1 alone, which bounds the memory of queries,
-outputs and what `attend` merges. Plans are with a wave of all pairs, which turn as those of Llama 3, and a metric of
-rank 4, and without. An error is that of a row of the output over its norm, against float64 over the tokens decoded to
-float32; `packed_error` is that of `attend`.
+For `decoded_us`, at most 128 MiB of keys and values are decoded at a time and PyTorch attends to them, as in caches.
+`packed_us` is `attend`, from the packed bytes. The baseline is the fastest of PyTorch's cuDNN and flash attention over
+the same tokens in bf16, also with the group's heads as query rows of one KV head. `speedup` is the baseline's time over
+the faster of ours. `dequantize_us` is the time to decode all keys and values to bf16. `of_copy` is its bytes read and
+written a second over those of a copy. 8,192 query tokens are timed for batch 1 only, which bounds the memory of
+queries, outputs and what `attend` merges. Plans are with and without a wave of all pairs, whose angles are Llama 3's,
+and a metric of rank 4. An error is that of a row of the output over the row's norm, against float64 over the tokens
+decoded to float32; `packed_error` is that of `attend`.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ SHAPES = [
     (1, 8, 4, 32768, 64),
 ]
 QUERY_TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
-LONGEST_OF_BATCHES = 2048  # query tokens, where there are several sequences
+LONGEST_OF_BATCHES = 2048  # query tokens if there are several sequences
 MOST_ERROR = 1e-2  # of a row; the benchmark ends with status 1 if there is more
 
 
 def stored_as(packed: ops.PackedKV) -> Any:
-    """What `decoded` reads of a layer of a cache."""
+    """Returns an object with what `decoded` reads of a cache's layer."""
     pool = SimpleNamespace(lock=nullcontext())
     held = dict(plan=packed.plan, pages=packed.pages, block_table=packed.block_table, transforms=packed.transforms)
     where = dict(device=packed.pages.device, kv_heads=packed.pages.shape[1], table=SimpleNamespace(pool=pool),
@@ -54,14 +54,14 @@ def stored_as(packed: ops.PackedKV) -> Any:
 
 
 def errors(shape: Shape, plan: Plan, query_tokens: int, device: str = "cuda") -> dict[str, float]:
-    """Median and worst error of a row of the output, over its norm; on a cut of the shape."""
+    """Returns the median and the worst error of a row of the output, over its norm, on a part of the shape."""
     cut = (1, min(shape[1], 2), shape[2], min(shape[3], 4096) - 5, shape[4])
     q, k, v = tensors(cut, 99, query_tokens=min(query_tokens, 256), device=device)
     packed = ops.pack(k, v, plan, transforms=moments(plan, cut[1], device))
     stored, scale = stored_as(packed), shape[4] ** -0.5
     outs = {"error": decoded.attend_to_decoded(stored, q, [cut[3]], scale)[0],
             "packed_error": ops.attend(q, packed, causal=False)}  # fmt: skip
-    k, v = ops.dequantize(packed)  # float32, and so is the number of the term's channels, which is exact in float64
+    k, v = ops.dequantize(packed)  # float32, like the variance term's channels, which float64 multiplies exactly
     k = wide_keys(k, stored, packed.pages, packed.block_table, packed.lengths).double()
     wide = wide_queries(q.float(), stored, scale).double()
     exact = F.scaled_dot_product_attention(wide, k, v.double(), scale=scale, enable_gqa=True)

@@ -1,9 +1,9 @@
-"""How long `turboquant.Codec` takes beside plain copies, FP8 and NVFP4 of the same keys and values, on one device.
+"""Times `turboquant.Codec` beside plain copies, FP8 and NVFP4 of the same keys and values, on one device.
 
     pip install torchao lmcache  # optional: rows of what is not installed are left out
     python benchmarks/codec.py --json benchmarks/results/MACHINE/codec.json
 
-A Llama of the 8B shape (32 layers, 8 KV heads, 128 channels) in bfloat16, random numbers, no weights.
+Keys and values are random numbers in bfloat16, of the shape of a Llama of 8B (32 layers, 8 KV heads, 128 channels).
 
 - write_s: from tensors on the device to bytes on the host.
 - read_s: from bytes to what attention reads, which is packed pages (`Codec.packed`), or bfloat16 for all others.
@@ -33,7 +33,7 @@ SPECS = {bits: CacheSpec(bits, bits, centre="none", metric="none", sinks=4, wind
 
 
 def seconds(call, device: str, runs: int) -> float:
-    """The least of some runs."""
+    """Returns the least time of some runs."""
     best = float("inf")
     for _ in range(runs):
         if device != "cpu":
@@ -58,7 +58,7 @@ Format = tuple[str, Callable[[], bytes], Callable[[bytes], torch.Tensor]]  # nam
 
 
 def peers(x: torch.Tensor) -> Iterator[Format]:
-    """Other ways to make bytes of `x` and to read them."""
+    """Yields other ways to make bytes of `x` and to read them."""
     device = str(x.device)
 
     def read_plain(data: bytes) -> torch.Tensor:

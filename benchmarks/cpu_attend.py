@@ -1,4 +1,4 @@
-"""Decode attention on a CPU: one query token over a packed cache, against torch's SDPA in bfloat16.
+"""Times decode attention on a CPU: one query token over a packed cache, against torch's SDPA in bfloat16.
 
     python benchmarks/cpu_attend.py [--quick] [--groups 16 32] [--ggml FOLDER] [--out benchmarks/results/<machine>]
 
@@ -9,13 +9,13 @@ Three formulations of torch's side:
     enable_gqa  scaled_dot_product_attention(..., enable_gqa=True)
     repeated    keys and values repeated for every query head first: what Hugging Face runs
 
-and, if a folder is given with ggml's sources and in its `build` a static build of them (cmake -B build
--DBUILD_SHARED_LIBS=OFF -DGGML_OPENMP=OFF && make -C build ggml), its attention with q4_0 and with float16 caches:
-benchmarks/ggml_attend.c, compiled against it.
+With --ggml, ggml's attention with q4_0 and with float16 caches is timed too, by benchmarks/ggml_attend.c. FOLDER has
+ggml's sources, and in `build` a static build of them (cmake -B build -DBUILD_SHARED_LIBS=OFF -DGGML_OPENMP=OFF && make
+-C build ggml).
 
-Codes are those of random vectors, caches are rotated so that they never come from the last-level cache, and each case
-is checked against float32 SDPA over the decoded tokens before it is timed. `read_share` is against a plain read by as
-many threads in this run.
+Codes are those of random vectors. Copies of a cache take turns, so that it never comes from the last-level cache. Each
+case is checked against float32 SDPA over the decoded tokens before it is timed. `read_share` is the share of the bytes
+a second of a plain read by as many threads in this run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Case:
     group: int = 4
     head_dim: int = 128
     threads: int = 1
-    wave: bool = False  # and a metric: all pairs of a rotary embedding of base 500,000, rank 4
+    wave: bool = False  # and a metric: all pairs of a rotary embedding of base 500,000; the metric has rank 4
 
 
 def cases(quick: bool, threads: list[int]) -> list[Case]:
@@ -66,7 +66,7 @@ def cases(quick: bool, threads: list[int]) -> list[Case]:
 
 
 def moments(case: Case, rng: np.random.Generator) -> dict[str, Any]:
-    """Turns and moments of keys as the core takes them; amplitudes are of the size of the keys."""
+    """Returns turns and moments of keys as the core takes them. Amplitudes are as large as the keys."""
     half = case.head_dim // 2
     increments = (500_000.0 ** -(np.arange(half) / half) / (2 * np.pi) * 2**32).round()
     directions = np.linalg.qr(rng.standard_normal((KV_HEADS, case.head_dim, 4)))[0].swapaxes(1, 2)
@@ -80,7 +80,7 @@ def moments(case: Case, rng: np.random.Generator) -> dict[str, Any]:
 
 
 def packed(case: Case, rng: np.random.Generator) -> dict[str, Any]:
-    """A cache as the core takes it; pages shuffled."""
+    """Returns a cache as the core takes it, with shuffled pages."""
     waved: dict[str, Any] = {"wave_pairs": case.head_dim // 2, "metric": 4} if case.wave else {}
     words, keys = Plan(case.head_dim, case.bits, case.bits, **waved).words, moments(case, rng) if case.wave else {}
     n_pages = -(-case.tokens // 128)
@@ -100,7 +100,7 @@ def bits_of(x: torch.Tensor) -> np.ndarray:
 
 
 def check(case: Case, cache: dict[str, Any], q: torch.Tensor) -> float:
-    """The largest error, relative to the largest output, against float32 over the decoded tokens."""
+    """Returns the largest error, relative to the largest output, against float32 over the decoded tokens."""
     keys = {name: cache[name] for name in ("key_turns", "key_numbers") if case.wave}
     k, v = _core.dequantize(cache["plan"], cache["pages"], cache["block_table"], cache["lengths"], case.tokens, **keys)
     rows = q.float().view(1, KV_HEADS, case.group, case.head_dim)
@@ -108,7 +108,7 @@ def check(case: Case, cache: dict[str, Any], q: torch.Tensor) -> float:
     out, _ = _core.attend(q=bits_of(q), dtype="bfloat16", **cache)
     got = torch.from_numpy(out.view(np.int16)).view(torch.bfloat16).float()
     error = float((got - want).abs().max() / want.abs().max())
-    if not error < 6e-3:  # the output's own rounding is 2^-9
+    if not error < 6e-3:  # bfloat16 rounds the output by up to 2^-8 of it
         raise SystemExit(f"{case}: the output is off by {error:.1e}")
     return error
 
@@ -170,7 +170,7 @@ def time_ggml(program: Path, case: Case, kind: str) -> dict[str, Any]:
 
 
 def read_gb_per_s() -> float:
-    """A plain read by torch's threads: the best of many, because it is what the others are measured against."""
+    """Returns the bandwidth of a plain read by torch's threads: the 10th percentile of 20 times, near the best."""
     x = torch.ones(2**27, dtype=torch.int8).view(torch.int64)
     return round(x.nbytes / microseconds([lambda: x.max()], "cpu", 20)["us_p10"] / 1e3, 2)
 

@@ -1,4 +1,4 @@
-"""Quantising a long prompt and inner products with packed vectors on a CPU, one thread.
+"""Times quantising a long prompt and inner products with packed vectors on a CPU, one thread.
 
     python benchmarks/cpu_encode.py [--out benchmarks/results/<machine>]
 

@@ -1,14 +1,14 @@
-"""End to end on a CPU: decoding speed of real models with transformers' own cache and packed, by context.
+"""Times decoding of real models on a CPU, with transformers' own cache and with packed ones, by context.
 
     python benchmarks/cpu_generate.py MODEL [MODEL ...] [--threads N ...] [--out benchmarks/results/<machine>]
 
-A prompt of random tokens is forwarded; then single tokens are decoded, the caches by turns, so that a busy machine is
-busy for all of them. No sinks, no window: every token is packed.
+A prompt of random tokens is forwarded, then single tokens are decoded. The caches take turns, so that a busy machine
+is busy for all of them. There are no sinks and no window: every token is packed.
 
     decode     tokens/s with the model in float32: `full` is DynamicCache with SDPA
-    overhead   microseconds that a layer spends in the cache's update and the attention function together, over 8 to 100
-               tokens, where the kernels have next to nothing to do: Python and the operators. In a step of the model,
-               whose weights push their code out of the caches, and alone: one layer's again and again
+    overhead   microseconds that a layer spends in the cache's update and the attention function together, over 8 to 108
+               tokens. The kernels have little to do there, so this is Python and the operators. In a step of the model,
+               whose weights push their code out of the CPU's caches, and alone: one layer's again and again
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STEPS = 32
 
 
 def cache_of(model: Any, name: str) -> Any:
-    """A cache of that name, and the model prepared for it."""
+    """Prepares the model for a cache of that name, and returns the cache."""
     turboquant.unpatch(model)
     if name == "full":
         return DynamicCache(config=model.config)
@@ -45,7 +45,7 @@ def cache_of(model: Any, name: str) -> Any:
 
 
 def step(model: Any, cache: Any, token: torch.Tensor) -> float:
-    """Seconds of one decoding step."""
+    """Returns the seconds of one decoding step."""
     start = time.perf_counter()
     model(input_ids=token, **{CACHE: cache})
     return time.perf_counter() - start
@@ -53,7 +53,7 @@ def step(model: Any, cache: Any, token: torch.Tensor) -> float:
 
 @torch.inference_mode()
 def decode(model: Any, tokens: int) -> dict[str, dict[str, float]]:
-    """By cache, the speed right after `tokens` tokens."""
+    """Returns, by cache, the speed right after `tokens` tokens."""
     prompt, token = torch.randint(0, model.config.vocab_size, (1, tokens)), torch.tensor([[1]])
     times: dict[str, list[float]] = {name: [] for name in ("full", "4", "3", "2")}
     caches = {}
@@ -85,7 +85,7 @@ def kv_bytes(model: Any, tokens: int) -> int:
 
 @torch.inference_mode()
 def overhead(model: Any) -> dict[str, float]:
-    """What a layer's update and attention take when there are few tokens."""
+    """Returns the time that a layer's update and attention take when there are few tokens."""
     cache = cache_of(model, "4")
     model(input_ids=torch.ones(1, 8, dtype=torch.long), **{CACHE: cache})
     spent = 0.0

@@ -1,10 +1,10 @@
-"""Encoding on a GPU: a prompt of 32k tokens into pages, and one token a step, K and V, times in a CUDA graph.
+"""Times encoding of K and V on a GPU, in a CUDA graph: a prompt of 32k tokens into pages, and one token a step.
 
     python benchmarks/encode.py [--out benchmarks/results/h200]
 
 Bytes count what is read (bf16 keys and values) and written (pages); the ceiling is a device-to-device copy in the same
-run. Pages are compared with the CPU's before anything is timed. "moments": with a wave of all pairs and a metric of
-rank 4, which are random here; of those the CPU decodes the pages of both.
+run. Pages are compared with the CPU's before anything is timed. "moments": with a random wave of all pairs and a
+random metric of rank 4. For those, the CPU decodes the pages of both, and the errors of the keys are compared.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def prompt(plan: Plan, transforms: Transforms) -> dict[str, Any]:
 
 
 def step(plan: Plan, transforms: Transforms, batch: int, window: int) -> dict[str, Any]:
-    """One new token in each sequence of 32 layers with caches of their own, in one graph; the time is of one layer."""
+    """Times one new token in each sequence, in one graph of 32 layers with a cache each; the time is of one layer."""
     layers = []
     for _ in range(LAYERS):
         k, v = normal(batch, HEADS, 1, DIM), normal(batch, HEADS, 1, DIM)

@@ -1,4 +1,4 @@
-"""ESM-2: quality of packed full passes, scans from a shared context, decoding speed and bytes.
+"""Measures ESM-2: quality of packed full passes, scans from a shared context, decoding speed and bytes.
 
     python benchmarks/esm.py quality families ablation scan memory --out benchmarks/results/cpu
     python benchmarks/esm.py decode scan memory full quality families --device cuda --out benchmarks/results/h200
@@ -11,14 +11,14 @@
                wild-type marginals: time, memory, rank correlation with the first, errors
     decode     one changed residue a protein: packed context against a full one in the model's dtype, by SDPA; on a GPU
                both also as CUDA graphs
-    overhead   CPU time of a decoding step beyond the model, a layer: 33 layers of 20 heads, narrow, one short protein
+    overhead   CPU time a layer of a decoding step beyond the model's: 33 narrow layers of 20 heads, one short protein
     memory     bytes that a context of the 650M shape holds
     embed      means of proteins of proteins_train.fasta, cut at 1,022 residues, by `esm.embed` and by transformers in
                padded batches of 8 in the order of the file, in turns, 3 rounds; random weights in the shapes of the 8M
                and 35M models in float32 on a CPU, of the 650M model in bfloat16 on a GPU
 
 quality, families, ablation and scan run models/esm-reference in float32; on a GPU scan also times the 650M shape. That
-shape has random weights in bfloat16 (on a CPU, memory alone, and without its feed-forward layers).
+shape has random weights in bfloat16. On a CPU, memory runs it with feed-forward layers that are 16 wide.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def quality(report: Report, args: argparse.Namespace) -> None:
 
 
 def plot(report: Report, path: str) -> None:
-    """Final cosine and divergence against bits, scales included: a line through each family of specs."""
+    """Plots final cosine and divergence against bits, scales included, with a line through each family of specs."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.2), layout="constrained")
@@ -147,7 +147,7 @@ def plot(report: Report, path: str) -> None:
 
 
 def families(report: Report, args: argparse.Namespace) -> None:
-    """Proteins with domains of one class only."""
+    """Measures proteins whose domains are all of one class."""
     model = reference(args.device)
     profile = calibrated(model, args)
     lines = (SHARED / "data/proteins_scop.tsv").read_text().splitlines()
@@ -199,9 +199,9 @@ def scan(report: Report, args: argparse.Namespace) -> None:
 
 
 def scan_one(report: Report, model: Any, name: str, protein: str, sequence: str, batch: int) -> None:
-    """A protein by each way to scan it. Errors are against the first way, a full pass of each masked position; packed
-    and exact contexts tell the error of packing from that of reuse. Seconds are those of the clock on a GPU, and of the
-    processor otherwise."""
+    """Scans a protein in each way. Errors are against the first way, a full pass for each masked position; packed and
+    exact contexts tell the error of packing from that of reuse. Seconds are wall time on a GPU, processor time on a
+    CPU."""
     clock = time.perf_counter if model.device.type == "cuda" else time.process_time
     masked = partial(esm.masked_marginals, model)
     ways: dict[str, Callable[..., esm.Scan]] = {
@@ -220,7 +220,7 @@ def scan_one(report: Report, model: Any, name: str, protein: str, sequence: str,
         found[way] = run(sequence)
         wait(model)
         seconds = clock() - start
-        some = range(min(batch, len(sequence)))  # every batch takes what the first does
+        some = range(min(batch, len(sequence)))  # every batch takes as much memory as the first
         exact = next(iter(found.values()))
         error = np.abs(found[way].scores - exact.scores).mean(1)  # of each position
         metrics = {
@@ -240,7 +240,7 @@ def scan_one(report: Report, model: Any, name: str, protein: str, sequence: str,
 
 
 def scan_by_hand(model: Any, sequence: str, positions: Iterable[int] | None = None) -> esm.Scan:
-    """As one writes it with transformers."""
+    """Scans as one would write it with transformers alone."""
     ids = torch.tensor([tokenise(sequence, model.config)], device=model.device)
     letters = tokenise(esm.AMINO_ACIDS, model.config)[1:-1]
     at = tuple(range(len(sequence)) if positions is None else positions)
@@ -256,13 +256,13 @@ def scan_by_hand(model: Any, sequence: str, positions: Iterable[int] | None = No
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Rank correlation; ties, which only wild types have, in the order of their places."""
+    """Returns the rank correlation. Ties, which only wild types have, rank in the order of their places."""
     ranks = [np.argsort(np.argsort(x.ravel(), kind="stable")) for x in (a, b)]
     return float(np.corrcoef(*ranks)[0, 1])
 
 
 def peak_bytes(model: Any, run: Any) -> int:
-    """The most memory that a run takes beyond what is held before: of torch's on CUDA, of the process on Linux."""
+    """Returns the most memory that a run takes beyond what was held before: torch's on CUDA, else the process's."""
     if model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -290,8 +290,8 @@ def random_protein(length: int, seed: int = 0) -> str:
 
 
 class FullContext:
-    """The baseline of `decode` and `overhead`: one protein's keys and values a row in the model's dtype, the new row
-    written in place, attention by SDPA over all of them."""
+    """The baseline of `decode` and `overhead`: keys and values of each protein in the model's dtype. Those of the
+    changed residue are written in place, and SDPA attends to all of them."""
 
     def __init__(self, model: Any, batch: int, tokens: int, at: int) -> None:
         heads, layers = model.config.num_attention_heads, model.config.num_hidden_layers
@@ -341,7 +341,7 @@ def decode(report: Report, args: argparse.Namespace) -> None:
 
 
 def recorded(step: Any) -> Any:
-    """A step of a GPU as a CUDA graph, to be replayed."""
+    """Records a step as a CUDA graph and returns its replay."""
     step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -350,7 +350,7 @@ def recorded(step: Any) -> Any:
 
 
 def timed(step: Any, model: Any, repeats: int = 12) -> float:
-    """Median wall time of a step in milliseconds, Python included."""
+    """Returns the median wall time of a step in milliseconds, Python included."""
     times = []
     for _ in range(repeats + 3):
         wait(model)
@@ -362,7 +362,7 @@ def timed(step: Any, model: Any, repeats: int = 12) -> float:
 
 
 class NoContext:
-    """Attention that does nothing: what a step costs then is the model's."""
+    """Attention that does nothing, so that a step costs what the model costs."""
 
     def attend(self, call: Any) -> torch.Tensor:
         return call.query.transpose(1, 2)
@@ -370,8 +370,8 @@ class NoContext:
 
 @torch.no_grad()
 def overhead(report: Report, args: argparse.Namespace) -> None:
-    """Runs take turns and the least time of a thread counts, so that a busy machine hardly matters. Attention of the
-    few tokens is in it."""
+    """Runs take turns and the least time of a thread counts, so that a busy machine hardly matters. Attention over the
+    few tokens is included."""
     torch.set_num_threads(1)
     layers, residues = 33, 30
     config = EsmConfig(
@@ -409,7 +409,7 @@ def overhead(report: Report, args: argparse.Namespace) -> None:
 
 
 def memory(report: Report, args: argparse.Namespace) -> None:
-    """Of the shape's attention only what it holds matters: without feed-forward layers a CPU can fill it."""
+    """Measures the bytes of contexts. Only attention matters, so a CPU runs feed-forward layers that are 16 wide."""
     model = shape_650m(args.device, intermediate=5120 if args.device == "cuda" else 16)
     for residues in (254, 1022):
         for name in ("default-4", "default-3", "default-2", "exact"):
@@ -427,7 +427,7 @@ SHAPES = {"8M": (320, 6), "35M": (480, 12)}  # width, layers; 20 heads
 
 
 def embed(report: Report, args: argparse.Namespace) -> None:
-    """Seconds are those of the clock on a GPU, and of the processor otherwise."""
+    """Compares `esm.embed` with transformers. Seconds are wall time on a GPU, processor time on a CPU."""
     found = spread(esm.read_fasta(SHARED / "data/proteins_train.fasta"), args.proteins)
     sequences = [p.sequence[:1022].replace("J", "L") for p in found]
     shapes = {"650M": None} if args.device == "cuda" else SHAPES
@@ -465,7 +465,7 @@ def shaped(width: int, layers: int) -> Any:
 
 
 def padded_means(model: Any, sequences: list[str]) -> np.ndarray:
-    """As one writes it with transformers."""
+    """Returns the means as one would compute them with transformers alone."""
     means = []
     for at in range(0, len(sequences), 8):
         tokens = [tokenise(sequence, model.config) for sequence in sequences[at : at + 8]]

@@ -1,30 +1,30 @@
-"""End to end, bf16 cache and packed: a Llama of the 8B shape with random weights on a GPU, or a real model.
+"""Times a whole model with bf16 and packed caches: a Llama of the 8B shape, random weights, on a GPU, or a real one.
 
     python benchmarks/generate.py [--case BATCH,TOKENS ...] [--compile] [--out benchmarks/results/h200]
     python benchmarks/generate.py --section turns [--history TOKENS ...] [--new TOKENS ...] [--model FOLDER]
                                   [--device cpu]
     python benchmarks/generate.py --section widths [--case BATCH,TOKENS ...]
 
-Section decode, on a GPU, is decoding speed and memory. The prompt is not computed: caches are filled with random keys
-and values, and the attention of the prompt is left out, since only the speed of decoding is asked.
+Section decode measures decoding speed and memory on a GPU. The prompt is not computed: caches are filled with random
+keys and values, and the attention of the prompt is left out, since only decoding is timed.
 
     bf16           transformers' DynamicCache with SDPA, one forward a token, as `generate` has it by default
     bf16 graph     transformers' StaticCache with room for 64 tokens more, its step recorded as a CUDA graph; up to 32k
-                   tokens, where its masked attention takes five times as long as DynamicCache's already
+                   tokens, where its masked attention already takes five times as long as DynamicCache's
     bf16 compiled  the same cache, the step compiled by torch.compile(mode="reduce-overhead") (--compile)
     quanto 4       transformers' QuantizedCache, where optimum-quanto is installed; up to 32,768 tokens in all
     default, ..    packed by a preset: default (4 bits), compact (3), tiny (2), one forward a token
     default graph  packed, patch(model, "default", cuda_graphs=True)
 
-Section widths is the same for "default uniform graph", whose layers have one width, and "default widths graph", whose
-layers have those that `default` gives SmolLM2, which has 30: the first two stand there twice. The mean is 4 bits in
-both. The file is generate_widths.json.
+Section widths does the same for "default uniform graph", whose layers have one width, and "default widths graph",
+whose layers have the widths that `default` gives SmolLM2. SmolLM2 has 30 layers, so its first two come twice. The mean
+is 4 bits in both. The file is generate_widths.json.
 
-Section turns is a chat: a first prompt of so many random tokens, then so many new ones on top of it, one sequence, the
-caches by turns. `full` is DynamicCache in the model's dtype; "default" is the preset; "default, one call" is the same
-without `kvcache.chunk`, so that `attend` alone meets stored and new tokens. `logits_error` is that of the last token's
-logits, relative to those of `full`, in the 2-norm. It says something of real models alone (SmolLM2: 0.003): with
-random weights layers amplify every difference (0.7 to 0.9). The file is generate_turns.json.
+Section turns is a chat of one sequence: a first prompt of --history random tokens, then --new tokens on top of it. The
+caches take turns. `full` is DynamicCache in the model's dtype; "default" is the preset; "default, one call" is the same
+without `kvcache.chunk`, so that one `attend` reads stored and new tokens. `logits_error` is the error of the last
+token's logits, relative to those of `full`, in the 2-norm. It means something for real models only (SmolLM2: 0.003):
+with random weights, layers amplify every difference (0.7 to 0.9). The file is generate_turns.json.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ CONFIG = LlamaConfig(
 )
 STEPS, WARM = 12, 5
 PRESETS = ("default", "compact", "tiny")  # 4, 3 and 2 bits
-# Bits of keys and values by layer, as `default` gives them to SmolLM2, and two layers more.
+# Bits of keys and of values by layer, as `default` gives them to SmolLM2, whose first two layers come twice.
 WIDTHS = "34 54 34 54 54 54 54 54 54 54 54 54 54 53 33 33 44 44 33 54 55 33 54 43 43 54 54 43 43 33 44 43".split()
 CASES = ["1,4096", "1,32768", "1,131072", "8,4096", "8,32768", "8,131072", "32,4096", "16,32768", "32,32768"]
 
 
 def fill(model: Any, cache: Any, batch: int, tokens: int) -> None:
-    """Random keys and values of `tokens` tokens in every layer, through the doors that a prefill uses."""
+    """Fills every layer with random keys and values of `tokens` tokens, by the calls that a prefill makes."""
     shape = (batch, CONFIG.num_key_value_heads, tokens, CONFIG.head_dim)
     k = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     for i, layer in enumerate(model.model.layers):
@@ -79,7 +79,7 @@ def fill(model: Any, cache: Any, batch: int, tokens: int) -> None:
 
 
 def stepper(model: Any, cache: Any, ids: torch.Tensor, name: str) -> Callable[[], Any]:
-    """One decoding step, as the name of the cache says."""
+    """Returns a function that runs a decoding step: compiled or as a CUDA graph, if the cache's name says so."""
 
     def step() -> Any:
         return model(input_ids=ids, use_cache=True, **{CACHE: cache}).logits
@@ -89,7 +89,7 @@ def stepper(model: Any, cache: Any, ids: torch.Tensor, name: str) -> Callable[[]
     if name != "bf16 graph":
         return step
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())  # which fills the cache
+    stream.wait_stream(torch.cuda.current_stream())  # it fills the cache
     with torch.cuda.stream(stream):
         step()
     torch.cuda.synchronize()
@@ -132,7 +132,7 @@ def decode(model: Any, cache: Any, batch: int, tokens: int, name: str) -> dict[s
 
 
 def cache_of(model: Any, name: str, tokens: int) -> Any:
-    """A cache of that name, and the model prepared for it."""
+    """Prepares the model for a cache of that name, and returns the cache."""
     turboquant.unpatch(model)
     if name == "bf16":
         return DynamicCache(config=CONFIG)
@@ -153,7 +153,7 @@ TURN_CACHES = {"full": None, "default": attend.IN_PARTS_FROM, "default, one call
 
 
 def forward_ms(model: Any, cache: Any, ids: torch.Tensor, name: str) -> tuple[float, torch.Tensor]:
-    """Milliseconds of a forward of ids on a cache of `TURN_CACHES`, and the logits of the last token."""
+    """Returns the milliseconds of a forward of ids on a cache of `TURN_CACHES`, and the logits of the last token."""
 
     def wait() -> None:
         if ids.is_cuda:
@@ -189,7 +189,7 @@ def turns(model: Any, history: int, news: Sequence[int], repeats: int, report: R
         times, logits = {name: [] for name in TURN_CACHES}, {}
         for _ in range(repeats + 1):
             for name, found in times.items():
-                cache = caches["full"] if name == "full" else copy.deepcopy(caches["default"])  # alone with its pages
+                cache = caches["full"] if name == "full" else copy.deepcopy(caches["default"])  # shares no pages
                 took, logits[name] = forward_ms(model, cache, ids[:, history : history + tokens], name)
                 found.append(took)
                 if name == "full":

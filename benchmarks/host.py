@@ -1,9 +1,9 @@
-"""What the host's thread takes to queue one layer of a decoding step, without CUDA graphs.
+"""Times how long the host's thread takes to queue one layer of a decoding step, without CUDA graphs.
 
     python benchmarks/host.py [--device cuda] [--only append_attend attend] [--out benchmarks/results/local]
 
 Times are CPU time of the calling thread, so a GPU that is behind, or another process on the CPU, does not count. On a
-CPU the call is the work itself: there the cache has one head and one token, and what is left is almost all overhead.
+CPU the call does the work itself, so there the cache has one head and one token, and nearly all time is overhead.
 Calls are those of the operators and of `turboquant.ops`, which checks a `PackedKV` first. `schedule` is once a step,
 the others once a layer.
 """
@@ -27,7 +27,7 @@ DIM, GROUP = 128, 4
 
 
 def microseconds(call: Callable[[], Any], device: str, repeats: int) -> dict[str, float]:
-    """Median CPU time of one call, and the 10th and 90th percentile of the means of CALLS."""
+    """Returns the median, the 10th and the 90th percentile of the CPU time of a call, each a mean of CALLS calls."""
     times = []
     for _ in range(repeats + 2):
         if device == "cuda":
@@ -62,7 +62,7 @@ def calls(device: str, batch: int, plan: Plan) -> dict[str, Callable[[], Any]]:
     if batch > 1:
         lengths = [tokens] * (batch - 1) + [1]
         out["schedule"] = lambda: ops.schedule(q, packed, lengths=lengths)
-        schedule = torch.zeros((4096, 4), dtype=torch.int32, device=device)  # of no call: that is the device's matter
+        schedule = torch.zeros((4096, 4), dtype=torch.int32, device=device)  # of no call: only the device reads it
         out["attend with schedule"] = lambda: operators.attend(*read, schedule=schedule)
     return out
 

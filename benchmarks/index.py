@@ -1,12 +1,12 @@
-"""`turboquant.Index` beside other indexes: recall, bytes and time, in interleaved rounds of one process.
+"""Compares `turboquant.Index` with other indexes: recall, bytes and time, in interleaved rounds of one process.
 
     OMP_NUM_THREADS=1 RAYON_NUM_THREADS=1 python benchmarks/index.py --minilm minilm.npy --out benchmarks/results/local
 
-minilm.npy as in benchmarks/index_recall.py. Peers, skipped with a word where they are not installed: faiss-cpu,
-hnswlib, rabitqlib, scann, turbovec, usearch. Times are of the process's CPU in milliseconds a query, the median of
-interleaved rounds with one thread each: where others use the machine too they vary less than the wall clock. Ratios
-hold within one run only. `single`: one query a call; `batch`: 256, or 32 where a query takes more than 2 ms. Bytes of a
-vector: what the saved index grows by. File: index.json.
+minilm.npy is described in benchmarks/index_recall.py. Peers, skipped with a message where they are not installed:
+faiss-cpu, hnswlib, rabitqlib, scann, turbovec, usearch. Times are CPU time of the process in milliseconds a query, the
+median of interleaved rounds with one thread each; where others use the machine too, CPU time varies less than wall
+time. Ratios hold within one run only. `single`: one query a call; `batch`: 256, or 32 where a query takes more than
+2 ms. `bytes`: what the saved index grows by for a vector. File: index.json.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import turboquant
 from turboquant.plot import check_picture
 
 Search = Callable[[F32], NDArray[np.int64]]
-Built = tuple[Search, Callable[[], int]]  # and the size of the saved index
+Built = tuple[Search, Callable[[], int]]  # search, size of the saved index
 
 
 def ours(x: F32, bits: int, axes: bool | None) -> Built:
@@ -38,8 +38,8 @@ def ours(x: F32, bits: int, axes: bool | None) -> Built:
 
 
 def one_thread_of_faiss() -> Any:
-    """The module. It multiplies matrices from 20 queries on, which takes a sixth of what 1.15.1's own choice takes for
-    exact search in batches."""
+    """Returns the module, set to one thread. From 20 queries on it multiplies matrices, which takes a sixth of what
+    1.15.1's own choice takes for exact search in batches."""
     import faiss
 
     faiss.omp_set_num_threads(1)
@@ -66,7 +66,7 @@ def turbovec_index(x: F32, bits: int, calibrate: bool = False) -> Built:
 
 
 def rabitq_index(x: F32, bits: int) -> Built:
-    """One list, centred by the mean, so that all of it is scanned."""
+    """Builds one list, centred by the mean, so that all vectors are scanned."""
     from rabitqlib import IvfIndex
 
     index = IvfIndex(dim=x.shape[1], max_elements=len(x), num_clusters=1, nbits=bits, metric="ip")
@@ -81,7 +81,7 @@ def rabitq_index(x: F32, bits: int) -> Built:
 
 
 def scann_index(x: F32, dimensions: int, reorder: int = 0) -> Built:
-    """Asymmetric hashing over all vectors, and the best `reorder` scored again in bfloat16."""
+    """Builds asymmetric hashing over all vectors. The best `reorder` are scored again in bfloat16."""
     from scann.scann_ops.py import scann_ops_pybind
 
     builder = scann_ops_pybind.builder(x, K, "dot_product").score_ah(dimensions, anisotropic_quantization_threshold=0.2)
@@ -121,7 +121,7 @@ Make = Callable[[F32], Built]
 
 
 def makers(dim: int, bits: list[int]) -> Iterator[tuple[str, str, str, Make]]:
-    """(name, the distribution whose version counts, what it is, how it is made)"""
+    """Yields (name, the distribution whose version counts, description, function that builds it)."""
     for b in bits:
         for kind, axes in (("untrained", None), ("mean", False), ("axes", True)):
             yield "turboquant", "", f"{b} bits, {kind}", lambda x, b=b, axes=axes: ours(x, b, axes)

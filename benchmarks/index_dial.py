@@ -1,12 +1,12 @@
-"""The dial of `turboquant.Index`: recall against time for widths of a search's bound, beside turbovec and FAISS.
+"""Measures recall against time of `turboquant.Index` for widths of a search's bound, beside turbovec and FAISS.
 
     OMP_NUM_THREADS=1 RAYON_NUM_THREADS=1 python benchmarks/index_dial.py --data lsa --out benchmarks/results/local
 
-Data as in benchmarks/index_lists.py, and files of vectors whose first 1,000 rows are the queries; inner product, the 10
-best. `sigmas`: of search; null: the index's own. Times are of the process's CPU in milliseconds a query, medians of
-interleaved rounds with one thread: 256 queries a call (batch) or one (single). `over ..`: the time of the
-least width that finds what that index finds, over its time, batch and single; null where none does. `axes` is left out
-where `train` keeps the mean alone. File: index_dial.json.
+Data as in benchmarks/index_lists.py; inner product, the 10 best. `sigmas`: the width, an option of search; null: the
+index's own. Times are CPU time of the process in milliseconds a query, medians of interleaved rounds with one thread:
+256 queries a call (batch) or one (single). `over INDEX`: the times of the smallest width with at least the recall of
+that index, over its times, for batch and single; null if there is no such width. `axes` is left out where `train` keeps
+the mean alone. File: index_dial.json.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ WIDTHS = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, None)
 
 
 def points(index: turboquant.Index) -> dict[float | None, Callable[[F32], Any]]:
-    """A search of each width below the index's own, and of that."""
+    """Returns a search for each width below the index's own, and for its own (None)."""
     return {s: lambda q, s=s: index.search(q, K, threads=1, sigmas=s)[1] for s in WIDTHS if (s or 0) < index.sigmas}
 
 
 def peers(x: F32) -> dict[str, tuple[float, Callable[[F32], Any]]]:
-    """(bytes, search) by name."""
+    """Returns (bytes of a vector, search) by name."""
     makers: dict[str, tuple[str, Callable[[F32], Built]]] = {}
     for bits, calibrated in ((2, False), (4, False), (4, True)):
         kind = f"{bits} bits" + ", calibrated" * calibrated
         makers[kind] = "turbovec", lambda rows, b=bits, c=calibrated: turbovec_index(rows, b, c)
-    for factory in ("RR,RaBitQfs2", "RR,RaBitQfs4"):  # by itself it does not rotate
+    for factory in ("RR,RaBitQfs2", "RR,RaBitQfs4"):  # RR rotates: RaBitQfs does not do that itself
         makers[factory] = "FAISS", lambda rows, factory=factory: faiss_index(rows, factory)
     found = {}
     for kind, (name, make) in makers.items():
@@ -54,7 +54,7 @@ def peers(x: F32) -> dict[str, tuple[float, Callable[[F32], Any]]]:
 
 
 def over(own: list[dict[str, Any]], peer: dict[str, Any]) -> list[float] | None:
-    """(batch, single) of the narrowest of one index's points that finds as much as a peer, over the peer's times."""
+    """Returns the (batch, single) times of an index's narrowest point with a peer's recall, over the peer's."""
     enough = [point for point in own if point["recall"] >= peer["recall"]]
     return (enough and [round(enough[0][kind] / peer[kind], 3) for kind in ("batch_cpu_ms", "single_cpu_ms")]) or None
 

@@ -1,19 +1,20 @@
-"""An index with lists beside the flat one and FAISS's IVF: recall, rows read and time.
+"""Compares an index with lists with the flat one and FAISS's IVF: recall, rows read and time.
 
     OMP_NUM_THREADS=1 RAYON_NUM_THREADS=1 python benchmarks/index_lists.py --out benchmarks/results/local
     ... --data clustered lsa build/real-models/gemma3 --lists 1024 512 128
 
-clustered: a million vectors of 384 numbers, made from a seed: 4,000 centres of normal numbers whose deviation falls as
-j^-1/2, log-normal sizes, vectors 0.7 of such numbers away from a centre, then of unit length. lsa: the sentences of
-shared/data/sentences.txt.xz, TF-IDF and the 384 largest singular vectors, of unit length. A folder: input embeddings of
-a model (benchmarks/index_recall.py). A .npy file: its rows. The first 1,000 are queries; inner product, the 10 best.
+clustered: a million vectors of 384 numbers, made from a seed. 4,000 centres have normal numbers, whose deviation falls
+as j^-1/2, and log-normal sizes. A vector is a centre plus 0.7 times such numbers, scaled to unit length. lsa: sentences
+of shared/data/sentences.txt.xz, TF-IDF and the 384 largest singular vectors, of unit length. A folder: embeddings of a
+model (benchmarks/index_recall.py). A .npy file: its rows. The first 1,000 are queries; inner product, the 10 best.
 
-`flat` is trained with its mean (as many bytes a row as with lists, but for ids, which an index with lists stores) and
-with what `train` chooses. `recall_all` reads all lists. The `point` is the smallest number of lists with 0.95 of the
-recall of `flat`, mean: `rows` is the share of rows that it reads, and times are of the process's CPU over those of the
-flat index in the same rounds, 256 queries a call (batch) or one (single). `rows_held` is the share of rows in the
-nearest lists that hold 0.96 of the true neighbours. FAISS: "RR,IVF{lists},RaBitQfs{bits}" with as many probes, skipped
-with a word where faiss-cpu is not installed. File: index_lists.json.
+`flat` is the flat index trained with its mean, which has as many bytes a row as one with lists, but for the ids that
+the latter stores. `chosen` is the flat index as `train` chooses it. `recall_all` reads all lists. `probe` is the
+smallest number of lists, in steps of an eighth, with 0.95 of the recall of `flat`; `rows` is the share of rows that
+they hold. Times are CPU time of the process for `probe` lists, over that of another index in the same rounds, 256
+queries a call (batch) or one (single). `rows_held` is the share of rows in as many nearest lists as hold 0.96 of the
+true neighbours. FAISS: "RR,IVF{lists},RaBitQfs{bits}" with as many probes, skipped with a message where faiss-cpu is
+not installed. File: index_lists.json.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def clustered(n: int = 1_000_000, dim: int = 384, clusters: int = 4000, seed: in
 
 
 def lsa(dim: int = 384, seed: int = 0) -> F32:
-    """Sentences as TF-IDF, by the largest singular vectors (randomised, two power iterations)."""
+    """Returns sentences as TF-IDF, by the largest singular vectors (randomised, two power iterations)."""
     from scipy.sparse import csr_matrix, diags  # type: ignore[import-untyped]
 
     with lzma.open(SHARED / "data" / "sentences.txt.xz", "rt", encoding="utf-8") as file:
@@ -82,7 +83,7 @@ def lsa(dim: int = 384, seed: int = 0) -> F32:
 
 
 def vectors(name: str) -> F32:
-    """What --data names."""
+    """Returns the vectors that --data names."""
     if name.endswith(".npy"):
         return np.ascontiguousarray(np.load(name), np.float32)
     return clustered() if name == "clustered" else lsa() if name == "lsa" else embeddings(Path(name))
@@ -97,8 +98,8 @@ def with_lists(x: F32, bits: int, lists: int) -> turboquant.Index:
 
 
 def rows_read(index: turboquant.Index, queries: F32, truth: NDArray[np.int64]) -> tuple[NDArray[np.float64], float]:
-    """The share of rows in the n + 1 nearest lists, on average: [lists]; and that in as many as hold HELD of the true
-    neighbours."""
+    """Returns the mean share of rows in the n + 1 nearest lists, [lists], and the share in as many lists as hold HELD
+    of the true neighbours."""
     now = index._contents
     segment = now.segments[0]
     assert now.transform.lists is not None and isinstance(segment, Sorted)
@@ -120,7 +121,7 @@ def faiss_lists(x: F32, bits: int, lists: int) -> Any:
 
 
 def timed(searches: dict[str, Callable[[F32], Any]], queries: F32, rounds: int) -> dict[str, tuple[float, float]]:
-    """(batch, single) in milliseconds a query, medians."""
+    """Returns the median (batch, single) in milliseconds a query."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in searches}
     for _ in range(rounds):
         for name, search in searches.items():
@@ -200,7 +201,7 @@ def main() -> None:
         data = vectors(name)
         for bits in args.bits:
             measure(report, Path(name).stem, data, bits, n, args.rounds, not args.no_peers)
-            report.save(args.out)  # what there is, for the run is long
+            report.save(args.out)  # what there is so far, because a run is long
         del data
     print(report.save(args.out))
     if args.plot:

@@ -1,4 +1,4 @@
-"""Recall and bytes of `turboquant.Index` on real vectors, which do not depend on the machine's speed.
+"""Measures recall and bytes of `turboquant.Index` on real vectors. They do not depend on the machine's speed.
 
     python benchmarks/index_recall.py --minilm minilm.npy --out benchmarks/results/zen3-2core
     python benchmarks/index_recall.py --model build/real-models/gemma3 --words --digits --bits 1 2 3 4
@@ -9,8 +9,8 @@ stored vectors. A model's data are its input embeddings, of unit length and in r
 the first 1,000 are the queries. Words are the 20,000 most frequent of sentences.txt.xz, each with 100 numbers: the
 truncated SVD of positive pointwise mutual information within 5 words; the first 1,000 in random order are the queries.
 Digits are scikit-learn's, 1,797 pictures of 8 x 8, of unit length; the first 150 in random order are the queries.
-`recall`: the share of the true ten by inner product that are among the ten found. `bytes`: of a vector,
-all that grows with their number. `batch_ms`: of the process's CPU, one thread and 256 queries, the median of 5.
+`recall`: the share of the true ten by inner product that are among the ten found. `bytes`: what the index grows by for
+a vector. `batch_ms`: CPU milliseconds a query, one thread, up to 256 queries a call, the median of 5.
 `chosen`: by `train`. File: index_recall.json.
 """
 
@@ -42,7 +42,7 @@ def add_plot(parser: argparse.ArgumentParser) -> None:
 
 
 def picture(report: Report, path: str) -> None:
-    """What --plot asks for: the share that is not found, at least 0.0001, against the bytes of a vector."""
+    """Draws what --plot asks for: the share that is not found, at least 0.0001, against the bytes of a vector."""
     places = {}
     for row in report.rows:
         name = " ".join(str(value) for key, value in row["params"].items() if key not in ("k", "rounds"))
@@ -77,7 +77,7 @@ def batch_ms(index: turboquant.Index, queries: F32) -> float:
 
 
 def embeddings(folder: Path) -> F32:
-    """The input embeddings of a model, of unit length and in random order."""
+    """Returns the input embeddings of a model, of unit length and in random order."""
     from safetensors import safe_open
 
     for path in sorted(folder.glob("*.safetensors")):
@@ -93,7 +93,7 @@ def embeddings(folder: Path) -> F32:
 
 
 def word_vectors(path: Path, words: int = 20_000, dim: int = 100, window: int = 5) -> F32:
-    """Positive pointwise mutual information of words within a window, by its largest singular vectors."""
+    """Returns the positive pointwise mutual information of words within a window, by its largest singular vectors."""
     from scipy.sparse import coo_matrix  # type: ignore[import-untyped]
     from scipy.sparse.linalg import svds  # type: ignore[import-untyped]
 

@@ -1,12 +1,12 @@
-"""Re-ranking in `turboquant.Index`: recall and time of `refine="int8"` and of the caller's vectors, for some factors.
+"""Measures re-ranking in `turboquant.Index`: recall and time with `refine="int8"` and with the caller's vectors.
 
     OMP_NUM_THREADS=1 RAYON_NUM_THREADS=1 python benchmarks/index_refine.py --out benchmarks/results/local
     ... --data lsa build/real-models/gemma3 --bits 2 4 --factors 2 3 4
 
 Data as in benchmarks/index_lists.py, of which the first 1,000 are queries; inner product, the 10 best; indexes are
 trained with their mean. --bits: one number, or one for each of --data. `without`: recall of the codes alone. Times are
-of the process's CPU for batches of 256 on one thread, medians of interleaved rounds, over a search for factor x 10 by
-the codes alone. File: index_refine.json.
+CPU time of the process for 256 queries a call on one thread, medians of interleaved rounds, over the time of a search
+for factor x 10 by the codes alone. File: index_refine.json.
 """
 
 from __future__ import annotations

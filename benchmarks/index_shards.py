@@ -1,10 +1,10 @@
-"""`search_shards` in two processes and in two threads, beside one index of all rows with two threads.
+"""Times `search_shards` in two processes and in two threads, beside one index of all rows with two threads.
 
     python benchmarks/index_shards.py --out benchmarks/results/local
 
-200,000 random vectors of 384 numbers around 1,000 centres, 4 bits, in 4 files. Times are of the wall clock, because
-processes have clocks of their own: milliseconds of a call with 256 queries, the least of interleaved rounds, which is
-what varies least where others use the machine too. Files are mapped before the first round. File: index_shards.json.
+200,000 random vectors of 384 numbers around 1,000 centres, 4 bits, in 4 files. Times are wall time, because CPU time
+is counted by process: milliseconds of a call with 256 queries. The least of interleaved rounds varies least where
+others use the machine too. Files are mapped before the first round. File: index_shards.json.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""`turboquant.Index` on vectors made from a seed, on a filter and against product quantisation: what needs no file.
+"""Measures `turboquant.Index` on vectors made from a seed: recall and time, filters, and building.
 
     OMP_NUM_THREADS=1 RAYON_NUM_THREADS=1 python benchmarks/index_synthetic.py --out benchmarks/results/local
 
 random: unit vectors of independent normal numbers, whose neighbours are hard to tell apart, beside turbovec: recall,
-what the bound on leading bits loses of a full scan of the same codes, milliseconds a query in batches of 64 and one by
-one. filter: a search among every hundredth vector over one among all. build: training and adding, against FAISS's
-PQ768x8np. build-slow: against its PQ768x8, which also orders codes for Hamming distances, in a quarter of an hour.
-Times are of the process's CPU, one thread, medians of interleaved rounds (index.py). 4 bits, untrained. File:
-index_synthetic.json.
+also of a full scan of the same codes, without the bound on leading bits, and milliseconds a query in batches of 64 and
+one by one. filter: the time of a search among every hundredth vector over that of one among all. build: training and
+adding, against FAISS's PQ768x8np. build-slow: against its PQ768x8, which also orders codes for Hamming distances and
+takes a quarter of an hour. Times are CPU time of the process with one thread, medians of interleaved rounds except for
+building. 4 bits, untrained. File: index_synthetic.json.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ SECTIONS = ["filter", "random", "build", "build-slow"]
 
 
 def unit_vectors(n: int, dim: int) -> tuple[F32, F32]:
-    """(queries, vectors)"""
+    """Returns (queries, vectors)."""
     x = np.random.default_rng(0).standard_normal((n + QUERIES, dim), np.float32)
     x /= np.linalg.norm(x, axis=1, keepdims=True)
     return x[:QUERIES], x[QUERIES:]
 
 
 def full_scan(index: turboquant.Index, queries: F32) -> np.ndarray:
-    """The best by the scores of all rows."""
+    """Returns the best rows by the scores of all rows."""
     now = index._contents
     space, found = index._space(now), []
     for at in range(0, len(queries), 10):

@@ -1,10 +1,10 @@
-"""One layer of latent attention with the sizes of DeepSeek V3 (128 heads, latents of 512 and 64 channels, float32) over
-packed latents: what a forward takes if `kv_b_proj` is absorbed, and if all latents are expanded.
+"""Times a layer of latent attention with the sizes of DeepSeek V3 (128 heads, latents of 512 and 64 channels, float32)
+over packed latents: a forward that absorbs `kv_b_proj` where that is cheaper, and one that expands all latents.
 
     python benchmarks/latent.py --json benchmarks/results/MACHINE/latent.json
 
 The weights are random and the model's other parts small. Both ways run in turns, and their results are compared first.
-`peak` is what the forward adds to the resident memory of the process at most (Linux).
+`peak_mib` is the most that a forward adds to the resident memory of the process (Linux).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def model_of_one_layer() -> Any:
 
 
 def resident(field: str) -> int:
-    """Bytes of this process: VmRSS now, VmHWM at most since the mark was taken back."""
+    """Returns resident bytes of this process: VmRSS are those now, VmHWM the most since the peak was reset."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
 
 
 def forward(model: Any, cache: TurboQuantCache, way: str, new: int) -> tuple[torch.Tensor, float, int]:
-    """Logits, seconds and peak bytes of a forward of `new` tokens, which the cache forgets afterwards."""
+    """Returns logits, seconds and peak bytes of a forward of `new` tokens, which the cache forgets afterwards."""
     absorbed.is_cheaper = WAYS[way]  # type: ignore[assignment]
     Path("/proc/self/clear_refs").write_text("5")
     before, began = resident("VmRSS"), time.perf_counter()

@@ -1,4 +1,4 @@
-"""What measuring a model takes: processor seconds of one thread for moments, and for the costs of errors, in turns.
+"""Times the measuring of a model: processor seconds of one thread for moments, and for the costs of errors, in turns.
 
     python benchmarks/measure.py smollm2 --out benchmarks/results/CPU
 

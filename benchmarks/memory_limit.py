@@ -1,11 +1,11 @@
-"""What `TurboQuantCache(memory_limit=)` costs: the divergence of caches whose pages fell to fewer bits, beside that of
-caches packed at the same final widths from the start.
+"""Measures what `TurboQuantCache(memory_limit=)` costs: the divergence of caches whose pages fell to fewer bits, beside
+that of caches packed at the same final widths from the start.
 
     python benchmarks/memory_limit.py --real smollm2 --json benchmarks/results/MACHINE/memory_limit_smollm2.json
 
 A text goes through a cache in pieces of 128 tokens, so that pages fall while it is read. The second half of the text is
 then read in one forward, and its logits are compared with the full cache's: KL in nats a token. Limits are shares of
-the bytes that the first half takes without one.
+the bytes that the first half takes without a limit.
 
 --order costs lets those pages fall whose errors cost least for the bytes that they free. --order layers does not know
 the costs: the widest fall first, values before keys, the first layer before the last.
@@ -33,7 +33,7 @@ PIECE = 128
 def cache_of(
     model: Any, ids: torch.Tensor, limit: int | None, specs: Sequence[CacheSpec] = (), order: str = "costs"
 ) -> TurboQuantCache:
-    """A cache that has read ids [1, tokens]. specs: of each layer, from the start. order: of falls, see above."""
+    """Returns a cache that has read ids [1, tokens]. specs: those of the layers from the start. order: as --order."""
     cache = TurboQuantCache(model, memory_limit=limit)
     if order == "layers":
         cache._shared.limit.costs = [[1.0, 1.0] for _ in cache.packed_layers]

@@ -1,17 +1,17 @@
-"""Divergence of several specs on the same tokens, paired: is one larger than another, or is it noise?
+"""Compares the divergence of several specs on the same tokens, to tell a difference from noise.
 
     python benchmarks/paired.py --real gemma3 --windows 6
     python benchmarks/paired.py --real smollm2 --texts source FOLDER --windows 4
 
-Each token has a divergence from the full cache (KL, nats) for each spec. The last spec is what the others are compared
-with: the ratio of the means, and the difference of the means with its standard error, from differences of means over
-blocks of 128 tokens. One token of the vocabulary can make up much of a mean, wherever it stands: rows name the one with
-the largest share of the divergence that is measured after it, and "_without" is without its places.
+Each token has a divergence from the full cache (KL, nats) for each spec. The other specs are compared with the last
+one, by the ratio of the means, and by their difference with a standard error, which comes from the differences over
+blocks of 128 tokens. One token of the vocabulary can make up much of a mean. Rows name the one with the largest share
+of the divergence that is measured after it; figures with "_without" leave out its places.
 
-Specs: a preset as it is; "NAME, no term": without its variance term; "NAME, searched": also one width in all layers;
-"NAME, plain": nor a search of scales. Texts are
-those of quality.py, and so are their windows, in float32. With --every N every Nth token counts, and blocks are of
-128 / N tokens: for models with many tokens in their vocabulary. File: paired_<model>.json.
+Specs: a preset as it is; "NAME, no term": without its variance term; "NAME, searched": also with one width in all
+layers; "NAME, plain": also without the search of scales. Texts and windows are those of quality.py; models run in
+float32. With --every N only every Nth token counts, and blocks have 128 / N tokens: for models with a large vocabulary.
+File: paired_<model>.json.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def spec_of(name: str) -> CacheSpec:
 
 @torch.inference_mode()
 def divergences(model: Any, windows: torch.Tensor, specs: dict[str, CacheSpec], every: int) -> dict[str, F32]:
-    """[windows, tokens / every] for each spec. Logits are made in slices of tokens, from hidden states."""
+    """Returns [windows, tokens / every] for each spec. Logits are made in slices of tokens, from hidden states."""
     found: dict[str, list[F32]] = {name: [] for name in specs}
     body, head = model.base_model, model.get_output_embeddings()
     option = cache_argument(model.forward) or CACHE
@@ -77,8 +77,8 @@ def divergences(model: Any, windows: torch.Tensor, specs: dict[str, CacheSpec], 
 
 
 def compared(each: dict[str, F32], ids: NDArray[np.int64], block: int) -> tuple[int, dict[str, dict[str, float]]]:
-    """The token that makes up most of the divergence of all specs, and the metrics of each spec beside the last one.
-    each: [windows, tokens] by spec;  ids: the token at each place, after which it is measured."""
+    """Returns the token that makes up most of the divergence of all specs, and the metrics of each spec beside the last
+    one. each: [windows, tokens] by spec;  ids: the token at each place, after which divergence is measured."""
     kinds, which = np.unique(ids, return_inverse=True)
     sums = np.bincount(which.ravel(), np.sum(list(each.values()), 0).ravel())
     worst = int(kinds[sums.argmax()])

@@ -108,7 +108,7 @@ TRAINING = {"untrained": "#1f77b4", "mean": "#2ca02c", "axes": "#d62728"}
 
 
 def points(text: str) -> tuple[str, str]:
-    """(the index and its version, what it is) of an index's name in the results"""
+    """Splits an index's name in the results into (the index and its version, what it is)."""
     name, _, kind = text.partition(", ")
     return name, kind.replace("bits", "b").replace(", calibrated", " cal.").replace(
         " dimensions, re-ranked in bf16", "+bf16"
@@ -131,7 +131,7 @@ def spread(figure: Any, labels: list[Any], places: list[tuple[float, float]]) ->
 
 
 def index_figure(name: str, x: str, metrics: list[str]) -> None:
-    """metrics: filled markers, and if there are two hollow ones of the second."""
+    """Draws recall against metrics[0] with filled markers and, if there is one, against metrics[1] with hollow ones."""
     figure, ax = plt.subplots(figsize=(8.6, 4.4))
     ax.set(xlabel=x, ylabel="share of the true 10 that are among the 10 found", xscale="log", ylim=(0.74, 1.008))
     ax.grid(True, which="both", linewidth=0.3)
@@ -172,7 +172,7 @@ DIAL_BITS = {"2": "v", "3": "s", "4": "o"}
 
 
 def dial() -> None:
-    """Lines of widths of the bound, from 0 to the index's own."""
+    """Draws recall against time for widths of the bound, from 0 to the index's own."""
     figure, panels = plt.subplots(1, len(DIAL_DATA), figsize=(5.4 * len(DIAL_DATA), 4.4), constrained_layout=True)
     for ax, (data, (machine, title)) in zip(panels, DIAL_DATA.items(), strict=True):
         found: dict[str, list[dict[str, Any]]] = {}
@@ -222,7 +222,7 @@ def quality() -> None:
             for row in rows("h100", f"real_{model}")
             if (row["params"]["text"], row["params"]["length"], row["params"]["exact"])
             == ("wikitext2", 2048, "4 sinks")
-            and row["params"]["windows"] > 4  # the others are of other texts, prompts and moments
+            and row["params"]["windows"] > 4  # other rows are of other texts, prompts and moments
         }
         packed = {row["params"]["spec"]: row["metrics"] for row in rows("h200", f"real_{model}_packed")}
         ours = [packed[name] for name in OURS]
@@ -240,8 +240,8 @@ def quality() -> None:
 
 
 def whole_model() -> None:
-    """A Llama of the 8B shape in bfloat16: how many tokens fit beside the weights of a card, and tokens a second of a
-    batch of 16 with 32,768 tokens each. fp8 has half of bfloat16's bytes, and no time: transformers has none."""
+    """Draws, for a Llama of the 8B shape in bfloat16, how many tokens fit beside the weights of a card, and tokens a
+    second of a batch of 16 with 32,768 tokens each. fp8 has half of bfloat16's bytes; transformers has no fp8 cache."""
     steps = {
         one["params"]["cache"]: one["metrics"]
         for one in rows("h200", "generate")
@@ -274,7 +274,7 @@ SERVED = {"fp8": ("black", "fp8"), "bf16": ("grey", "bfloat16"), "ours4-sinks": 
 
 
 def serving(machine: str) -> None:
-    """Milliseconds of a decode step at two contexts."""
+    """Draws the milliseconds of a decode step at two contexts."""
     results = rows(machine, "vllm")
     figure, both = plt.subplots(1, 2, figsize=(7.4, 3.4), sharex=True)
     for ax, context in zip(both, (8192, 32768)):
@@ -294,7 +294,7 @@ def serving(machine: str) -> None:
 
 
 def second_turn() -> None:
-    """Milliseconds of a forward of new tokens over stored ones: the fastest of the runs."""
+    """Draws the milliseconds of a forward of new tokens over stored ones: the fastest of the runs."""
     results = [r for r in rows("h200", "generate_turns") if r["params"]["history"]]
     histories = sorted({r["params"]["history"] for r in results})
     figure, both = plt.subplots(1, len(histories), figsize=(7.4, 3.4), sharex=True, sharey=True)
@@ -316,7 +316,7 @@ def second_turn() -> None:
 
 
 def whole_model_steps() -> None:
-    """Of each cache the faster of its two ways, with and without a CUDA graph; no point where memory ran out."""
+    """Draws each cache with or without a CUDA graph, whichever is faster. There is no point where memory ran out."""
     best: dict[tuple[int, int], dict[str, float]] = {}
     for one in rows("h200", "generate"):
         params, speed = one["params"], one["metrics"].get("tokens_per_s")

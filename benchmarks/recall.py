@@ -1,16 +1,16 @@
-"""Passkey in real text: is a number found again that stood somewhere in a long text? By length and depth.
+"""Measures whether a passkey, a number somewhere in a long real text, is found again, by length and depth.
 
     python benchmarks/recall.py --real smollm2 --device cuda --dtype bfloat16 --out benchmarks/results/h200
     python benchmarks/recall.py --real gemma3 --lengths 1024 4096 16384 32768 --device cuda --dtype bfloat16
 
 A sentence with a random number of five digits stands at some depth of WikiText-2's test text (0: its start), and the
-text ends with a question whose answer the model has begun. The first forward reads all but the question; then the
+text ends with a question and the beginning of its answer. The first forward reads all but the question. Then the
 question is asked and the model goes on, each time by its likeliest token, so that the question and every digit read
 what the cache holds of the text. A number is found if all its digits are right.
 
 Our specs are presets, sinks and window included, or as paired.py names them; fp8 is simulated from the question on, as
 baselines.py says. Each spec is compared with the last one on the same texts: how many more numbers it finds, and the
-standard error of that, the root of how many one of both finds and the other does not.
+standard error of that, the square root of how many numbers only one of the two finds.
 The question is plain text, not a turn of a chat: SmolLM2-135M-Instruct and Gemma 3 270M both go on with it.
 Weights are de-quantised 4-bit weights (`make real-models`). File: recall_real_<model>.json, with a calibration
 recall_calibrated_<model>.json; benchmarks/presets.py shows them on docs/presets.md. With --no-baselines
@@ -88,7 +88,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 def answers(
     model: Any, tokenizer: Any, asked: Prompts, cache: Any, reading: AbstractContextManager[Any] | None = None
 ) -> list[str]:
-    """What the model says to each prompt. cache: an empty one;  reading: entered before the question."""
+    """Returns what the model says to each prompt. cache: an empty one;  reading: entered before the question."""
     options = {"use_cache": True, "logits_to_keep": 1, cache_argument(model.forward) or CACHE: cache}
     said = []
     with torch.no_grad():
@@ -107,7 +107,7 @@ Way = Callable[[Prompts], list[str]]
 
 @contextmanager
 def plain_ways(model: Any, tokenizer: Any) -> Iterator[dict[str, Way]]:
-    """The model's own cache, and fp8."""
+    """Yields ways with the model's own cache, and with fp8."""
 
     def full(asked: Prompts) -> list[str]:
         return answers(model, tokenizer, asked, DynamicCache(config=model.config))
@@ -126,7 +126,7 @@ def packed_ways(
     specs: Mapping[str, turboquant.CacheSpec],
     profile: turboquant.Profile | None = None,
 ) -> Iterator[dict[str, Way]]:
-    """Our caches; the model is patched meanwhile."""
+    """Yields ways with our caches; the model is patched meanwhile."""
     with _ready(model, specs, profile) as new_cache:
 
         def way(name: str) -> Way:
@@ -146,7 +146,7 @@ def measure(
     profile: turboquant.Profile | None = None,
     baselines: bool = True,
 ) -> dict[tuple[str, int, float], list[bool]]:
-    """(name, length, depth) -> whether each key was found."""
+    """Returns (name, length, depth) -> whether each key was found."""
     text = _ids(tokenizer, text_of("wikitext2"))
     each = {(n, d): prompts(tokenizer, text, n, d, keys) for n in lengths for d in depths}
     results: dict[tuple[str, int, float], list[bool]] = {}
@@ -162,7 +162,7 @@ def measure(
 
 
 def compared(results: Mapping[tuple[str, int, float], Sequence[bool]], specs: Sequence[str]) -> Iterator[str]:
-    """A line for each spec but the last, which it is compared with."""
+    """Yields a line for each spec but the last, with which it is compared."""
     every = {spec: [hit for (name, *_), hits in results.items() if name == spec for hit in hits] for spec in specs}
     *names, base = specs
     for name in names:

@@ -1,15 +1,15 @@
-"""How long `ops.recode` takes, pages of fewer bits from pages, beside a copy of the same bytes on the same device.
+"""Times `ops.recode`, which makes pages of fewer bits from pages, beside a copy of as many bytes on the same device.
 
     python benchmarks/recode.py --out benchmarks/results/MACHINE [--device cuda] [--layers 8]
 
 Layers of 32,768 tokens, 8 KV heads of 128 channels, keys and values of normal random numbers. Bytes of the first pages
 are compared first: on a CPU with those of the scalar code, on CUDA with the CPU's.
 
-share_of_copy  the time of a copy over that of recoding. The copy reads and writes as many bytes together as recoding
-               reads and writes, with as many threads.
+share_of_copy  the time of a copy over that of recoding. The copy reads and writes as many bytes in all as recoding
+               does, with as many threads.
 
-On a CPU times are those of the processor, of all threads together, and both write to memory that the process has
-already: pages that the kernel first has to clear would take as long as the copy.
+On a CPU, times are CPU time of all threads together. Both write to memory that the process already has: if the kernel
+had to clear pages first, that would take as long as the copy.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def pages_of(plan: Plan, layers: int, tokens: int, device: str) -> torch.Tensor:
 
 
 def keep_memory() -> None:
-    """glibc returns no freed memory to the kernel from now on."""
+    """Makes glibc keep freed memory from now on, instead of returning it to the kernel."""
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
     libc = ctypes.CDLL(None)
     if not (libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1) and libc.mallopt(M_MMAP_THRESHOLD, 2**30)):

@@ -1,4 +1,4 @@
-"""Quality in vLLM's engine on a CPU: blocks, NLL and log-probabilities of packed caches beside vLLM's own.
+"""Measures quality in vLLM's engine on a CPU: blocks, NLL, log-probabilities of packed caches beside vLLM's own.
 
     build/vllm-venv/bin/python benchmarks/serving.py             `make test-vllm` has made the environment
     build/vllm-venv/bin/python benchmarks/serving.py --chunks    one chunk against chunks of 100 tokens
@@ -47,7 +47,7 @@ CHUNKED: dict[str, dict[str, Any] | None] = {"stock": None, "8 bits": EIGHT, "de
 
 
 def log_probs(settings: dict[str, Any] | None, texts: list[list[int]], **options: Any) -> tuple[NDArray[Any], int]:
-    """Of each token of `texts` but the first, and how many blocks the cache has."""
+    """Returns the log-probabilities of all tokens of `texts` but each first one, and how many blocks the cache has."""
     given: dict[str, Any] = {"max_num_batched_tokens": LENGTH, "dtype": "bfloat16"}
     if settings is not None:
         given["additional_config"] = {"turboquant": settings}

@@ -1,4 +1,4 @@
-"""A connector of vLLM's for serving_cuda.py: while STATE is on, a prompt is in the cache but for its last token."""
+"""A vLLM connector for serving_cuda.py: while STATE is on, it says that a prompt is cached except its last token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ STATE = {"on": False}
 
 
 class Connector(DecodeBenchConnector):
-    """What blocks hold is left as it is: the benchmark has filled the whole cache."""
+    """Leaves in blocks what they hold: the benchmark has filled the whole cache."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         found: tuple[int, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)

@@ -1,14 +1,14 @@
-"""Packed caches in vLLM's engine on one GPU.
+"""Times and checks packed caches in vLLM's engine on a GPU.
 
     python benchmarks/serving_cuda.py time --out benchmarks/results/GPU bf16 fp8 ours4-sinks
     python benchmarks/serving_cuda.py throughput --out benchmarks/results/GPU fp8 ours4-sinks
     python benchmarks/serving_cuda.py check
 
-`time`: the shape of Llama-3.1-8B with random weights in bfloat16, each NAME in a process of its own, one after the
+`time` runs the shape of Llama-3.1-8B with random weights in bfloat16. Each NAME has a process of its own, one after the
 other, all with full CUDA graphs for decode batches, without torch.compile and prefix cache, in chunks of 8,192 tokens.
-Contexts come from a connector that says they are in the cache, so that no prompt is paid for: the cache holds random
-numbers, or pages of random vectors. Prints and keeps: tokens that fit; milliseconds of a decode step (`tpot`) at two
-contexts and up to 64 requests; seconds to the first token of one prompt alone (`ttft`).
+A connector says that contexts are in the cache, so that no prompt is computed: the cache holds random numbers, or pages
+of random vectors. Printed and saved are the tokens that fit, milliseconds of a decode step (`tpot`) at two contexts and
+up to 64 requests, and seconds to the first token of one prompt alone (`ttft`).
 
     bf16, fp8          vLLM's own, FlashAttention 3 on Hopper
     tq4-v2, tqk8v4-v2  vLLM's turboquant_4bit_nc and turboquant_k8v4, with FlashAttention 3; runner V1 of 0.26 asks
@@ -19,13 +19,13 @@ contexts and up to 64 requests; seconds to the first token of one prompt alone (
     ...-eager          without CUDA graphs
     ...-v2             by model runner V2 instead of V1
 
-`throughput`: the same model; requests that come at once, each with so many tokens and so many more to get (`--load`: 4
+`throughput` runs the same model with requests that come at once, each with a prompt and so many new tokens (`--load`: 4
 to 32 of 8,192 and 1,024, and 2 to 8 of 32,640 and 256), in a cache of 4.8 GB, which is what 8 of the former take in
-fp8. Prints and keeps output tokens a second, prompts included.
+fp8. Printed and saved are output tokens a second, prompts included.
 
-`check`: the model of `turboquant demo` through the engine. Log-probabilities beside those of vLLM's own cache, token by
-token through the decode path and in chunks, eager and with graphs; a prefix hit beside a miss; preempted requests and
-n-gram speculation beside plain decoding; with two GPUs, two ranks beside one. It fails if one is off.
+`check` runs the model of `turboquant demo` in the engine. It compares log-probabilities with those of vLLM's own cache,
+token by token through the decode path and in chunks, eager and with graphs; a prefix hit with a miss; preempted
+requests and n-gram speculation with plain decoding; with two GPUs, two ranks with one. It fails if one is off.
 
 serving_bundle.sh carries vLLM to a machine without a network.
 """
@@ -68,7 +68,7 @@ LOADS = ["4,8192,1024", "8,8192,1024", "16,8192,1024", "32,8192,1024", "2,32640,
 
 
 def measure_all(names: list[str], how: list[str], out: Path | None, limit: float) -> None:
-    """how: arguments of the command that measures one. While one runs, the next one imports what it needs and waits."""
+    """how: arguments of the command that measures a NAME. While one runs, the next imports what it needs and waits."""
     from timing import Report
 
     report = Report("vllm" if how[0] == "one" else "vllm_throughput", "cuda")
@@ -94,8 +94,8 @@ def measure_all(names: list[str], how: list[str], out: Path | None, limit: float
 
 
 def _run(name: str, how: list[str], ended: Path, turn: int, limit: float) -> tuple[str, bool]:
-    """What the process that measures a NAME printed, and whether it failed. ended: a byte for each that has ended;
-    turn: how many have when this one begins. limit: seconds from then on."""
+    """Returns what the process that measures a NAME printed, and whether it failed. ended: a file with a byte for each
+    process that has ended; turn: how many it must have before this one begins. limit: seconds from then on."""
     environment = os.environ | {"VLLM_USE_V2_MODEL_RUNNER": "1" if "v2" in name.split("-")[1:] else "0"}
     command = [sys.executable, __file__, how[0], name, *how[1:], "--turn", str(ended), str(turn)]
     with tempfile.TemporaryFile("w+") as printed:
@@ -133,8 +133,8 @@ def _table(rows: list[dict[str, Any]]) -> None:
 
 
 def profile_of(config: Any, path: Path) -> Path:
-    """A profile of random numbers for a model's shape: a wave in every pair and a metric of rank 4, the most work that
-    a plan can ask for. Times do not depend on the numbers."""
+    """Saves a profile of random numbers for a model's shape: a wave in every pair and a metric of rank 4, the most work
+    that a plan can ask for. Times do not depend on the numbers."""
     import numpy as np
 
     from turboquant import Profile
@@ -185,15 +185,15 @@ def options_of(name: str, folder: Path) -> dict[str, Any]:
 
 
 def prepare(base: str) -> None:
-    """What the engine would refuse here, and what vLLM would choose otherwise."""
+    """Switches off our check that would refuse the connector; makes vLLM choose FlashAttention 3 for its `tq..`."""
     if base in PRESETS:
         os.environ["VLLM_PLUGINS"] = "turboquant"
         from turboquant.vllm import layers
 
-        layers.check_engine = lambda config: None  # the connector, which loads nothing here
+        layers.check_engine = lambda config: None  # it refuses connectors; ours loads nothing
         return
     os.environ["VLLM_PLUGINS"] = ""
-    if base.startswith("tq"):  # vLLM would take FlashAttention 2
+    if base.startswith("tq"):  # it would take FlashAttention 2
         from vllm.engine.arg_utils import EngineArgs
 
         make = EngineArgs.create_engine_config
@@ -207,7 +207,7 @@ def prepare(base: str) -> None:
 
 
 def fill(engine: Any, base: str) -> None:
-    """Random numbers in all blocks: on zeros the GPU draws less power and runs faster."""
+    """Puts random numbers into all blocks: on zeros the GPU draws less power and runs faster."""
     import torch
 
     worker = engine.model_executor.driver_worker.worker.model_runner
@@ -225,12 +225,12 @@ def fill(engine: Any, base: str) -> None:
         elif cache.dtype == torch.bfloat16:
             cache.normal_(0, 0.5)
         else:
-            cache.view(torch.uint8).random_(0, 60)  # of fp8: numbers up to 2
+            cache.view(torch.uint8).random_(0, 60)  # as fp8: numbers below 2
     torch.cuda.synchronize()
 
 
 class Rows:
-    """Gives requests whose prompts count as in the cache the exact rows that they would have."""
+    """Gives requests whose prompts are said to be cached the rows of exact tokens that they would have."""
 
     def __init__(self, engine: Any) -> None:
         import torch
@@ -260,8 +260,8 @@ class Rows:
 
 
 def engine_of(name: str, turn: list[str], **more: Any) -> tuple[Any, float]:
-    """The engine of a NAME, and the seconds that it took to start, when it is its turn: [`ended` of `_run`, how many
-    bytes it has by then]."""
+    """Starts the engine of a NAME when it is its turn, and returns it with the seconds that this took. turn: [`ended`
+    of `_run`, how many bytes it must have]."""
     base = name.split("-")[0]
     sys.path.insert(0, str(HERE))
     prepare(base)
@@ -347,7 +347,7 @@ def measure_one(name: str, batches: list[int], turn: list[str]) -> None:
             for _ in range(batch):
                 add(context, STEPS + 10)
             rows.on = True
-            for _ in range(8):  # the first ones admit all of them
+            for _ in range(8):  # the first ones admit all requests
                 engine.step()
             rows.on = False
             torch.cuda.synchronize()
@@ -378,7 +378,7 @@ def measure_one(name: str, batches: list[int], turn: list[str]) -> None:
 EIGHT = {"key_bits": 8, "value_bits": 8}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 FULL = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 32]}
-# Engines: what is under "turboquant" (None: vLLM's own cache), how graphs are used, vLLM's options, and what is asked.
+# Engines: the settings under "turboquant" (None: vLLM's own cache), vLLM's options, and what is asked.
 ENGINES: dict[str, tuple[dict[str, Any] | None, dict[str, Any], list[str]]] = {
     "stock": (None, {"compilation_config": FULL}, ["steps", "texts"]),
     "packed": ({}, {"compilation_config": FULL}, ["steps", "chunks", "texts", "hits"]),
@@ -394,13 +394,13 @@ ENGINES: dict[str, tuple[dict[str, Any] | None, dict[str, Any], list[str]]] = {
 
 
 def implementations(worker: Any) -> set[str]:
-    """Classes that attend, of a worker of vLLM."""
+    """Returns the names of the attention classes of a worker of vLLM."""
     layers = worker.vllm_config.compilation_config.static_forward_context.values()
     return {type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")}
 
 
 class Engine:
-    """An engine of vLLM with the model of the demo. settings: under "turboquant"; None: vLLM's own cache."""
+    """An engine of vLLM with the model of the demo. settings: those under "turboquant"; None: vLLM's own cache."""
 
     def __init__(self, folder: Path, settings: dict[str, Any] | None, **options: Any) -> None:
         from vllm import LLM
@@ -436,8 +436,8 @@ class Engine:
             self._poison(self.scheduler.kv_cache_manager.block_pool)
 
     def _poison(self, pool: Any) -> None:
-        """Rows of exact tokens hold NaN wherever none may be read: all at first, and those of a block when a request
-        takes it."""
+        """Puts NaN into rows of exact tokens that nobody may read: into all at first, and into those of a block when a
+        request takes it."""
         rows = [layer.impl.attention.sinks for layer in self.layers]
         for one in rows:
             one.k.fill_(float("nan")), one.v.fill_(float("nan"))
@@ -462,7 +462,7 @@ class Engine:
         return self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
 
     def log_probs(self, prompts: list[list[int]], chunk: int) -> list[float]:
-        """Of all tokens of all prompts but the first ones, with so many tokens of a prompt in a step."""
+        """Returns log-probabilities of all prompts' tokens but each first one. chunk: tokens of a prompt in a step."""
         config = self.scheduler.scheduler_config
         before, config.long_prefill_token_threshold = config.long_prefill_token_threshold, chunk
         found = self._generate(prompts, max_tokens=1, prompt_logprobs=0)
@@ -472,14 +472,14 @@ class Engine:
                 for given, token in zip(one.prompt_logprobs[1:], ids[1:], strict=True)]  # fmt: skip
 
     def texts(self, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], list[float]]:
-        """Tokens that follow each prompt, and the log-probability of the first of them. Full blocks stay cached."""
+        """Returns the tokens that follow each prompt, and the first's log-probability. Full blocks stay cached."""
         outputs = [one.outputs[0] for one in self._generate(prompts, max_tokens=tokens, logprobs=0)]
         assert all(abs(one.cumulative_logprob) < 1e9 for one in outputs), "a NaN was read"
         return [list(one.token_ids) for one in outputs], [one.logprobs[0][one.token_ids[0]].logprob for one in outputs]
 
 
 def run_engine(name: str, folder: Path, profile: str) -> dict[str, Any]:
-    """What the engine of ENGINES gives."""
+    """Runs an engine of ENGINES and returns what is asked of it."""
     from transformers import AutoTokenizer
 
     settings, options, asked = ENGINES[name]
@@ -504,14 +504,14 @@ def run_engine(name: str, folder: Path, profile: str) -> dict[str, Any]:
 
 
 def same(a: list[list[int]], b: list[list[int]]) -> float:
-    """Which share of the tokens comes before the first difference of its text."""
+    """Returns the share of the tokens that come before the first difference of their text."""
     equal = [next((i for i, (x, y) in enumerate(zip(one, other)) if x != y), len(one)) for one, other in zip(a, b)]
     return round(sum(equal) / sum(map(len, a)), 3)
 
 
 def judged(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """(what, figures, whether they are as they should be), of what the engines gave. The bounds are about twice what
-    these widths do on a CPU."""
+    """Yields (what, figures, whether they are right) from what the engines gave. The bounds are about twice the figures
+    of these widths on a CPU."""
     import numpy as np
 
     def beside(a: list[float], b: list[float]) -> dict[str, float]:
@@ -544,19 +544,19 @@ def judged(given: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], bool]]:
         share = same(given[name]["texts"], packed["texts"])
         yield f"{name}, text", {"same": share}, share > least
     if "two ranks" in given:
-        # Sums over ranks round otherwise in bfloat16, and then some codes are others: .051 on a CPU.
+        # Sums over ranks round differently in bfloat16, which changes some codes: d_log_p is 0.051 on a CPU.
         ranks = given["two ranks"]
         share = same(ranks["texts"], packed["texts"])
         for what, name in (("a token a step", "steps"), ("100 tokens a step", "chunks")):
             off = beside(ranks[name], packed[name])
             yield f"two ranks beside one, {what}", off | {"same": share}, off["d_log_p"] < 0.1 and off["nll"] < 0.01
-    # Which is nearer to vLLM's is chance on this model: 0.0756 without and 0.0769 with sinks.
+    # Which is nearer to vLLM's is chance on this model: d_log_p is 0.0756 without and 0.0769 with sinks.
     none, found = beside(given["no sinks"]["steps"], packed["steps"]), given["no sinks"]["rows"]
     yield "no sinks beside 4 sinks", none | {"found": found[0]}, none["d_log_p"] > 0.01 and not any(found)
 
 
 def check(runner: str, profile: Path | None, at_once: int, limit: float) -> int:
-    """How many checks failed. profile: of the demo's model; None: measure it."""
+    """Returns how many checks failed. profile: that of the demo's model; None: measure it."""
     import torch
 
     # A function, `implementations`, goes to other processes as pickled bytes.
@@ -606,7 +606,7 @@ def check(runner: str, profile: Path | None, at_once: int, limit: float) -> int:
 
 
 def _look_at_models_here() -> None:
-    """vLLM looks at each kind of model in a process of its own, which imports torch again: 20 s."""
+    """Makes vLLM inspect models in this process, not in processes of their own, which import torch again: 20 s."""
     import vllm.model_executor.models.registry as registry
 
     registry._run_in_subprocess = lambda function: function()

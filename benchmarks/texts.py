@@ -15,8 +15,8 @@ MOST = 4_000_000  # characters of a folder that are read: tokenising more takes 
 
 
 def text_of(name: str) -> str:
-    """`wikitext2`; `source`: modules of Python's standard library; or a folder of files, which may be .gz, such as the
-    manual pages of Debian's manpages-de, unpacked by `dpkg -x`."""
+    """Returns the text `wikitext2`; `source`: modules of Python's standard library; or that of a folder of files, which
+    may be .gz, such as the manual pages of Debian's manpages-de, unpacked by `dpkg -x`."""
     if name == "wikitext2":
         return (SHARED / "data" / "wikitext2_test.txt").read_text(encoding="utf-8")
     folder, pattern = (Path(sysconfig.get_path("stdlib")), "*.py") if name == "source" else (Path(name), "**/*")
@@ -33,8 +33,8 @@ def text_of(name: str) -> str:
 
 
 def real_windows(text: str, tokenizer: Any, windows: int, length: int) -> torch.Tensor:
-    """Token ids [windows, length]: of the windows that follow each other in a text, some from 30 % of them on, with BOS
-    as the first token where the model's texts start with it."""
+    """Returns token ids [windows, length]. The text is cut into windows, of which some are taken, evenly spread from
+    30 % on. The first token of each is BOS if the model's texts start with it."""
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     every = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
     chosen = every[torch.linspace(int(0.3 * len(every)), len(every) - 1, windows).long()]

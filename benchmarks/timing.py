@@ -1,9 +1,9 @@
 """What all benchmarks share: how a call is timed, what a machine is called, and the JSON that results are kept in.
 
 A result file is {"machine": {..}, "commit": "..", "rows": [{"bench", "params", "metrics"}]}; times are medians in
-microseconds with the 10th and 90th percentile beside them. Inputs are rotated so that no call finds its own in a cache;
-on CUDA the calls are timed inside a CUDA graph of a millisecond or more, so that launch gaps of Python do not count and
-the start of the graph, about 7 us, is less than a hundredth, after a rest.
+microseconds with the 10th and 90th percentile beside them. Inputs take turns, so that no call finds its own in a cache.
+On CUDA, calls are timed after a rest, in a CUDA graph of at least 1 ms: gaps between Python's launches do not count,
+and the start of the graph, about 7 us, is less than 1 %.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch
 
 RESULTS = Path(__file__).parent / "results"
 REST_SECONDS = 0.2
-# What a graph takes at least. Not much longer, or the GPU would need its rest.
+# A graph takes at least this long, but not much longer, or the GPU lowers its clocks.
 GRAPH_MICROSECONDS = 1000
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What the figures were taken on."""
+    """Returns what the figures were measured on."""
     cpu = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.machine())
     out: dict[str, Any] = {
         "cpu": cpu,
@@ -49,7 +49,7 @@ def _cpuinfo() -> list[str]:
 
 
 def commit() -> str:
-    """The commit measured, with a plus if the tree had changes; "unknown" outside a checkout."""
+    """Returns the commit measured, with a plus if the tree had changes; "unknown" outside a checkout."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         name = subprocess.run(
@@ -84,7 +84,7 @@ class Report:
 
 
 def microseconds(calls: Sequence[Callable[[], Any]], device: str, repeats: int = 30) -> dict[str, float]:
-    """Median time of one call. `calls` do the same work on different inputs, together larger than any cache."""
+    """Times one call: median, percentiles. `calls` do the same work on inputs that together exceed any cache."""
     times = _cuda_times(calls, repeats) if device == "cuda" else _cpu_times(calls, repeats)
     low, *_, high = statistics.quantiles(times, n=10)
     return {"us": round(statistics.median(times), 3), "us_p10": round(low, 3), "us_p90": round(high, 3)}
@@ -102,7 +102,7 @@ def _cpu_times(calls: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
 
 
 def _cuda_times(calls: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
-    torch.cuda.synchronize()  # with what made the inputs, on another stream
+    torch.cuda.synchronize()  # another stream made the inputs
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls:

@@ -1,4 +1,4 @@
-"""What a variance term in attention would gain, simulated: the study behind docs/how.md, "The variance term".
+"""Simulates what a variance term in attention gains: the study behind docs/how.md, "The variance term".
 
     python benchmarks/variance_term.py --real smollm2 --windows 1 --length 1024 --bits 3 2 --out FILE.json
 
@@ -57,12 +57,12 @@ def levels(bits: int, channels: int) -> torch.Tensor:
 
 @functools.cache
 def rotation(channels: int) -> torch.Tensor:
-    """[channels, channels]: x @ it is the rotated x."""
+    """Returns R, [channels, channels]: x @ R is the rotated x."""
     return torch.from_numpy(_core.rotate(Plan(channels, 4).words, torch.eye(channels).numpy()))
 
 
 class Widths(NamedTuple):
-    """Of one layer."""
+    """Widths and tries of one layer."""
 
     key_bits: int
     value_bits: int
@@ -70,7 +70,7 @@ class Widths(NamedTuple):
 
 
 def rounded(y: torch.Tensor, bits: int, tries: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y decoded, its scale [..]) for y [.., channels]."""
+    """Returns (y decoded, its scale [..]) for y [.., channels]."""
     channels = y.shape[-1]
     u = y.float() @ rotation(channels)
     u = u / u.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-30)
@@ -89,7 +89,7 @@ def rounded(y: torch.Tensor, bits: int, tries: int) -> tuple[torch.Tensor, torch
 
 @functools.cache
 def constant(bits: int, channels: int, tries: int) -> float:
-    """K: the mean of e2 / s^2 over Gaussian vectors."""
+    """Returns K, the mean of e2 / s^2 over Gaussian vectors."""
     y = torch.randn(20000, channels, generator=torch.Generator().manual_seed(0))
     decoded, scale = rounded(y, bits, tries)
     return float(((decoded.square().sum(-1) - y.square().sum(-1)) / scale.square()).mean())
@@ -104,7 +104,7 @@ class Study:
         self.widths = functools.cache(self._widths)
 
     def _widths(self, bits: int, window: int) -> list[Widths]:
-        """Of each layer, for an average number of bits."""
+        """Returns the widths of each layer for an average number of bits."""
         spec, kinds = CacheSpec(bits, bits, window=window, uniform=self.uniform), kinds_of(self.model.config)
         specs, _, moments = used_by(spec, Profile(self.moments), len(kinds))
         specs = shared_widths(spec, specs, moments, [kind for kind, _ in kinds])

@@ -1,4 +1,4 @@
-"""Vectors: distortion and inner-product error of every scheme on real data, against the paper's bounds and FAISS.
+"""Measures distortion and inner-product error of every scheme on real vectors, with the paper's bounds and FAISS.
 
     python benchmarks/vectors.py --out benchmarks/results/cpu      vectors.json; needs a minute
 
@@ -39,11 +39,11 @@ Measured = tuple[F32, F32, float]  # decoded vectors, estimates [queries, vector
 
 
 def datasets() -> Iterator[tuple[str, F32, F32]]:
-    """(name, vectors, queries)."""
+    """Yields (name, vectors, queries)."""
     data = SHARED / "data"
     sift = np.loadtxt(
         data / "sift5k.tsv", dtype=np.float32, usecols=range(128)
-    )  # each line ends with a column of its own
+    )  # the last column of a line is no number of the vector
     yield "sift5k", sift[100:], sift[:100]
     minilm = np.fromfile(data / "minilm_1000x384.f32", "<f4").reshape(-1, 384)
     yield "minilm", minilm[100:], minilm[:100]
@@ -53,7 +53,7 @@ def datasets() -> Iterator[tuple[str, F32, F32]]:
 
 
 def ours() -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """(scheme, bits, arguments of Quantizer)."""
+    """Yields (scheme, bits, arguments of Quantizer)."""
     for bits in (1, 2, 3, 4, 5):
         yield "mse", bits, dict(bits=bits, scale="norm")
         yield "eden", bits, dict(bits=bits, scale="eden")

@@ -58,7 +58,7 @@ def _calculator(app: Any) -> None:
 
 
 def _home(app: Any, env: Any, node: Any, contnode: Any) -> Any:
-    """Links names to where they are described: `patch`, and turboquant.spec.CacheSpec, to turboquant.CacheSpec."""
+    """Links names to where they are described: `patch` to turboquant.patch, turboquant.spec.CacheSpec to its entry."""
     last = "." + node.get("reftarget", "").rpartition(".")[2]
     python = env.get_domain("py")
     whole = ("class", "function", "data")  # a bare word such as `tokens` may be anybody's attribute

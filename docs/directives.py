@@ -1,4 +1,4 @@
-"""A Sphinx extension: what programs print about themselves, in pages that cannot go stale.
+"""A Sphinx extension that puts into pages what programs print about themselves, so that it cannot go stale.
 
 ``.. operators::`` describes each of ``torch.ops.turboquant``; ``.. help-of:: COMMAND`` is what COMMAND --help prints.
 """

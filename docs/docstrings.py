@@ -1,7 +1,7 @@
-"""A Sphinx extension: docstrings of this project, which are plain text made for `help()`, as reStructuredText.
+"""A Sphinx extension that turns this project's docstrings, plain text made for `help()`, into reStructuredText.
 
-What it knows: paragraphs; entries such as ``name, name: text`` and ``name   text``, one after the other, whose further
-lines may be indented; indented blocks, which are tables of such entries or code. Text in backticks stays code.
+It knows paragraphs; entries such as ``name, name: text`` and ``name   text``, one after the other, whose further lines
+may be indented; indented blocks, which are tables of such entries or code. Text in backticks stays code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CODE = re.compile(r"(``.+?``|`[^`]+`)", re.DOTALL)
 
 
 def _text(words: str) -> str:
-    """A paragraph whose marks mean nothing, but for backticks."""
+    """Escapes a paragraph, in which only backticks have a meaning."""
     parts = _CODE.split(words)
     for i in range(0, len(parts), 2):
         parts[i] = re.sub(r"([\\*|])", r"\\\1", parts[i])
@@ -35,7 +35,7 @@ def _text(words: str) -> str:
 
 
 def _blocks(lines: list[str]) -> Iterator[list[str]]:
-    """Runs of lines without a blank one, and in an indented block with blank ones between."""
+    """Yields runs of lines without a blank one."""
     block: list[str] = []
     for line in [*lines, ""]:
         if line.strip():
@@ -52,7 +52,7 @@ def _entry(names: str, text: list[str]) -> list[str]:
 
 
 def _described(block: list[str]) -> list[str]:
-    """A block at the margin: a paragraph, entries, or one after the other."""
+    """Converts a block at the margin: a paragraph, entries, or one after the other."""
     out: list[str] = []
     names, text = "", [block[0]]
     for i, line in enumerate(block):
@@ -68,7 +68,7 @@ def _described(block: list[str]) -> list[str]:
 
 
 def to_rst(docstring: list[str]) -> list[str]:
-    """The lines of a docstring, without its common indentation, as reStructuredText."""
+    """Returns the lines of a docstring, without its common indentation, as reStructuredText."""
     out: list[str] = []
     for block in _blocks(docstring):
         if not block[0].startswith("    "):
@@ -87,7 +87,7 @@ def _process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list
 
 
 def _signature(app: Any, what: str, name: str, obj: Any, options: Any, args: str | None, returned: Any) -> Any:
-    """Of a dataclass, its fields, also where it has a `__new__` of its own; and defaults that are Python."""
+    """Shows a dataclass by its fields, also if it has a `__new__` of its own, with defaults that are Python."""
     if args and what == "class" and dataclasses.is_dataclass(obj):
         args = stringify_signature(signature(obj.__init__, bound_method=True), show_return_annotation=False,
                                    unqualified_typehints=True)  # fmt: skip

@@ -28,7 +28,7 @@ class Drawing:
         self.parts.append(f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="#222"{style}>{escape(words)}</text>')
 
     def box(self, x: int, y: int, width: int, height: int, lines: str, kind: str = "plain") -> None:
-        """The first line is bold."""
+        """Draws a box of text, whose first line is bold."""
         self.parts.append(f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="6" fill="{COLOURS[kind]}" '
                           'stroke="#777"/>')  # fmt: skip
         rows = lines.split("\n")
@@ -37,7 +37,7 @@ class Drawing:
             self.text(x + width / 2, top + LINE * i, row, style="" if i else ' font-weight="bold"')
 
     def arrow(self, *points: tuple[int, int], words: str = "") -> None:
-        """words: beside the middle of the last stretch."""
+        """Draws an arrow through points, with words beside the middle of its last stretch."""
         path = " ".join(f"{x},{y}" for x, y in points)
         self.parts.append(f'<polyline points="{path}" fill="none" stroke="#444" marker-end="url(#tip)"/>')
         if words:

@@ -1,6 +1,6 @@
 """Attention over a packed KV cache with plain tensors: python examples/attend.py
 
-Two lines of preparation, one call; beside it PyTorch's own attention over the same tensors, and the bytes of both.
+It compares the result and the bytes with those of PyTorch's own attention over the same tensors.
 """
 
 import torch

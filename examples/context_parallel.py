@@ -1,4 +1,4 @@
-"""Context parallelism: each rank packs one part of a long history, and a step's attention is merged from all of them.
+"""Context parallelism: each rank packs one part of a long history; attention over all parts is merged in each step.
 
 torchrun --nproc-per-node 2 examples/context_parallel.py
 """
@@ -12,8 +12,8 @@ BATCH, KV_HEADS, QUERY_HEADS, TOKENS, STEPS, HEAD_DIM = 2, 4, 16, 3000, 3, 64
 
 
 def merged(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """Attention over the parts of all ranks, from that over each: out [..., head_dim], lse float32 [...]. A part that
-    holds no token has the lse -inf and counts for nothing."""
+    """Merges attention over each rank's part into that over all parts: out [..., head_dim], lse float32 [...]. A part
+    that holds no token has the lse -inf and counts for nothing."""
     outs = [torch.empty_like(out) for _ in range(dist.get_world_size())]
     lses = [torch.empty_like(lse) for _ in outs]
     dist.all_gather(outs, out.contiguous())

@@ -28,7 +28,7 @@ DTYPE = "bfloat16"  # of sinks and window
 
 
 def numbers() -> dict[str, Any]:
-    """What the page multiplies."""
+    """Returns the numbers that the page multiplies."""
     return {
         "models": {name: _model(calc.read_model(name)) for name in MODELS},
         "groups": SPECS,
@@ -67,7 +67,7 @@ def _model(model: sizes.Model) -> dict[str, Any]:
 
 
 def _packed(model: sizes.Model, spec: CacheSpec) -> dict[str, Any]:
-    """once: bytes that do not depend on what is stored. sequence: bytes for each sequence, but for its tokens.
+    """once: bytes that do not depend on what is stored. sequence: bytes for each sequence, without its tokens.
     layers: [how many, bytes of a page, bytes of an exact token, window]."""
     once = sum(sizes.packed_parts(model, spec, 0, 0).values())
     sequence = sum(sizes.packed_parts(model, spec, 1, 0).values()) - once

@@ -1,5 +1,5 @@
-/* The products of avx512_amx.c, built against amx_emulated.h, are those of avx512_vnni.c bit for bit: the same integers and the same
- * arithmetic behind them. Prints how many were compared. */
+/* Checks that the products of avx512_amx.c, built against amx_emulated.h, are those of avx512_vnni.c bit for bit: the
+ * integers are the same, and so is the arithmetic behind them. Prints how many were compared. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,7 +17,7 @@ static uint32_t next_random(void)
     return (uint32_t)(state >> 32);
 }
 
-/** Blocks of n tiles, of `bits` or (0) of all widths in turn; runs as tq_tile wants them. Returns their bytes. */
+/** Lays out blocks of n tiles of `bits`, or of all widths in turn (0), with runs as in tq_tile. Returns their bytes. */
 static int32_t lay_out(int bits, int32_t n, tq_tile *tiles)
 {
     int32_t at = 0;

@@ -1,6 +1,6 @@
-/* The AMX instructions of csrc/kernels/avx512_amx.c in plain C, for CPUs without them: compiled in front of that file. As in Intel's
- * manual (volume 2, LDTILECFG, TILELOADD, TDPBSUD ..): eight tiles of 16 rows of 64 bytes, of which a configuration says how many
- * count; what does not count reads as zero. */
+/* The AMX instructions of csrc/kernels/avx512_amx.c in plain C, for CPUs without them. It is compiled in front of that
+ * file. As in Intel's manual (volume 2, LDTILECFG, TILELOADD, TDPBSUD ..), there are eight tiles of 16 rows of 64
+ * bytes. A configuration says how many of these are used; the others read as zero. */
 #ifndef TQ_AMX_EMULATED_H
 #define TQ_AMX_EMULATED_H
 #include <immintrin.h>

@@ -38,11 +38,11 @@ static const char *state = ""; /* what was going on, for messages */
         }                                                                                                              \
     } while (0)
 
-static tq_error *error; /* where the call inside OK or refused() reports */
+static tq_error *error; /* where the call inside OK reports */
 
 /* ---- memory and numbers ---- */
 
-static void *zeros(size_t bytes) /* at least 64-byte aligned, exactly so long */
+static void *zeros(size_t bytes) /* 64-byte aligned, of exactly this size */
 {
     void *block = NULL;
     CHECK(posix_memalign(&block, 64, bytes ? bytes : 1) == 0);
@@ -87,7 +87,7 @@ typedef struct {
     float *sink_k, *sink_v, *window_k, *window_v;
 } cache;
 
-/* Groups of 32 or 16 channels; with 16, every third has 8 bits. */
+/* Returns a plan with groups of 32 or 16 channels; with 16, every third group has 8 bits. */
 static tq_plan make_plan_of(int32_t group, int32_t rotation, int32_t head_dim, int32_t key_bits, int32_t value_bits,
                             int32_t page_tokens)
 {
@@ -204,7 +204,7 @@ static void attend(const cache *c, const tq_attend_params *p)
     free(workspace);
 }
 
-/* Everything stored, in float32: sinks and window as they were, the rest decoded. [batch, heads, length, head_dim] */
+/* Writes everything stored, in float32 [batch, heads, length, head_dim]: sinks and window exact, the rest decoded. */
 static void stored(const cache *c, float *k, float *v)
 {
     size_t d = (size_t)c->plan.head_dim, n = (size_t)c->length;
@@ -227,7 +227,7 @@ static void stored(const cache *c, float *k, float *v)
     free(dk), free(dv), free(counts);
 }
 
-/* The definition, in double: one query against the first `seen` of n tokens. */
+/* Attends by the definition, in double: one query to tokens first .. seen - 1. */
 static void attend_plainly(const float *q, const float *k, const float *v, int32_t d, int32_t first, int32_t seen,
                            double scale, float *out, double *lse)
 {
@@ -300,7 +300,7 @@ static void check_attend(tq_plan plan, int32_t sinks, int32_t window, int32_t qu
     free(q), free(out), free(lse), free(want), free(k), free(v), free_cache(&c);
 }
 
-/* Two halves of a sequence, attended to apart and merged, are the whole. */
+/* Checks that attention to two parts of a sequence, merged, is attention to the whole. */
 static void check_merge(void)
 {
     enum { TOKENS = 96, HEADS = 2, D = 40 };
@@ -337,7 +337,7 @@ static void check_vectors(void)
     float *q = random_floats(QUERIES * D), *x = zeros(N * D * 4), *out = zeros(QUERIES * N * 4);
     int32_t *counts = zeros(4), *table = zeros((size_t)c.max_pages * 4);
     *counts = N;
-    /* tq_dot takes pages in the order of the vectors, new_cache lays them the other way round */
+    /* tq_dot takes pages in the order of the vectors; those of new_cache are in reverse */
     uint8_t *pages = zeros((size_t)(c.max_pages * c.plan.record_bytes));
     for (int32_t i = 0; i < c.max_pages; i++)
         memcpy(pages + (table[i] = i) * c.plan.record_bytes, c.pages + c.table[i] * c.plan.record_bytes,
@@ -417,7 +417,7 @@ static int refused(tq_status status, tq_status wanted, const tq_error *e, const 
 
 typedef int64_t change[2]; /* a word's index, its value */
 
-/* Plans of good words with one of them changed, and those of too few words, are refused. */
+/* Checks that plans of too few words are refused, and those of good words with one of them changed. */
 static void check_words_refused(const int64_t *good, size_t n, const change *bad, size_t n_bad, tq_plan *plan)
 {
     for (size_t i = 0; i < n + n_bad; i++) {
@@ -448,7 +448,7 @@ static void check_plans_refused(void)
     CHECK(tq_plan_init(&plan, NULL, 23, NULL) == TQ_E_VALUE && !memcmp(&plan, &untouched, sizeof plan));
 }
 
-/* Each change to a good append fails, names its argument and leaves all memory as it was. */
+/* Checks that each change to a good append fails, names its argument and leaves all memory as it was. */
 static void check_append_refused(void)
 {
     cache c = new_cache(make_plan(64, 4, 3, 32), 2, 2, 120, 2, 8);
@@ -639,7 +639,7 @@ static void check_others_refused(void)
 
 /* ---- levels, threads, forks ---- */
 
-/* Bytes that must be the same on every level and with any number of threads. */
+/* Returns a checksum of bytes that must be the same on every level and with any number of threads. */
 static uint64_t bytes_of_everything(void)
 {
     uint64_t sum = 0;
@@ -702,7 +702,7 @@ int main(int argc, char **argv)
             uint64_t sum = bytes_of_everything();
             if (!first) first = sum;
             CHECK(sum == first);
-            if (threads == 1) check_quantise(); /* four pack the same bytes */
+            if (threads == 1) check_quantise(); /* four threads pack the same bytes */
             check_everything_attended();
             check_merge();
             check_vectors();

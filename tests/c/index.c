@@ -1,7 +1,7 @@
-/* The vector index as a C library, on every level: codes, scores and results against a few lines of C, and the same bytes on all
- * levels and with one and four threads. Whatever is handed to the library lies in a heap block of exactly its size, so that a
- * sanitizer sees the first byte read or written beside it. Run by tests/test_c_consumer.py and, under emulation, tests/test_neon.py.
- * Ends with 0 and "ok", or with 1 and the line that failed. */
+/* The vector index as a C library, on every level: codes, scores and results against a few lines of C. Bytes must be
+ * the same on all levels, with one and four threads. Whatever is handed to the library lies in a heap block of exactly
+ * its size, so that a sanitizer sees the first byte read or written beside it. Run by tests/test_c_consumer.py and,
+ * under emulation, tests/test_neon.py. Ends with 0 and "ok", or with 1 and the line that failed. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* fork */
 #endif
@@ -35,7 +35,7 @@ static void *zeros(size_t bytes)
 }
 
 static uint64_t random_state;
-static float normal(void) /* nearly */
+static float normal(void) /* approximately */
 {
     double sum = 0;
     for (int i = 0; i < 6; i++) {
@@ -56,7 +56,7 @@ typedef struct {
     const char *name;
     int32_t dim, channels, metric, with_mean, rotation;
     uint8_t bits[4], lead[4];
-    double error; /* of decoded vectors, at most, in squares over squares; 0 where groups without bits make it large */
+    double error; /* largest error of decoded vectors, in squares over squares, checked without a rotation; 0: not */
     int32_t n_lists;
 } example;
 
@@ -105,7 +105,7 @@ static uint16_t bfloat(double x)
     return (uint16_t)((word + 0x8000) >> 16);
 }
 
-/** The rotation of a dense plan: neighbours turned by angles of their own. */
+/** Returns the rotation of a dense plan, which turns each pair of neighbours by an angle of its own. */
 static uint16_t *make_matrix(int32_t n)
 {
     uint16_t *m = zeros(sizeof *m * (size_t)n * (size_t)n);
@@ -195,7 +195,7 @@ static int better_first(const void *a, const void *b)
     return x->id < y->id ? -1 : x->id > y->id;
 }
 
-/** Scores of some rows are those of all rows. each: [QUERIES, FIRST], then [QUERIES, N - FIRST]. */
+/** Checks that scores of some rows are those of all rows. each: [QUERIES, FIRST], then [QUERIES, N - FIRST]. */
 static void check_scores_of(const tq_index_space *space, const float *queries, const tq_index_rows *rows,
                             const float *each)
 {
@@ -215,7 +215,7 @@ static void check_scores_of(const tq_index_space *space, const float *queries, c
     free(wanted), free(scores);
 }
 
-/** The results of a bound that misses nothing are those of sorting all scores. */
+/** Checks that the results of a bound that misses nothing are those of sorting all scores. */
 static void check_search(const tq_index_space *space, const segment *parts, const float *queries, float *scores,
                          int64_t *ids)
 {
@@ -244,7 +244,7 @@ static void check_search(const tq_index_space *space, const segment *parts, cons
     free(each), free(all);
 }
 
-/* One search of a thread that ends, or of a child process, which are the first ones there. */
+/* A search with known results, which new threads and a child process repeat. It is the first search there. */
 typedef struct {
     const tq_index_space *space;
     const tq_index_rows *rows;
@@ -334,8 +334,8 @@ static uint64_t check_example(const example *e)
     return sum;
 }
 
-/** Where few of many lists are read, a search looks for them in float32 first. With a tail, if only an empty one, it does
- *  not; it finds the same. */
+/** Checks that a search finds the same with and without a tail. If it reads few of many lists, it looks for them in
+ *  float32 first; with a tail, even an empty one, it does not. Returns a checksum of results. */
 static uint64_t check_few_of_many_lists(void)
 {
     enum { DIM = 70, MANY = 72, EACH = 9, TILE = 16 };

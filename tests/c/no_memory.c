@@ -1,12 +1,11 @@
-/* posix_memalign, which torch takes the memory of CPU tensors from, with a failure to order; preloaded by
- * tests/out_of_memory.py. */
+/* A posix_memalign that fails on request: torch allocates CPU tensors with it. Preloaded by tests/out_of_memory.py. */
 #define _ISOC11_SOURCE
 #include <errno.h>
 #include <stdlib.h>
 
-static long calls; /* to the failure, this one included; 0: none is to come */
+static long calls; /* until the failure, the failing one included; 0: none fails */
 
-/** The n-th call from here on fails, once; 0: none does. Returns how many calls there were still to go. */
+/** Makes the n-th call from here on fail, once; 0: none. Returns the calls left to a failure set before. */
 long tq_test_fail_allocation(long n)
 {
     long left = calls;

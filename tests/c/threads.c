@@ -1,6 +1,6 @@
-/* The core under several callers at once, for ThreadSanitizer (tests/test_c_consumer.py): four threads append to and attend
- * over caches of their own while a fifth changes the number of threads. Each answer must be that of one thread alone.
- * One caller at a time has the pool, the others work by themselves. Ends with 0 and "ok", or with 1 and the line. */
+/* The core under several callers at once, for ThreadSanitizer (tests/test_c_consumer.py). Four threads append to and
+ * attend over caches of their own while a fifth changes the number of threads. Each answer must be that of one thread
+ * alone. One caller at a time has the pool, the others work alone. Ends with 0 and "ok", or with 1 and the line. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* posix_memalign */
 #endif
@@ -60,7 +60,7 @@ static tq_plan make_plan(int32_t bits)
     return plan;
 }
 
-/** Checksum of the pages after an append of TOKENS tokens, and of what four queries find in them. */
+/** Returns a checksum of the pages after an append of TOKENS tokens, and of attention over them by two query tokens. */
 static uint64_t life(int32_t bits, int32_t threads)
 {
     tq_plan plan = make_plan(bits);
@@ -125,7 +125,7 @@ static void *caller(void *argument)
     return NULL;
 }
 
-/** To less than the callers ask for and to more, between their two calls and within them: their workspace must stay large enough. */
+/** Sets fewer threads than callers ask for, or more, at any time: their workspace must stay large enough. */
 static void *changer(void *argument)
 {
     (void)argument;

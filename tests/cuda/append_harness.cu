@@ -1,14 +1,15 @@
-// Appending, rotating, dequantising and merging on the device against the C core, byte for byte, and then their times.
+// Compares appending, rotating, dequantising and merging on the device with the C core, byte for byte; times appending.
 //
-//   make harness && build/cuda-harness/append_harness [check] [moments] [searches] [wide] [time]      moments, searches, wide: those of the checks alone
+//   make harness && build/cuda-harness/append_harness [check] [moments] [searches] [wide] [time]
+//                                      moments, searches, wide: these parts of check alone
 #include "blocked_plans.h"
 #include "cuda/tile/quantize.cuh"
 #include "moments.h"
 
 static int failures = 0, checks = 0;
 
-/** loose: a plan with a matrix, a wave or a metric, whose codes have a tolerance (tests/tolerance.py checks that): one byte in so many
- *  may differ, of few 64. */
+/** Checks that bytes are equal. loose: of a plan with a matrix, a wave or a metric, whose codes have a tolerance
+ *  (tests/tolerance.py checks that), one byte in `loose` may differ, or 64 if that is more. */
 static bool same(const std::string &name, const char *what, const void *want, const void *got, size_t bytes,
                  int loose = 0)
 {
@@ -23,7 +24,8 @@ static bool same(const std::string &name, const char *what, const void *want, co
     return false;
 }
 
-/** Rows of `dim` numbers that differ by `limit` of the row's largest at most, or are not finite in both: sums in another order. */
+/** Checks that numbers of rows of `dim` differ by at most `limit` of the row's largest, as sums in another order do.
+ *  Numbers that are not finite in `want` are not compared. */
 static void near(const std::string &name, const char *what, const std::vector<float> &want,
                  const std::vector<float> &got, int dim, float limit)
 {
@@ -41,15 +43,15 @@ static void near(const std::string &name, const char *what, const std::vector<fl
 
 // ---- append ----
 
-/** What an append may be called with. lengths after it: each sequence has `padding` tokens fewer in the first append. */
+/** Appends to one cache. The first has `padding` tokens fewer for each sequence. */
 struct Case {
     std::string name;
     int dim = 128, batch = 2, heads = 2, sinks = 4, window = 16, page_tokens = 128, max_pages = 3;
     int rotation = TQ_ROTATION_HADAMARD, law = TQ_CODEBOOK_NORMAL, scale = TQ_SCALE_EDEN, dtype = TQ_BF16;
     int group = TQ_TILE;       // or 16
-    int pairs = 0, metric = 0; // of a wave; 1 + the rank, or 0
+    int pairs = 0, metric = 0; // pairs of a wave; 1 + the metric's rank, or 0
     int tries = 0;
-    bool neighbours = false; // the wave's pairs, not halves
+    bool neighbours = false; // the wave's pairs are channels 2 i and 2 i + 1, not i and i + dim / 2
     std::vector<int> key_bits = {4}, value_bits = {4}, appends = {70, 1, 1, 5, 33, 1};
     const BlockedPlan *blocked = nullptr; // a plan that is not plain, in place of rotation, law, scale and bits
     std::vector<int> padding = {0, 3};
@@ -58,7 +60,7 @@ struct Case {
     int bad_numbers = 0; // in each append
     bool bad_pages = false, bad_lengths = false;
     int shift = 0; // k and v start so many bytes behind where cudaMalloc puts them
-    int rows = -1; // which of fill_hard_rows; -1: fill_rows
+    int rows = -1; // kind of fill_hard_rows; -1: fill_rows
 };
 
 static tq_plan plan_of(const Case &c)
@@ -108,7 +110,7 @@ static void fill_side(Side &side, const Case &c, Random &random)
     side.matrix.up(), side.numbers.up(), side.sinks.up(), side.ring.up();
 }
 
-/** Bad numbers at random places of k (or v), and what the contract stores for them on the host's side. */
+/** Puts bad numbers into the device's k (or v), and what the contract stores for them into the host's. Adds flags. */
 static int64_t spoil(Array<uint8_t> &x, int count, const Case &c, int tokens, const int32_t *lengths, bool is_value,
                      Random &random, std::vector<int64_t> &flags)
 {
@@ -129,7 +131,7 @@ static int64_t spoil(Array<uint8_t> &x, int count, const Case &c, int tokens, co
     return 0;
 }
 
-/** So many rows are made; more are those again. A prime, so that no pattern of tiles repeats. */
+/** So many rows are made; further rows repeat them. A prime, so that no pattern of tiles repeats. */
 constexpr size_t MADE_ROWS = 65537;
 
 static void run(const Case &c)
@@ -157,7 +159,7 @@ static void run(const Case &c)
     std::copy(moments.turns.begin(), moments.turns.end(), turns.host.begin());
     turns.up();
 
-    // Pages start full of anything: what is not written has to stay.
+    // Pages start with random bytes: what is not written has to stay.
     Array<uint8_t> pages(n_pages * c.heads * plan.record_bytes);
     for (uint8_t &x : pages.host) x = (uint8_t)random.word();
     pages.up();
@@ -203,7 +205,7 @@ static void run(const Case &c)
         if (c.bad_numbers) spoil(k, c.bad_numbers, c, tokens, true_lengths.data(), false, random, flags);
         if (c.bad_numbers && values) spoil(v, c.bad_numbers, c, tokens, true_lengths.data(), true, random, flags);
 
-        for (Array<uint8_t> *x : {&k, &v}) { // Array has room behind
+        for (Array<uint8_t> *x : {&k, &v}) { // Array has room behind its numbers
             const std::vector<uint8_t> numbers = x->down();
             if (c.shift && !numbers.empty())
                 check(cudaMemcpy(x->device + c.shift, numbers.data(), numbers.size(), cudaMemcpyHostToDevice), "shift");
@@ -348,8 +350,8 @@ static void check_appends(int thin)
         }
 }
 
-/** Thousands of tokens, as prompts have: widths x laws, scales, dtypes, and what a tile can have in part; then rows of which sums are
- *  rounded, cancel, tie or are exact. A warp of append_prefill has a tile of a side or two. */
+/** Checks thousands of tokens, as in prompts: widths x laws, scales, dtypes, and tiles that are part-filled; then rows
+ *  whose sums round, cancel, tie or are exact. A warp of append_prefill has one or two tiles of a side. */
 static void check_many_appends(int thin)
 {
     for (int i = 0; i < 24; i += thin) {
@@ -376,8 +378,8 @@ static void check_many_appends(int thin)
     }
 }
 
-/** So many tokens that on up to 144 multiprocessors each warp of append_prefill takes some tiles of a side, neighbours, in the last case
- *  more than 32. */
+/** Checks so many tokens that each warp of append_prefill takes several neighbouring tiles of a side, on up to 144
+ *  multiprocessors; in the last case more than 32 tiles. */
 static void check_long_appends(int thin)
 {
     for (int i = 0; i < 10; i += thin) {
@@ -395,8 +397,8 @@ static void check_long_appends(int thin)
     }
 }
 
-/** Keys with a wave and a metric: what fills token tiles and pages in part, one token after the other, and as many that a warp takes more
- *  tiles than it begins anew after. */
+/** Checks keys with a wave and a metric: part-filled token tiles and pages, single tokens, and so many tokens that a
+ *  warp starts its wave anew (residual_rows.cuh). */
 static void check_moments(int thin)
 {
     int n = 0;
@@ -431,8 +433,8 @@ static void check_moments(int thin)
     }
 }
 
-/** One token after the other through more than two token tiles, so that each of their places is written beside what others left: what
- *  append_one_token compiles for (three of five cases), and what it does not. */
+/** Checks single tokens through more than two token tiles, so that each place is written beside tokens that are there
+ *  already: with widths that append_one_token is compiled for (three of five cases), and others. */
 static void check_single_appends(int thin)
 {
     int n = 0;
@@ -451,7 +453,7 @@ static void check_single_appends(int thin)
         }
 }
 
-/** Widths of groups of 16 channels; what fills tiles, pairs of token tiles and pages in part. */
+/** Checks groups of 16 channels: widths, and part-filled tiles, pairs of token tiles and pages. */
 static void check_fine_appends(int thin)
 {
     static const int one_width[][2] = {{1, 8}, {2, 5}, {3, 4}, {4, 3}, {8, 8}, {5, 2}, {8, 1}};
@@ -508,8 +510,8 @@ static void check_fine_appends(int thin)
     }
 }
 
-/** Prompts of thousands of tokens with head_dim 80 and 96, levels of equal distance through every kernel, and rows that may not be
- *  copied 16 bytes at a time. */
+/** Checks prompts of thousands of tokens with head_dim 80 and 96, uniform codebooks through every kernel, and rows that
+ *  may not be copied 16 bytes at a time. */
 static void check_other_appends(int thin)
 {
     int n = 0;
@@ -535,7 +537,7 @@ static void check_other_appends(int thin)
             Case c;
             c.law = TQ_CODEBOOK_UNIFORM, c.dim = dim, c.group = i < 5 ? TQ_TILE : TQ_FINE_GROUP;
             c.key_bits = {1 + i % 5}, c.value_bits = {5 - i % 5}, c.dtype = 2 - i % 3;
-            if (i == 3) c.key_bits = {4}, c.value_bits = {3}; // of append_prefill, append_one_token's own
+            if (i == 3) c.key_bits = {4}, c.value_bits = {3}; // for append_prefill and append_one_token
             if (i == 7) c.key_bits = {8, 3, 5}, c.value_bits = {4, 0, 2};
             c.scale = i == 1 ? TQ_SCALE_NORM : TQ_SCALE_EDEN, c.centred = i % 2, c.appends = {70, 1, 1, 5, 150, 1};
             go(c, "uniform codebook");
@@ -553,7 +555,7 @@ static void check_other_appends(int thin)
 #include "append_searches.h"
 #include "append_wide.h"
 
-/** Every plan that is not plain x head_dim, and what else can differ. */
+/** Checks every plan that is not plain x head_dim, other geometries, and bad arguments. */
 static void check_blocked_appends(int thin)
 {
     static std::vector<BlockedPlan> plans = blocked_plans();
@@ -590,7 +592,7 @@ static void check_blocked_appends(int thin)
 
 // ---- the others ----
 
-/** Every codebook up to 5 bits has cells, and up to 4 bits one comparison decides: ranks at and beside thresholds. */
+/** Checks ranks at and beside thresholds. Codebooks up to 5 bits have cells; up to 4 bits, one comparison decides. */
 static void check_books()
 {
     for (int law = 0; law < 3; law++)
@@ -664,7 +666,7 @@ static void check_dequantize()
 {
     Random random(11);
     for (int dim : all_dims())
-        for (int i = 0; i < (dim > 256 ? 6 : 12); i += dim > 256 ? 2 : 1) { // from 6 on groups of 16; odd: sphere
+        for (int i = 0; i < (dim > 256 ? 6 : 12); i += dim > 256 ? 2 : 1) { // from 6 on: groups of 16; odd: sphere
             const int rotation = i % 3, group = i < 6 ? TQ_TILE : TQ_FINE_GROUP, groups = (dim + group - 1) / group;
             const int page_tokens = i < 6 ? 96 : 128, heads = 2, batch = 2, max_pages = 2, max_tokens = 150;
             const bool values = i % 6 != 4;

@@ -1,6 +1,6 @@
 // Cases of append_harness.cu with tries.
 
-/** Plans with tries, through every kernel: what check_appends, check_many_appends, check_moments and check_single_appends do without. */
+/** As check_appends, check_many_appends, check_moments and check_single_appends, with tries: through every kernel. */
 static void check_searches(int thin)
 {
     Random random(11);

@@ -1,10 +1,10 @@
-// Times of appending, for append_harness.cu: medians, random numbers in, inputs and outputs rotated beyond L2 where the work is
-// larger than it, bytes counted read plus written and set against a copy on the same device in the same run.
+// Times of appending, for append_harness.cu: medians, over random numbers. Inputs and outputs take turns, so that work
+// larger than L2 does not find them there. Bytes are those read plus written, beside a copy in the same run.
 #include <algorithm>
 #include <functional>
 #include <memory>
 
-/** TQ_ROWS=n: only the first n rows of each table. */
+/** Whether a row of a table is timed: with TQ_ROWS=n only the first n rows. */
 static bool wanted(size_t row)
 {
     const char *rows = getenv("TQ_ROWS");
@@ -50,7 +50,7 @@ struct Layer {
         for (void *at : owned) cudaFree(at);
     }
 
-    /** `before` tokens are stored already, then `tokens` come. rows: random numbers, of which k and v take copies. */
+    /** `before` tokens are stored already, then `tokens` come. rows: random numbers that fill k and v. */
     Layer(const tq_plan &plan_, int batch, int heads, int before, int tokens, int sinks, int window, int dtype,
           bool tokens_first, const std::vector<uint8_t> &rows)
         : plan(plan_)
@@ -89,7 +89,7 @@ struct Layer {
         if (plan.moments) give_moments(heads);
     }
 
-    /** A wave and a metric of keys, the same for all layers. */
+    /** Gives keys a wave and a metric, the same in all layers. */
     void give_moments(int heads)
     {
         std::mt19937 random(5);
@@ -107,7 +107,7 @@ struct Layer {
         tq_error error;
         check(tq_cuda_append(&plan, &p, nullptr, stream, &error), error, "tq_cuda_append");
     }
-    /** Read and written by an append of which all is packed. */
+    /** Returns the bytes that an append reads and writes if all of it is packed. */
     double packed_bytes() const
     {
         const double numbers = (double)p.layer.batch * p.layer.kv_heads * p.tokens * plan.head_dim;
@@ -116,7 +116,7 @@ struct Layer {
     }
 };
 
-/** Of 16 channels neighbouring groups differ, as encoding likes it least. */
+/** Returns widths of groups. Neighbouring groups of 16 channels differ, which is slowest to encode. */
 static std::vector<int> widths(int bits, int group)
 {
     return group == TQ_TILE ? std::vector<int>{bits} : std::vector<int>{bits, bits - 1};
@@ -201,7 +201,7 @@ static void time_encode(double ceiling, cudaStream_t stream, const std::vector<u
     }
 }
 
-/** An append in each of 32 layers, as a graph. */
+/** Times an append in each of 32 layers, as a CUDA graph. */
 static void time_steps(cudaStream_t stream, const std::vector<uint8_t> &rows)
 {
     struct Row {

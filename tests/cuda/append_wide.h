@@ -2,8 +2,8 @@
 #ifndef TQ_TESTS_APPEND_WIDE_H
 #define TQ_TESTS_APPEND_WIDE_H
 
-static const int WIDE_DIMS[] = {264, 320,
-                                512}; // not with the sphere codebook, groups of 16, or plans that are not plain
+// Not with the sphere codebook, groups of 16, or plans that are not plain.
+static const int WIDE_DIMS[] = {264, 320, 512};
 
 static std::vector<int> all_dims()
 {
@@ -12,7 +12,7 @@ static std::vector<int> all_dims()
     return dims;
 }
 
-/** Heads of more than 256 channels: every width, rotation and scale, keys with moments, and tries. */
+/** Checks heads of more than 256 channels: every width, rotation and scale, keys with moments, and tries. */
 static void check_wide_appends(int thin)
 {
     const int widths[] = {1, 2, 3, 4, 5, 6, 8};

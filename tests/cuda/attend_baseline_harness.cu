@@ -1,5 +1,5 @@
-// Attention and dequantising on the device for plans that are not plain, over pages that the C core wrote: against float64 over what the
-// core decodes from them, and against the core's own attention.
+// Checks attention and dequantising on the device for plans that are not plain, over pages that the C core wrote,
+// against float64 over what the core decodes from them, and against the core's own attention.
 //
 //   make harness && build/cuda-harness/attend_baseline_harness [filter]
 #include <functional>
@@ -13,7 +13,7 @@ struct Case {
     int dim = 64, page_tokens = 128, heads = 2, group = 2, tokens = 1, dtype = TQ_F32;
     std::vector<int> lengths = {150}, starts = {};
     int sinks = 0, window = 0, sliding = 0, causal = 1, spare_pages = 0;
-    int pairs = 0, metric = 0; // of the wave; 1 + the metric's rank
+    int pairs = 0, metric = 0; // pairs of the wave; 1 + the metric's rank
     bool fresh = false, centred = true, shared_matrix = false;
     bool absent = false;          // the block table names some pages outside the cache
     float softcap = 0, scale = 0; // 0: head_dim^-1/2
@@ -29,7 +29,7 @@ static bool expect(bool good, const std::string &name, const char *what, double 
     return good;
 }
 
-/** Memory that the core takes, and its copy on the device. */
+/** Memory aligned as the core requires, and its copy on the device. */
 struct Aligned {
     size_t bytes;
     uint8_t *host, *device;
@@ -45,13 +45,13 @@ struct Aligned {
     void up() { check(cudaMemcpy(device, host, bytes, cudaMemcpyHostToDevice), "copy to the device"); }
 };
 
-/** One side of everything a call is given: numbers, transform, the exact tokens. */
+/** The keys or the values of a case: numbers, transform, exact tokens. */
 struct Side {
     Array<float> matrix, numbers;
     std::vector<float> centre, table;
     Array<int32_t> turns;
-    Array<uint8_t> x, sinks, ring, fresh; // x: all tokens [batch, heads, most, dim], at the right
-    std::vector<float> decoded;           // of packed tokens [batch, heads, packed, dim], by the core
+    Array<uint8_t> x, sinks, ring, fresh; // x: all tokens [batch, heads, most, dim], right-aligned
+    std::vector<float> decoded;           // packed tokens [batch, heads, packed, dim], by the core
     tq_transform host = {}, device = {};
 
     Side(const tq_plan &whole, bool is_key, const Case &c, int most, Random &random)
@@ -93,7 +93,7 @@ struct Side {
     }
 };
 
-/** A cache that the core filled, and a question to ask of it. */
+/** A cache that the core filled, and queries. */
 struct World {
     const Case &c;
     tq_plan plan;
@@ -141,7 +141,7 @@ struct World {
         return l;
     }
 
-    /** Appends columns first .. first + n - 1 of x with the core: lengths are those of the end, less `missing`. */
+    /** Appends columns first .. first + n - 1 of x with the core. Lengths are the final ones less `missing`. */
     void append(int first, int n, int missing)
     {
         tq_append_params p = {};
@@ -159,7 +159,7 @@ struct World {
         check(tq_append(&plan, &p, workspace.host, bytes, &error), error, (c.name + ": tq_append").c_str());
     }
 
-    /** Of three pages one stays. */
+    /** Keeps one of three entries of the block table; the others name no page. */
     void lose_pages()
     {
         for (size_t i = 0; i < table.host.size(); i++)
@@ -171,7 +171,7 @@ struct World {
         return page >= 0 && page < n_pages;
     }
 
-    /** What the packed tokens of each sequence are, by the core; and whether the device decodes the same, and 0 where it has no page. */
+    /** Decodes the packed tokens with the core. Checks that the device decodes the same, and 0 where it has no page. */
     void decode()
     {
         Array<int32_t> counts(batch);
@@ -201,14 +201,14 @@ struct World {
                 error_of = std::max(error_of, fabs(got[i] - wanted));
                 if (got[i] != got[i]) error_of = HUGE_VAL;
             }
-            /* A^-1 stretches by up to 30 what float32 sums in another order leave apart */
+            /* float32 sums are in another order; A^-1 stretches their differences by up to 30 */
             expect(error_of <= (c.metric ? 6e-5 : 2e-6) * largest, c.name, "dequantize is off by", error_of);
         }
         table.host = whole;
     }
 };
 
-/** One row in float64: positions it sees, exact or packed. */
+/** A row of the output and its log-sum-exp, in float64. */
 struct Answer {
     std::vector<double> out;
     double lse = -HUGE_VAL;
@@ -266,7 +266,7 @@ static tq_attend_params params_of(World &w, bool device, void *out, float *lse)
     return p;
 }
 
-/** The new tokens as fresh_k and fresh_v. */
+/** Copies the new tokens to fresh_k and fresh_v. */
 static void copy_fresh(World &w)
 {
     const size_t row = w.c.dim * (size_t)dtype_size(w.c.dtype), tokens = w.c.tokens;
@@ -276,7 +276,7 @@ static void copy_fresh(World &w)
                    tokens * row);
 }
 
-/** out and lse of the device against float64 and against the core, if that has an answer. */
+/** Compares out and lse of the device with float64, and with the core if it has an answer. */
 static void compare(World &w, const std::vector<uint8_t> &got, const std::vector<float> &lse,
                     const std::vector<uint8_t> &core, const std::vector<float> &core_lse)
 {
@@ -308,11 +308,11 @@ static void compare(World &w, const std::vector<uint8_t> &got, const std::vector
     expect(pattern, c.name, "another row attended nothing", 0);
     expect(worst <= 2e-5 * scale, c.name, "attend is off float64 by, of the largest output", worst / scale);
     expect(worst_lse <= 1e-4, c.name, "lse is off float64 by", worst_lse);
-    // the core keeps 16-bit queries in full in this format, so both are float32 sums of the same numbers
+    // the core does not round queries in this format, so both are float32 sums of the same numbers
     expect(apart <= 4e-5 * scale + 1e-4, c.name, "attend is off the C core by", apart);
 }
 
-/** With few groups some are plain: those are attend_harness's. */
+/** Whether a case's plan is plain, as some are with few groups. attend_harness checks those. */
 static bool is_plain(const Case &c)
 {
     return plan_of(words_of(*c.plan, c.dim, c.page_tokens, c.pairs, c.metric)).is_plain;

@@ -1,4 +1,4 @@
-/* What a case of attend_harness says, and the cases that several groups of attend_cases.h have. */
+/* A case of attend_harness, and the cases that several groups of attend_cases.h have. */
 #ifndef TQ_TESTS_ATTEND_CASE_H
 #define TQ_TESTS_ATTEND_CASE_H
 #include <functional>
@@ -7,7 +7,7 @@
 
 #include "turboquant_cuda.h"
 
-/** Where a case does not say otherwise. */
+/** A case, with the values of a field where it does not say otherwise. */
 struct Case {
     std::string name;
     std::string key_bits = "4",
@@ -19,14 +19,14 @@ struct Case {
     int sinks = 0, window = 0, sliding = 0, causal = 1;
     bool fresh = false, centres = false, steps = false;
     bool absent = false;      /* the block table names some pages outside the cache: is_absent */
-    bool no_pages = false;    /* there is none */
+    bool no_pages = false;    /* n_pages is 0 */
     bool shifted = false;     /* dense arrays start four numbers behind where cudaMalloc puts them */
     bool no_lse = false;      /* nobody asks for the log-sum-exp */
-    bool same_values = false; /* all of the largest level, with a scale of 1 */
+    bool same_values = false; /* all have the largest level and a scale of 1 */
     float softcap = 0, query_size = 3, scale_sign = 1;
-    int even = 1;                 /* what is said of the lengths */
-    int pairs = 0, metric = 0;    /* of the wave; 1 + the metric's rank */
-    float wave_size = 5;          /* norm of its amplitudes */
+    int even = 1;                 /* 1: the schedule is for equal lengths, though they may differ; 0: for any */
+    int pairs = 0, metric = 0;    /* pairs of the wave; 1 + the metric's rank */
+    float wave_size = 5;          /* norm of the wave's amplitudes */
     bool variance = false;        /* the variance term */
     bool neighbours = false;      /* pairs are channels 2 i and 2 i + 1, not i and i + head_dim / 2 */
     int released = 0;             /* earlier positions are stored nowhere */
@@ -35,13 +35,13 @@ struct Case {
     bool by_index = false;        /* sinks and window are in rows, of which some are absent */
     int slots = 0;                /* of a row of tails */
     std::vector<int> ends = {}, offsets = {};
-    bool strided = false; /* out and lse */
+    bool strided = false; /* out and lse have strides of their own */
     int every = 1; /* every n-th query token and the last are compared; of the others, that all numbers are finite */
     std::function<double(int, int)> boost; /* (position, length) -> factor on the key */
     std::function<double(int, int)> value_boost;
 };
 
-/** Cases with pages outside the cache, by add(name, change of a case). */
+/** Adds cases with pages outside the cache, by add(name, change of a case). */
 template <class Change, class Add> static void each_absent(const std::string &tag, Change change, Add add)
 {
     for (int even : {0, 1})
@@ -65,7 +65,7 @@ template <class Change, class Add> static void each_absent(const std::string &ta
     });
 }
 
-/** Cases of sequences that differ in length, whose segments have as many blocks as they need, by add(name, change of a case). */
+/** Adds cases of sequences that differ in length, whose segments have as many blocks as they need. */
 template <class Add> static void add_shares(Add add)
 {
     for (const char *bits : {"2", "3", "4", "43", "5310"})
@@ -94,7 +94,7 @@ template <class Add> static void add_shares(Add add)
         }
 }
 
-/** Cases with many more query tokens than fit a call of decoding, by add(name, change of a case). */
+/** Adds cases with many more query tokens than fit a call of decoding. */
 template <class Add> static void add_many_queries(Add add)
 {
     for (int tokens : {2048, 8192})

@@ -10,7 +10,7 @@
 #include "attend_case.h"
 #include "turboquant_cuda.h"
 
-/** Cases with a wave and a metric of keys: every strategy, every kind of call. */
+/** Adds cases with a wave and a metric of keys: every strategy, every kind of call. */
 static void add_moments(std::vector<Case> *cases)
 {
     auto add = [&](std::string name, auto change) {
@@ -41,12 +41,11 @@ static void add_moments(std::vector<Case> *cases)
             }
     add_shares(add);
     add_many_queries(add);
-    for (const char *bits :
-         {"43", "32", "12", "55", "25", "14", "63",
-          "44"}) /* of keys, of values; 63 and 44 run other kernels, as does group 7 with 64 channels */
+    /* bits of keys, of values; 63 and 44 run other kernels, as does group 7 with 64 channels */
+    for (const char *bits : {"43", "32", "12", "55", "25", "14", "63", "44"})
         for (int d : {128, 64})
             for (int group : {4, 7})
-                for (int spare : {0, 600}) /* with 128 channels: half pages; pages of two units */
+                for (int spare : {0, 600}) /* with 128 channels: half pages, or pages of two units */
                     add("sides " + std::string(bits) + ", dim " + std::to_string(d) + ", group " +
                             std::to_string(group) + (spare ? ", room for more pages" : ""),
                         [=](Case &c) {
@@ -100,13 +99,13 @@ static void add_moments(std::vector<Case> *cases)
                 c.lengths = {20000, 300, 5000, 0, 129, 300, 1, 2500}, c.heads = 3, c.group = 1, c.even = 0;
                 c.key_bits = bits, c.pairs = pairs, c.metric = pairs ? 5 : 0, c.sinks = 4, c.window = 40;
             });
-        for (int length : {0, 600}) /* more segments than blocks at once: one size, or the other */
+        for (int length : {0, 600}) /* more segments than blocks that run at once: whole blocks of either size */
             add(std::string("600 sequences and a long one, bits ") + bits + (length ? ", equal" : ""), [=](Case &c) {
                 for (int i = 0; i < 600; i++) c.lengths.resize(i + 1, length ? length : i * 37 % 400);
                 c.lengths[77] = 20000, c.heads = 1, c.group = 1, c.even = 0, c.key_bits = bits;
             });
     }
-    for (const char *bits : {"2", "3", "4", "5"}) /* as many with exact tokens */
+    for (const char *bits : {"2", "3", "4", "5"}) /* many segments with exact tokens */
         for (int group : {1, 8})
             for (int pairs : {0, 64})
                 add("300 sequences, window 128, bits " + std::string(bits) + ", group " + std::to_string(group) +
@@ -146,7 +145,7 @@ static void add_moments(std::vector<Case> *cases)
     add("one query of zeros", [](Case &c) { c.query_size = 0, c.wave_size = 1000, c.lengths = {500}; });
 }
 
-/** Ragged batches and exact tokens by index, for every strategy. */
+/** Adds ragged batches and exact tokens by index, for every strategy. */
 static void add_ragged(std::vector<Case> *cases)
 {
     auto add = [&](std::string name, auto change) {
@@ -210,7 +209,7 @@ static void add_ragged(std::vector<Case> *cases)
                 });
 }
 
-/** Heads of more than 256 channels: their own kernels on pages, prepare and combine. */
+/** Adds heads of more than 256 channels, which have kernels of their own on pages, prepare and combine. */
 static void add_wide_heads(std::vector<Case> *cases)
 {
     auto add = [&](std::string name, auto change) {
@@ -254,8 +253,8 @@ static void add_wide_heads(std::vector<Case> *cases)
                 c.tokens = tokens, c.head_dim = d, c.lengths = {500, 190, 20}, c.causal = c.fresh = tokens != 5;
                 c.sinks = 3, c.window = 40, c.pairs = tokens == 2 ? 0 : 64, c.query_size = 1;
             });
-        for (int tokens :
-             {5, 7}) { /* 20 and 28 rows, whose blocks of prepare have four, though there are many rows or a matrix */
+        /* 20 and 28 rows: blocks of prepare have four rows, though there are many rows or a matrix */
+        for (int tokens : {5, 7}) {
             add(std::to_string(tokens) + " queries of 16 sequences" + tag, [=](Case &c) {
                 c.tokens = tokens, c.head_dim = d, c.heads = 8, c.lengths.assign(16, 200), c.lengths[3] = 700;
                 c.sinks = tokens == 5 ? 0 : 3, c.window = tokens == 5 ? 0 : 16;
@@ -284,7 +283,7 @@ static void add_wide_heads(std::vector<Case> *cases)
     }
 }
 
-/** Cases of plans with a variance term, which is for keys of one width: every strategy, with and without a wave and a metric. */
+/** Adds plans with a variance term, which takes keys of one width: every strategy, with and without moments. */
 static void add_variance(std::vector<Case> *cases)
 {
     for (bool moments : {false, true}) {
@@ -411,7 +410,7 @@ static std::vector<Case> all_cases()
     add("batch of 100", [](Case &c) {
         for (int i = 0; i < 100; i++) c.lengths.resize(i + 1, i * 37 % 400);
     });
-    /* what shares a segment: eight, four, two blocks or one, of 16 to 2 warps */
+    /* eight, four, two blocks or one share a segment; they have 16 to 2 warps */
     for (int batch : {1, 3, 12, 26, 50, 100, 200, 400, 600, 1300})
         for (const char *bits : {"2", "3", "4", "5310", "8630"}) {
             std::string tag = std::to_string(batch) + " sequences, bits " + bits;
@@ -430,7 +429,7 @@ static std::vector<Case> all_cases()
     add("long, group 8, window", [](Case &c) {
         c.lengths = {20000}, c.heads = 1, c.group = 8, c.sinks = 4, c.window = 100, c.centres = true, c.dtype = TQ_F32;
     });
-    for (const char *bits : {"3", "5310"}) /* many blocks for one segment, rotated back where they are merged */
+    for (const char *bits : {"3", "5310"}) /* many blocks for one segment; merging rotates back */
         for (int d : {64, 104, 128})
             for (int rotation : {TQ_ROTATION_HADAMARD, TQ_ROTATION_NONE})
                 add("long, everything, bits " + std::string(bits) + ", dim " + std::to_string(d) + ", rotation " +
@@ -440,7 +439,7 @@ static std::vector<Case> all_cases()
                         c.head_dim = d, c.rotation = rotation, c.key_bits = d == 64 && bits[1] ? "53" : bits;
                         c.centres = c.steps = true, c.dtype = TQ_F32;
                     });
-    for (const char *bits : {"2", "3", "4", "5310"}) /* from one kernel's choice to another's, of other units */
+    for (const char *bits : {"2", "3", "4", "5310"}) /* on both sides of the choice between kernels with other units */
         for (int heads : {3, 140})
             add("uneven, bits " + std::string(bits) + ", heads " + std::to_string(heads), [=](Case &c) {
                 c.key_bits = bits, c.heads = heads, c.group = 1, c.even = 0, c.spare_pages = 300, c.lengths = {260, 70};
@@ -490,8 +489,8 @@ static std::vector<Case> all_cases()
                 c.heads = 1;
             });
         }
-    for (const char *bits :
-         {"2", "3", "4", "5310"}) /* tiles of rows, each with blocks of its own, whose parts are merged */
+    /* tiles of rows, each with blocks of its own, whose parts are merged */
+    for (const char *bits : {"2", "3", "4", "5310"})
         for (int d : {64, 128})
             for (bool exact : {false, true})
                 add("tiles of rows, bits " + std::string(bits) + (exact ? ", exact tokens" : ""), [&](Case &c) {
@@ -504,11 +503,11 @@ static std::vector<Case> all_cases()
         for (int i = 1; i < sequences; i++) lengths.push_back(37 * i % 300);
         return lengths;
     };
-    for (const char *bits : {"2", "3", "4", "5310"}) /* whole pages in the one kernel */
+    for (const char *bits : {"2", "3", "4", "5310"}) /* whole pages in FUSED */
         for (int rows : {3, 5, 12})
             for (int d : {64, 128})
                 for (bool exact : {false, true}) {
-                    if (*bits == '4' && d == 128) continue; /* takes_whole_pages */
+                    if (*bits == '4' && d == 128) continue; /* FUSED has half pages alone */
                     add(std::to_string(rows) + " rows, whole pages, bits " + bits + " dim " + std::to_string(d) +
                             (exact ? ", exact tokens" : ""),
                         [&](Case &c) {
@@ -538,7 +537,7 @@ static std::vector<Case> all_cases()
                         [&](Case &c) {
                             bool by_half = heads == 1 || (group > 4 && strlen(bits) > 1) || *bits == '4';
                             c.heads = heads, c.group = group, c.key_bits = bits;
-                            c.lengths = {group > 8 ? 7000 : by_half ? 11000 : 14000}; /* more fit no cluster */
+                            c.lengths = {group > 8 ? 7000 : by_half ? 11000 : 14000}; /* longer ones fit no cluster */
                             if (exact) c.sinks = 4, c.window = 40;
                         });
     for (const char *bits : {"3", "4"}) {
@@ -567,16 +566,16 @@ static std::vector<Case> all_cases()
     add("one dominant token",
         [](Case &c) { c.boost = [](int i, int n) { return i == n / 2 ? 40.0 : 1.0; }, c.lengths = {2000}; });
     add("all equal", [](Case &c) { c.query_size = 0, c.lengths = {2000}, c.dtype = TQ_F32; });
-    for (const char *bits :
-         {"1", "2", "3", "4", "5", "6", "8", "5310", "8630"}) /* the largest sums of products, by whole pages too */
+    /* the largest sums of products, also in whole pages */
+    for (const char *bits : {"1", "2", "3", "4", "5", "6", "8", "5310", "8630"})
         for (int group : {1, 8, 12})
             add("all values the largest, group " + std::to_string(group) + ", bits " + bits, [&](Case &c) {
                 c.same_values = true, c.query_size = 0, c.group = group, c.heads = 4, c.key_bits = bits;
                 c.lengths = {9000};
             });
     add("logits of +-1e4", [](Case &c) { c.query_size = 3000, c.lengths = {500}; });
-    /* many rows have kernels of their own, but for float32; one of three kernels where the one does not take them: by
-     * TURBOQUANT_CUDA_PATH=hopper-line, for uneven lengths, in large caches */
+    /* Many rows have kernels of their own, except in float32: FUSED_MANY_ROWS, and where that does not take them (with
+     * TURBOQUANT_CUDA_PATH=hopper-line, for uneven lengths, in large caches) MANY_ROWS. */
     for (int g : {9, 12, 16, 17, 32, 33, 64})
         for (const char *bits : {"1", "2", "3", "4", "5", "6", "8", "5310", "8630"})
             add("group " + std::to_string(g) + " bits " + bits + " bf16",
@@ -613,8 +612,8 @@ static std::vector<Case> all_cases()
                 change(c);
             });
     };
-    /* the one kernel for many rows: tiles of 16 rows, and of 32 in the last two (any plan: in most), parts of clusters and parts that are
-     * merged, more blocks than multiprocessors */
+    /* FUSED_MANY_ROWS: tiles of 16 rows, of 32 in the last two (in most for plans of any widths), parts in clusters and
+     * parts that are merged, more blocks than multiprocessors */
     for (const char *bits : {"2", "3", "4", "5", "5310"})
         for (bool exact : {false, true}) {
             std::string tag = std::string(", bits ") + bits + (exact ? ", exact tokens" : "");
@@ -659,7 +658,7 @@ static std::vector<Case> all_cases()
         each_absent("pages of " + std::to_string(pt), [=](Case &c) { c.page_tokens = pt, c.key_bits = "3"; }, add);
     each_absent("fine", [](Case &c) { c.fine = true, c.key_bits = "8532100000000014"; }, add);
     each_absent("several queries", [](Case &c) { c.tokens = 5, c.fresh = true; }, add);
-    /* groups of 16 by whole pages: what every long cache of them takes on Hopper (pages: batch * heads * table columns) */
+    /* groups of 16 in whole pages, as in every long cache on Hopper (pages: batch * heads * table columns) */
     for (int d : {40, 80, 128, 200, 256})
         for (int group : {3, 7, 17})
             for (const char *bits : {"3", "8532100000000014"})
@@ -677,7 +676,7 @@ static std::vector<Case> all_cases()
                     c.rotation = TQ_ROTATION_DENSE, c.centres = c.steps = true, c.sinks = 4, c.window = 128;
                     c.fresh = tokens > 1, c.lengths = {1500, 140, 700}, c.spare_pages = 150;
                 });
-    /* other head dims by whole pages, or with more than four rows; 256 as Gemma has it */
+    /* other head dims in whole pages, or with more than four rows; 256 as Gemma has it */
     for (int d : {80, 96, 256, 200})
         for (const char *bits : {"2", "3", "4", "53"})
             for (int group : {3, 7, 12})
@@ -716,8 +715,8 @@ static std::vector<Case> all_cases()
                         c.codebook = TQ_CODEBOOK_UNIFORM, c.key_bits = bits, c.group = group, c.fine = fine;
                         c.lengths = {500, 129};
                     });
-    for (int pt :
-         {32, 64, 96}) /* pages that are less than four tiles, in caches that are large enough for units of four */
+    /* pages of fewer than four tiles, in caches that are large enough for units of four */
+    for (int pt : {32, 64, 96})
         for (const char *bits : {"3", "5310"})
             for (int group : {3, 7, 12})
                 add("pages of " + std::to_string(pt) + " in large caches, bits " + bits + ", group " +
@@ -735,7 +734,7 @@ static std::vector<Case> all_cases()
                         c.group = fresh ? 1 : rows, c.tokens = fresh ? rows : 1, c.fresh = fresh, c.sinks = 3,
                         c.window = 40, c.dtype = rows == 8 ? TQ_F32 : TQ_F16;
                     });
-    for (const char *bits : {"1", "5"}) /* of one width, which the kernels of many rows do not have */
+    for (const char *bits : {"1", "5"}) /* one width that the kernels for many rows do not have */
         add("12 rows, three kernels, bits " + std::string(bits),
             [&](Case &c) { c.key_bits = bits, c.group = 12, c.even = 0, c.lengths = {1500, 700, 3}; });
     add_shares(add);

@@ -1,13 +1,13 @@
-/* Checks and times tq_cuda_attend without Python: random caches written by turboquant.h's bit layout, answers in float64.
+/* Checks and times tq_cuda_attend without Python: random caches in turboquant.h's bit layout, answers in float64.
  * make harness builds it into build/cuda-harness.
- *   attend_harness check [filter [k/n]]
- *                                      every case whose name contains the filter, or of those every n-th, from the k-th on (k counts from
- *                                      0), so that n processes share them: the answers are what takes long; exit status 1 if one fails.
- *                                      A filter that starts with attend_ is one of kernels' names. "error" is over the case's largest
- *                                      number, that of rows over the row's norm, which is bounded for fp16 queries
- *   attend_harness time [filter]       median times of decode shapes, inputs rotated beyond the L2 cache, in a CUDA graph; pages are
- *                                      shuffled unless TQ_HARNESS_IN_ORDER is set
- * TQ_HARNESS_UNEVEN: as if lengths might differ, where a case or a shape says otherwise */
+ *   attend_harness check [filter [k/n]]    every case whose name contains the filter, or every n-th of those from the
+ *                                          k-th on (k counts from 0), so that n processes share the float64 answers,
+ *                                          which take long. Exit status 1 if a case fails. A filter that starts with
+ *                                          attend_ is one of kernels' names. "error" is over the case's largest number,
+ *                                          that of rows over the row's norm, which is bounded for fp16 queries
+ *   attend_harness time [filter]           median times of decode shapes in a CUDA graph, whose inputs exceed the L2
+ *                                          cache; pages are shuffled unless TQ_HARNESS_IN_ORDER is set
+ * TQ_HARNESS_UNEVEN: all cases and shapes have a schedule for any lengths */
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -94,7 +94,7 @@ static void put_code(uint8_t *tile, int bits, int row, int column, uint32_t code
 
 static int column_of(int token) { return 4 * (token % 8) + token / 8; }
 
-/** The code of a token of a page and a channel of group g. */
+/** Writes the code of a token of a page, for a channel of group g. */
 static void put_token_code(const tq_plan &plan, uint8_t *record, int side, int token, int g, int channel, uint32_t code)
 {
     const tq_side &layout = side ? plan.value : plan.key;
@@ -200,7 +200,7 @@ struct DeviceArray {
 
 /* ---- one case ---- */
 
-/** The name of the kernel that runs a case. */
+/** Returns the name of the kernel that runs a case. */
 static std::string kernel_of(const Case &c)
 {
     tq_plan plan = make_plan(c);
@@ -239,7 +239,7 @@ static bool run_case(const Case &c)
         return largest;
     };
     const bool ragged = !c.counts.empty();
-    const int packed_from = c.by_index ? 0 : c.sinks, packed_to = c.by_index ? 0 : c.window; /* without a page */
+    const int packed_from = c.by_index ? 0 : c.sinks, packed_to = c.by_index ? 0 : c.window; /* tokens without a page */
     std::vector<int32_t> query_start_loc = {0};
     for (int n : c.counts) query_start_loc.push_back(query_start_loc.back() + n);
     auto count_of = [&](int b) { return ragged ? c.counts[b] : T; };
@@ -256,7 +256,7 @@ static bool run_case(const Case &c)
     for (int side = 0; side < 2; side++) {
         if (c.centres)
             for (int i = 0; i < H * d; i++) centre[side].push_back(normal(random));
-        if (c.steps && !(c.variance && side == 0)) /* the term excludes those of keys */
+        if (c.steps && !(c.variance && side == 0)) /* plans with the term have no steps of keys */
             for (int i = 0; i < H * groups; i++) steps[side].push_back(uniform(random));
         if (c.rotation != TQ_ROTATION_DENSE) continue;
         matrix[side].resize((size_t)d * d);
@@ -264,7 +264,7 @@ static bool run_case(const Case &c)
         TQ(tq_haar(side + 5, d, matrix[side].data(), workspace.data(), &error));
     }
 
-    /* exact numbers [side][b][h][position][d], and packed versions as decoded */
+    /* exact numbers [side][b][h][position][d], and packed ones as they decode */
     std::vector<Doubles> exact[2], packed[2], key_scales; /* key_scales: of packed tokens, [b][h][position] */
     std::vector<uint8_t> pages((size_t)n_pages * H * plan.record_bytes, 0xff);
     for (int b = 0; b < B; b++) {
@@ -313,7 +313,7 @@ static bool run_case(const Case &c)
         const int32_t page = table[(size_t)b * max_pages + (position - packed_from) / pt];
         return page < 0 || page >= there;
     };
-    if (c.absent) /* of three pages one stays */
+    if (c.absent) /* one of three entries stays */
         for (size_t i = 0; i < table.size(); i++)
             if (i % 3 != 1) table[i] = i % 3 ? (int32_t)(n_pages + (i * 2654435761u >> 4)) : i % 2 ? n_pages : -1;
 
@@ -530,14 +530,14 @@ static bool run_case(const Case &c)
                 if (norm > 0 && off == off) of_rows.push_back(sqrt(off / norm));
             }
     const size_t row_bytes = rows ? out_bytes / rows : 0;
-    for (size_t row = 0; row < rows; row++) { /* what is not a row's is not written */
+    for (size_t row = 0; row < rows; row++) { /* nothing beside the rows is written */
         const size_t used = written[row] ? row_bytes * d / out_row : 0;
         for (size_t i = used; i < row_bytes; i++) pattern = pattern && out[row * row_bytes + i] == 0xff;
         for (size_t i = written[row]; i < lse_row; i++) pattern = pattern && !(lse[row * lse_row + i] < INFINITY);
     }
     double relative = largest > 0 ? worst / largest : worst, allowed = c.dtype == TQ_F32 ? 3e-4 : 1e-3;
-    allowed = std::max(
-        allowed, std::min(2.5e-5 * largest_logit, 1e-2)); /* the query has 16 bits: a logit's error grows with it */
+    allowed =
+        std::max(allowed, std::min(2.5e-5 * largest_logit, 1e-2)); /* queries have 16 bits: errors grow with logits */
     std::sort(of_rows.begin(), of_rows.end());
     const double median = of_rows.empty() ? 0 : of_rows[of_rows.size() / 2],
                  last = of_rows.empty() ? 0 : of_rows.back();
@@ -579,9 +579,8 @@ static void time_shape(const Shape &s, int rotation)
     tq_error error;
     int B = s.batch, H = s.heads, G = s.group, T = s.tokens, d = s.head_dim,
         pages_each = (s.length - s.window + 127) / 128;
-    int64_t
-        bytes = (int64_t)B * H * pages_each * plan.record_bytes,
-        /* a cache that is read once leaves L2 first, so some of what lay there before stays: 2 GB make that no more than 3 % */
+    int64_t bytes = (int64_t)B * H * pages_each * plan.record_bytes,
+            /* data that is read once leaves L2 first, so older data may stay; with 2 GB it is 3 % at most */
         copies = std::max<int64_t>(1, std::min<int64_t>(256, 2000000000 / std::max<int64_t>(bytes, 1)));
     int64_t n_pages = copies * B * pages_each;
     void *pages;
@@ -594,7 +593,7 @@ static void time_shape(const Shape &s, int rotation)
     std::vector<int32_t> table(n_pages), lengths(B, s.length);
     std::iota(table.begin(), table.end(), 0);
     if (!getenv("TQ_HARNESS_IN_ORDER"))
-        std::shuffle(table.begin(), table.end(), random); /* pages one behind the other */
+        std::shuffle(table.begin(), table.end(), random); /* otherwise pages follow each other */
     std::vector<uint8_t> q;
     std::normal_distribution<float> normal;
     for (int i = 0; i < B * H * G * T * d; i++) append_number(q, normal(random), TQ_BF16);

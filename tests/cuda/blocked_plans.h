@@ -3,7 +3,7 @@
 #define TQ_TESTS_CUDA_BLOCKED_PLANS_H
 #include "harness.h"
 
-/** One side: the bits of each group (the last one repeated; none: no values), in blocks of so many groups (0: one block). */
+/** One side. bits: of each group, the last one repeated; none: no values. block: groups of a block; 0: one block. */
 struct BlockedSide {
     std::vector<int> bits;
     int block = 0, rotation = TQ_ROTATION_HADAMARD, levels = TQ_LEVELS_CODEBOOK, sketch = TQ_SKETCH_NONE,

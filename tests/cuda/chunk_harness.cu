@@ -1,8 +1,9 @@
-// Checks and times attention of many query tokens over packed pages (csrc/cuda/attend/chunk) without Python: pages are made by the core
-// library, answers are float64 over what it decodes.
-//   chunk_harness check [filter]   cases whose name contains the filter; exit status 1 if one fails
-//   chunk_harness time [filter] [query tokens]    median times of 64 to 2,048 query tokens over 32k packed tokens, in a CUDA graph whose calls take turns
-//                                  with four copies of the pages, more than the L2 cache holds; pages are shuffled
+// Checks and times attention of many query tokens over packed pages (csrc/cuda/attend/chunk) without Python: pages are
+// made by the core library, answers are float64 over what it decodes.
+//   chunk_harness check [filter]                  cases whose name contains the filter; exit status 1 if one fails
+//   chunk_harness time [filter] [query tokens]    median times of 8 to 2,048 query tokens over 32k packed tokens, in a
+//                                                 CUDA graph whose calls take turns with four copies of the pages, more
+//                                                 than the L2 cache holds; pages are shuffled
 #include "harness.h"
 
 #include <numeric>
@@ -16,11 +17,11 @@ namespace
 
 struct Case {
     std::string name;
-    std::vector<int> key_bits = {4}, value_bits = {4}; /* by group, the last ones repeated */
+    std::vector<int> key_bits = {4}, value_bits = {4}; /* by group, in turn */
     int head_dim = 128, heads = 2, group = 4, tokens = 40, dtype = TQ_F16, rotation = TQ_ROTATION_HADAMARD, law = 0;
     std::vector<int> lengths = {1000}; /* packed tokens */
     std::vector<int> counts = {};      /* of a ragged batch: query tokens of each sequence, `tokens` at most */
-    int pairs = 0, metric = 0;         /* of the wave; 1 + the metric's rank */
+    int pairs = 0, metric = 0;         /* pairs of the wave; 1 + the metric's rank */
     float wave_size = 20;
     bool neighbours = false;
     bool variance = false, centres = false, steps = false;
@@ -79,7 +80,7 @@ struct Packed {
         }
         turns.host = moments.turns;
         turns.up();
-        /* What was never written is NaN, if it is read as a number. */
+        /* Bytes that are never written are NaN, if they are read as numbers. */
         memset(pages.host.data(), 0xff, pages.bytes());
         for (tq_layer *l : {&host, &device}) {
             l->batch = batch, l->kv_heads = c.heads, l->max_pages = max_pages, l->dtype = TQ_F32;
@@ -101,7 +102,7 @@ struct Packed {
     {
         return (*std::max_element(c.lengths.begin(), c.lengths.end()) + TQ_PAGE_TOKENS - 1) / TQ_PAGE_TOKENS;
     }
-    bool has_steps(int side) const { return c.steps && !(c.variance && side == 0); } // the term excludes those of keys
+    bool has_steps(int side) const { return c.steps && !(c.variance && side == 0); } // the term excludes key steps
     size_t count_of(int side, const Moments &m) const
     {
         const size_t d = c.centres ? c.head_dim : 0, steps = has_steps(side) ? (plan.groups + 3) / 4 * 4 : 0;
@@ -134,7 +135,7 @@ private:
                     (side ? c.value_size : c.key_size) * (c.hard_scales ? expf(1.5f * random.normal()) : 1.0f);
                 for (size_t i = 0; i < d; i++) x[side].push_back(size * random.normal());
             }
-        /* In front of the sequence's first token there is padding. Positions are those that the attention has. */
+        /* Shorter sequences are padded on the left. Positions are those that attention uses. */
         std::vector<int32_t> places(batch, c.sinks);
         for (int b = 0; b < batch && !offsets.empty(); b++) places[b] += offsets[b];
         p.layer = host;
@@ -318,8 +319,8 @@ bool run_case(const Case &c)
     cudaGraphExecDestroy(replay);
     cudaGraphDestroy(graph);
     cudaStreamDestroy(stream);
-    /* bf16: the rounding of `out`. Errors of logits are in proportion to the numbers that they are sums of: a metric and a wave make those
-     * larger than logits. */
+    /* bf16: the rounding of `out`. Errors of logits are in proportion to the numbers that logits are sums of: with a
+     * metric and a wave, these are larger than logits. */
     const double rounding = c.dtype == TQ_BF16 ? 2e-3 : 0,
                  more = std::max(1.0, errors.logit / 10) * (c.metric ? 1.5 : 1) * (c.pairs ? 2.5 : 1);
     const double median = errors.median(), worst = errors.worst();
@@ -444,7 +445,7 @@ void time_shape(const std::string &filter, const std::vector<int> &key_bits, con
     const size_t page_bytes = c.heads * plan.record_bytes;
     uint8_t *pages;
     check(cudaMalloc((void **)&pages, total * page_bytes), "cudaMalloc");
-    for (int i = 0; i < total; i++) // pages of the sequence, again and again
+    for (int i = 0; i < total; i++) // the sequence's pages, repeated
         check(cudaMemcpy(pages + i * page_bytes, packed.device.pages + packed.table[i % some] * page_bytes, page_bytes,
                          cudaMemcpyDeviceToDevice),
               "cudaMemcpy");

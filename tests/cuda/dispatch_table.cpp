@@ -1,15 +1,16 @@
-// The choice between attention kernels (csrc/cuda/attend/choose/), compiled without CUDA: kernels are named, not run. Linked with
-// choose.cu, arguments.cu and the two cut.cu, which are host code, and with the C core.
+// The choice between attention kernels (csrc/cuda/attend/choose/), compiled without CUDA: kernels are named, not run.
+// Linked with choose.cu, arguments.cu and the two cut.cu, which are host code, and with the C core.
 //
-//   dispatch_table rows    a line for each kernel that the table lists: row number, name
+//   dispatch_table rows      a line for each kernel that the table lists: row number, name
 //   dispatch_table overlaps  pairs of its rows that are for the same case
-//   dispatch_table gpus    a line for each GPU that has a name, then one with all names as an error has them
-//   dispatch_table NAME    as below on that GPU: the first three integers are not used
-//   dispatch_table         for each line of integers on stdin
-//                              processors hopper (1; 0: compute capability 8.0, 2: 8.6) large_clusters batch query_tokens query_heads kv_heads max_pages sinks window
-//                              sliding_window causal dtype schedule_kind words...
-//                          a line: the name of the kernel, thread blocks, threads, shared bytes, blocks that share a segment, cluster,
-//                          rows of a tile, of a block of prepare, of one of combine
+//   dispatch_table gpus      a line for each GPU that has a name, then one with all names as an error has them
+//   dispatch_table NAME      as below on that GPU: the first three integers are not used
+//   dispatch_table           for each line of integers on stdin
+//                                processors hopper (1; 0: compute capability 8.0, 2: 8.6) large_clusters batch
+//                                query_tokens query_heads kv_heads max_pages sinks window sliding_window causal dtype
+//                                schedule_kind words...
+//                            a line: the name of the kernel, thread blocks, threads, shared bytes, blocks that share a
+//                            segment, cluster, rows of a tile, of a block of prepare, of one of combine
 #include <cstdio>
 #include <cstring>
 #include <iostream>
@@ -60,7 +61,7 @@ static void print_rows()
             }
 }
 
-/** Pairs of rows that would both be for some case. */
+/** Prints pairs of rows that are for the same case. */
 static void print_overlaps()
 {
     for (int i = 0; i < KERNEL_ROWS; i++)

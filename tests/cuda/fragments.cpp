@@ -1,4 +1,4 @@
-// The look-ups of CUDA attention (csrc/cuda/tile/fragments.cuh), compiled for the host with an emulation of prmt: tests/test_fragments.py.
+// Look-ups of CUDA attention (csrc/cuda/tile/fragments.cuh) on the host, with emulated prmt (tests/test_fragments.py).
 #include "cuda/tile/fragments.cuh"
 #include "cuda/tile/codebooks.h"
 
@@ -7,12 +7,12 @@ namespace tq
 namespace
 {
 
-/** Byte i of a fragment's register, as a number. */
+/** Returns byte i of a fragment's register, as a number. */
 int32_t byte_of(uint32_t x, int i, bool is_signed) { return is_signed ? (int8_t)(x >> 8 * i) : (uint8_t)(x >> 8 * i); }
 
 enum Way { ONE_PRODUCT, TWO_PRODUCTS, EXACTLY };
 
-/** Levels of a lane's code (r, n) to out[r][n]. tile: the lane's first word, in memory that is aligned as shared memory is. */
+/** Writes the level of a lane's code (r, n) to out[r][n]. tile: the lane's first word, aligned as in shared memory. */
 template <int BITS, bool MULTIPLY>
 void levels_of_lane(Way way, const uint8_t *tile, const LevelTables &tables, int32_t (&out)[4][8])
 {
@@ -27,7 +27,7 @@ void levels_of_lane(Way way, const uint8_t *tile, const LevelTables &tables, int
         for (int k = 0; k < 16; k++) {
             const int i = k / 4, r = 2 * half + i % 2, h = i / 2, n = k % 4; /* register i: row r, columns 4 h .. */
             int32_t &level = out[r][4 * h + n];
-            if (way == EXACTLY) { /* of step h: columns 0 and 2 in register i % 2, 1 and 3 two registers further */
+            if (way == EXACTLY) { /* in step h: columns 0, 2 in register i % 2, 1 and 3 two registers further */
                 const uint32_t x = exact[h][i % 2 + 2 * (n % 2)] >> 16 * (n / 2) & 0xffff;
                 level = x & 0x8000 ? (int32_t)(x & 0x7fff) : -(int32_t)x; /* LEVEL_UNIT is negative */
             } else {
@@ -53,7 +53,7 @@ void levels_of(int bits, Way way, const uint8_t *tile, const LevelTables &tables
 } // namespace
 } // namespace tq
 
-/** Levels of a tile under N(0, 1): words [bits][32] -> out [32 lanes][4][8]. way: tq::Way. multiply: of the template. */
+/** Looks up a tile's levels for N(0, 1): words [bits][32] -> out [32 lanes][4][8]. way: tq::Way. multiply: MULTIPLY. */
 extern "C" void fragments(int bits, int way, int multiply, const uint32_t *words, int32_t (*out)[4][8])
 {
     tq_codebook books[TQ_WIDE_BITS + 1] = {};

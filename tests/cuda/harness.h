@@ -1,5 +1,5 @@
-// What the CUDA harnesses share: memory that is on the device, random numbers, plans, and rows in the model's dtype.
-// A harness is one program without Python: it compares the launchers with the C core, byte for byte, and then times them.
+// What the CUDA harnesses share: memory on the device, random numbers, plans, and rows in the model's dtype. A harness
+// is a program without Python that compares the launchers with the C core or with float64. Most also time them.
 #ifndef TQ_TESTS_CUDA_HARNESS_H
 #define TQ_TESTS_CUDA_HARNESS_H
 #include <cuda_runtime.h>
@@ -113,7 +113,7 @@ inline tq_plan make_plan(int dim, int page_tokens, int rotation, int law, int sc
     return plan_of(words);
 }
 
-/** R, if the side's rotation is dense, and below it S, if its sketch is Gaussian: [matrix_rows][dim]. */
+/** Fills [matrix_rows][dim]: R if the side's rotation is dense, and below it S if its sketch is Gaussian. */
 inline void fill_matrix(float *matrix, const tq_side &side, int dim, Random &random)
 {
     const int rotation = side.rotation == TQ_ROTATION_DENSE ? dim : 0;
@@ -125,7 +125,7 @@ inline void fill_matrix(float *matrix, const tq_side &side, int dim, Random &ran
               error, "tq_gaussian");
 }
 
-/** Levels of one head in ascending order, and what the signs of a residual are multiplied by. */
+/** Fills the levels of one head in ascending order, and what the signs of a residual are multiplied by. */
 inline void fill_table(float *table, const tq_side &side, Random &random)
 {
     const int levels = 1 << side.bits[0];
@@ -133,7 +133,7 @@ inline void fill_table(float *table, const tq_side &side, Random &random)
     std::sort(table, table + levels);
 }
 
-/** Rows of a model: every channel its own spread, a few large ones, and now and then a row of zeros or of tiny or huge numbers. */
+/** Fills rows like a model's. Each channel has its own spread, few a large one; some rows are zeros, tiny or large. */
 inline void fill_rows(std::vector<uint8_t> &to, size_t rows, int dim, int dtype, Random &random)
 {
     std::vector<float> spread(dim);
@@ -154,7 +154,7 @@ inline void fill_rows(std::vector<uint8_t> &to, size_t rows, int dim, int dtype,
 
 constexpr int HARD_ROWS = 11;
 
-/** Rows of one kind: normal, of any size, with one or few large numbers, of few different numbers, tiny, of wide range, with a mean. */
+/** Fills rows of one kind: normal, of any size, few large or few different numbers, tiny, of wide range, ties .. */
 inline void fill_hard_rows(std::vector<uint8_t> &to, size_t rows, int dim, int dtype, int kind, Random &random)
 {
     for (size_t row = 0; row < rows; row++) {
@@ -178,7 +178,7 @@ inline void fill_hard_rows(std::vector<uint8_t> &to, size_t rows, int dim, int d
             case 9:
                 x = in_column ? 1 + fabsf(x) : ldexpf(1 + fabsf(x), -random.below(26)) * (c % 32 > 15 ? 0.5f : 1.0f);
                 break;
-            case 10: // halves of what settled numbers are multiples of, and numbers beside the least of them
+            case 10: // ties of settled rows (docs/rounding.md), and numbers beside the least one that stays
                 x = is_hot       ? 1.5f
                     : c % 3 == 0 ? ldexpf((float)(random.below(513) - 256), -19)
                     : c % 3 == 1 ? ldexpf(1 + ldexpf((float)(random.below(5) - 2), -7), -11 - random.below(2))

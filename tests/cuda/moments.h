@@ -1,4 +1,4 @@
-/* A wave and a metric of keys for the CUDA harnesses, and in float64 what they make of a decoded key. */
+/* A wave and a metric of keys for the CUDA harnesses, and in float64 what they turn a decoded key into. */
 #ifndef TQ_TESTS_CUDA_MOMENTS_H
 #define TQ_TESTS_CUDA_MOMENTS_H
 #include <math.h>
@@ -16,8 +16,8 @@ struct MomentSizes {
     bool neighbours = false;       /* pairs are channels 2 i and 2 i + 1, not i and i + dim / 2 */
 };
 
-/** A side's numbers of each head, one behind the other (turboquant.h, tq_transform): of centres, steps and moments,
- *  [heads][n] each or empty. */
+/** Joins a side's numbers by head, as in turboquant.h (tq_transform). Centres, steps and moments are [heads][n] each,
+ *  or empty. */
 inline std::vector<float> join_numbers(int heads, const std::vector<float> &centre, const std::vector<float> &steps,
                                        const std::vector<float> &moments = {})
 {
@@ -31,7 +31,7 @@ inline std::vector<float> join_numbers(int heads, const std::vector<float> &cent
     return out;
 }
 
-/** Points a transform into such numbers at `at`, NULL if there are none. */
+/** Points a transform into n such numbers at `at`, which is NULL if there are none. */
 inline void use_numbers(const tq_plan &plan, bool is_value, int heads, size_t n, const void *at, tq_transform *t)
 {
     tq_error error;
@@ -40,7 +40,7 @@ inline void use_numbers(const tq_plan &plan, bool is_value, int heads, size_t n,
     exit(2);
 }
 
-/** tq_transform's turns and moments. Pairs turn as in models, but for one that turns backwards and one by half a turn. */
+/** The turns and moments of a tq_transform. Pairs turn as in models, but pair 3 backwards, pair 5 by half a turn. */
 struct Moments {
     MomentSizes sizes;
     std::vector<int32_t> turns;
@@ -51,7 +51,7 @@ struct Moments {
     {
         const int half = s.dim / 2;
         for (int i = 0; i < s.pairs; i++) {
-            const int pair = i < half ? i : 0; /* those that fill up have amplitudes of 0 */
+            const int pair = i < half ? i : 0; /* padding pairs have amplitudes of 0 */
             const double turn = pow(s.dim == 64 ? 1e6 : 1e4, -2.0 * pair / s.dim) * pow(2, 32) / (2 * M_PI);
             turns.push_back(s.neighbours ? 2 * pair : pair);
             turns.push_back(s.neighbours ? 2 * pair + 1 : pair + half);
@@ -60,7 +60,7 @@ struct Moments {
         for (int h = 0; stride && h < s.heads; h++) add_head(random);
     }
 
-    /** A^-1 x, with the metric A of a head. */
+    /** Replaces x by A^-1 x, with the metric A of a head. */
     void undo_metric(int h, double *x) const
     {
         if (!sizes.metric) return;
@@ -76,7 +76,7 @@ struct Moments {
         for (int i = 0; i < d; i++) x[i] /= scale[i];
     }
 
-    /** What a key less its constant centre is, from its residual as decoded: A^-1 x + wave. */
+    /** Replaces a decoded residual x by the key less its constant centre: A^-1 x + wave. */
     void apply(int h, int position, double *x) const
     {
         if (!stride) return;

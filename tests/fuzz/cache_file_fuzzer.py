@@ -1,7 +1,7 @@
-"""Mutations of cache files, with checksums made to fit: `TurboQuantCache.load` must refuse each, or read wrong numbers.
+"""Fuzzes `TurboQuantCache.load` with mutated cache files, most with checksums made to fit.
 
-A refusal is a ValueError that begins as it should; anything else that is raised is a finding, and so is a cache whose
-next forward does not end in an answer or a clear error.
+Each file must be refused, or read with wrong numbers. A refusal is a ValueError that begins as it should. Anything else
+that is raised is a finding, and so is a cache whose next forward does not end in an answer or a clear error.
 """
 
 from __future__ import annotations
@@ -78,5 +78,5 @@ def check(path: Path) -> None:
 
 
 def fuzz(seconds: float, seed: int = 0, most: int = 10**9) -> int:
-    """Inputs tried."""
+    """Tries inputs for so many seconds; returns how many."""
     return fuzz_files(seeds, mutate, check, seconds, seed, most)

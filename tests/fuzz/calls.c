@@ -1,8 +1,8 @@
 /* libFuzzer target: append, attend and dequantize with hostile sizes, lengths, tables and pages.
  *
- * The input is read as a stream of small numbers, with here and there a whole 32-bit one; when it ends, zeros follow.
- * Every array is a heap block of exactly the size that the contract in turboquant.h calls for, so that a sanitizer sees the
- * first byte read or written beside it. A call either works or names an argument and has written nothing to its outputs. */
+ * The input is read as a stream of small numbers, now and then a whole 32-bit one. Zeros follow its end. Every array is
+ * a heap block of exactly the size that the contract in turboquant.h requires, so that a sanitizer sees the first byte
+ * read or written beside it. A call either works, or names an argument and has written nothing to its outputs. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* posix_memalign */
 #endif
@@ -17,7 +17,7 @@ typedef struct {
 
 static uint8_t byte(stream *s) { return s->at < s->end ? *s->at++ : 0; }
 
-/** 0..most, and now and then (one byte in 32) anything. */
+/** Reads 0..most or, for one byte in 32, any number. */
 static int32_t number(stream *s, int32_t most)
 {
     uint8_t first = byte(s);
@@ -29,7 +29,7 @@ static int32_t number(stream *s, int32_t most)
     return first % (most + 1);
 }
 
-/** A size to allocate by: 0..most always. */
+/** Reads a size of an allocation: always 0..most. */
 static int32_t size(stream *s, int32_t most) { return byte(s) % (most + 1); }
 
 static void *block(stream *s, int64_t bytes, int ordinary)
@@ -39,7 +39,7 @@ static void *block(stream *s, int64_t bytes, int ordinary)
     uint8_t *out = made;
     uint32_t state = 1 + byte(s);
     for (int64_t i = 0; i < bytes; i++) out[i] = (uint8_t)((state = state * 1664525u + 1013904223u) >> 24);
-    if (ordinary) /* floats of moderate size: exponents 0x3e or 0x3f, in 16 bits and in 32 */
+    if (ordinary) /* floats of moderate size, in 16 bits and in 32: the high byte is 0x3c or 0x3d, and a sign */
         for (int64_t i = 0; i + 1 < bytes; i += 2) out[i + 1] = (uint8_t)((out[i + 1] & 0x81) | 0x3c);
     int64_t raw = byte(s);
     for (int64_t i = 0; i < raw && i < bytes && s->at < s->end; i++) out[i] = byte(s);
@@ -95,7 +95,7 @@ static void *exact(stream *s, const cache *c, int64_t heads, int64_t tokens)
     return tokens ? block(s, c->batch * heads * tokens * c->plan.head_dim * c->element, 1) : NULL;
 }
 
-/* Centre, steps and moments of a side, some of them as they should be. */
+/* Reads centre, steps and moments of a side, some of them as they should be. */
 static void read_numbers(stream *s, cache *c, int i, int centred, int stepped)
 {
     const tq_side *side = i ? &c->plan.value : &c->plan.key;

@@ -1,7 +1,8 @@
-"""Mutations of index files, checksums made to fit: `Index.load` must refuse each, or read wrong numbers.
+"""Fuzzes `Index.load` with mutated index files, most with checksums made to fit.
 
-A refusal is a ValueError that names the file; anything else that is raised is a finding. Whatever was loaded can be
-described, searched, changed and saved again, or says clearly why not. Needs no torch, so it runs under sanitizers too.
+Each file must be refused, or read with wrong numbers. A refusal is a ValueError that names the file; anything else is a
+finding. What was loaded can be described, searched, changed and saved again, or says clearly why not. Needs no torch,
+so it runs under sanitizers too.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def seeds(folder: Path) -> list[bytes]:
 
 
 def with_lists(index: Index) -> Transform:
-    """As `train` does, without k-means."""
+    """Returns a transform with lists as `train` makes it, without k-means."""
     directions = np.linalg.qr(np.random.default_rng(3).standard_normal((DIM, index.lists)))[0].T.astype(np.float32)
     lengths = None if index.metric == "l2" else np.full(index.lists, 0.5, np.float32)
     lists = Lists(np.ascontiguousarray(directions), lengths)
@@ -53,7 +54,7 @@ def with_lists(index: Index) -> Transform:
 
 
 def split(data: bytes) -> tuple[dict, bytes]:
-    """(header, its text as a mapping too; the tensors)."""
+    """Returns the header, with its own text parsed too, and the tensors."""
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:start])
     header["__metadata__"]["turboquant"] = json.loads(header["__metadata__"]["turboquant"])
@@ -61,7 +62,7 @@ def split(data: bytes) -> tuple[dict, bytes]:
 
 
 def joined(header: dict, payload: bytes) -> bytes:
-    """The file of somebody who makes the checksum fit."""
+    """Returns the file with a checksum of the header's text that fits."""
     about = header.get("__metadata__")
     if isinstance(about, dict) and "turboquant" in about:
         about["turboquant"] = json.dumps(about["turboquant"])
@@ -124,5 +125,5 @@ def check(path: Path) -> None:
 
 
 def fuzz(seconds: float, seed: int = 0, most: int = 10**9) -> int:
-    """Inputs tried."""
+    """Tries inputs for so many seconds; returns how many."""
     return fuzz_files(seeds, mutate, check, seconds, seed, most)

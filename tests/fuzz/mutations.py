@@ -15,7 +15,7 @@ ODD: tuple[Any, ...] = (0, 1, -1, 2, 7, 128, 2**31 - 1, 2**31, 2**63, 10**30, 0.
 
 
 def bytes_changed(data: bytes, rng: random.Random) -> bytes:
-    """Some bytes changed, whatever the checksums say, or the end cut off."""
+    """Changes some bytes, whatever the checksums say, and sometimes cuts off the end."""
     out = bytearray(data)
     for _ in range(rng.randint(1, 8)):
         out[rng.randrange(len(out))] = rng.randrange(256)
@@ -23,7 +23,7 @@ def bytes_changed(data: bytes, rng: random.Random) -> bytes:
 
 
 def moved(header: Any, rng: random.Random) -> Any:
-    """One place of the header, deep or not, given another value; or a key or element lost or doubled."""
+    """Changes a value of the header, at any depth, or drops a key or element, or doubles an element."""
     node = header
     while isinstance(node, (dict, list)) and node:
         key = rng.choice(list(node) if isinstance(node, dict) else range(len(node)))
@@ -51,7 +51,7 @@ def fuzz_files(
     seed: int,
     most: int,
 ) -> int:
-    """Hands mutated files to `check`, which raises what is a finding. Inputs tried."""
+    """Hands mutated files to `check`, which raises on a finding. Returns how many inputs were tried."""
     rng, count, end = random.Random(seed), 0, time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "file"

@@ -4,9 +4,9 @@
     cache_file   Python: `TurboQuantCache.load`, checksums made to fit           mutations of whole files; no clang
     index_file   Python: `Index.load`, checksums made to fit                      the same; no torch
 
-Each gets so many seconds, and says how many inputs it ran. Those in C run one after the other, those in Python at the
-same time. A crash ends the run with the input in build/fuzz. The corpus in tests/fuzz/corpus is where the first two
-begin; what they find is not written back to it.
+Each gets so many seconds, and says how many inputs it ran. Those in C run one after the other, those in Python beside
+them. A crash ends the run: in C the input is in build/fuzz, in Python the seed and the input's number are printed.
+`calls` begins with the corpus in tests/fuzz/corpus; what it finds is not written back to it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ IN_C, IN_PYTHON = ("calls",), ("cache_file", "index_file")
 
 def build(compiler: str) -> dict[str, Path]:
     FOLDER.mkdir(parents=True, exist_ok=True)
-    # Kernels without coverage and UBSan: with them clang takes a quarter of an hour over each level.
+    # Kernels have no coverage and no UBSan, with which clang takes a quarter of an hour for each level.
     flags = ["-fsanitize=fuzzer-no-link", *SANITIZERS]
     library = objects(compiler, flags, FOLDER, ("scalar", "avx2"), ["-fsanitize=address", "-Wno-pass-failed"])
     flags = ["-fsanitize=fuzzer", *SANITIZERS]
@@ -40,8 +40,8 @@ def build(compiler: str) -> dict[str, Path]:
 
 
 def run_in_c(name: str, binary: Path, seconds: int, seed: int) -> str:
-    """Inputs run, and the edges of the core's control flow that they took. RuntimeError with the sanitizer's words if
-    one crashed."""
+    """Returns how many inputs ran, and how many edges of the core's control flow they took. Raises RuntimeError with
+    the sanitizer's words if one crashed."""
     found = FOLDER / f"{name}.corpus"
     found.mkdir(exist_ok=True)
     options = [

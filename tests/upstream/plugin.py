@@ -1,4 +1,4 @@
-"""pytest plugin of run.py: puts our cache under transformers' own tests, and writes down what became of each.
+"""pytest plugin of run.py: runs transformers' own tests on our cache, and writes down the outcome of each.
 
 TURBOQUANT_UPSTREAM   own: nothing is changed;  ours: every Llama is patched when it is first used, with a window that
                       holds everything, so that answers must be the full cache's;  left: the same, and the padding
@@ -42,7 +42,7 @@ def pytest_configure() -> None:
 
 
 def patch_when_used(cls: Any, method: str) -> None:
-    """At the first use: a user patches a model that is finished."""
+    """Patches a model at its first use, because a user patches a model that is finished."""
     given = getattr(cls, method)
 
     def use(self: Any, *args: Any, **kwargs: Any) -> Any:

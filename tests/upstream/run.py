@@ -105,7 +105,7 @@ def by_reason(run: dict[str, Outcome], failed: list[str]) -> dict[str, list[str]
 
 
 def write(version: str, text: str) -> None:
-    """Into the page, in place of what it says of this version."""
+    """Writes text into the page, in place of what it says about this version."""
     page = PAGE.read_text()
     before, _, rest = page.partition(TITLE)
     parts = re.split(r"(?m)^(?=### )", rest)[1:]

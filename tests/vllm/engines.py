@@ -1,4 +1,4 @@
-"""Engines of vLLM for tests, in this process: what is asked of them, and a rule of exact rows that they must keep."""
+"""Engines of vLLM for tests, in this process, and a check that no exact row is read where it was not written."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from turboquant.vllm.rows import PAGE  # noqa: E402
 
 GREEDY = dict(temperature=0.0, ignore_eos=True, detokenize=False)
 
-# vLLM looks at each kind of model in a process of its own, which imports torch again.
+# vLLM would inspect each kind of model in a process of its own, which imports torch again.
 model_registry._run_in_subprocess = lambda function: function()
-# vLLM replaces its kernels anew for each engine, and for that looks through all modules. It stumbles over llvmlite,
-# which n-gram speculation imports.
+# vLLM would replace its kernels for each engine, and search all modules for them. It stumbles over llvmlite, which
+# n-gram speculation imports, so here it does that once.
 _replace_kernels, _replaced = current_platform.register_triton_kernel_overrides, []
 type(current_platform).register_triton_kernel_overrides = staticmethod(
     lambda: _replaced or _replaced.append(_replace_kernels())
@@ -39,7 +39,7 @@ type(current_platform).register_triton_kernel_overrides = staticmethod(
 
 
 class Engine:
-    """An engine, and what is asked of it. settings: under "turboquant"; None: vLLM's own cache."""
+    """An engine, and what is asked of it. settings: those under "turboquant"; None: vLLM's own cache."""
 
     def __init__(self, settings, model, **options):
         given = dict(model=str(model), dtype="bfloat16", max_model_len=1024, max_num_seqs=8, enforce_eager=True, seed=0,
@@ -90,8 +90,8 @@ class Engine:
         return [builder for group in groups for builder in group.metadata_builders]
 
     def poison(self):
-        """From now on rows hold NaN wherever nothing may be read: all of them at first, those of a block whenever a
-        request takes it, and without a prefix cache, which keeps blocks, whenever one is freed."""
+        """Puts NaN into rows wherever nothing may be read: into all of them now, into those of a block whenever a
+        request takes it and, without a prefix cache (which keeps blocks), whenever a block is freed."""
         pool = self.scheduler.kv_cache_manager.block_pool
         take, free = pool.get_new_blocks, pool.free_blocks
         pages = self.config.cache_config.block_size // PAGE
@@ -121,7 +121,7 @@ class Engine:
         pool.get_new_blocks, pool.free_blocks = taken, freed
 
     def _rows(self, builder):
-        """(rows of a layer, their table) of all layers of a builder."""
+        """Yields (rows of a layer, their table) for all layers of a builder."""
         for name in builder.layer_names:
             attention = self.layers[name].impl.attention
             for rows, table in ((attention.sinks, builder.rows.sinks), (attention.tails, builder.rows.tails)):
@@ -134,13 +134,13 @@ class Engine:
                                  lora_request=lora_request)  # fmt: skip
 
     def texts(self, prompts, tokens):
-        """Tokens that follow each prompt. A NaN anywhere fails."""
+        """Returns the tokens that follow each prompt. A NaN anywhere fails."""
         found = [one.outputs[0] for one in self.generate(prompts, max_tokens=tokens, logprobs=0)]
         assert np.isfinite([one.cumulative_logprob for one in found]).all()
         return [list(one.token_ids) for one in found]
 
     def log_probs(self, prompts, lora_request=None):
-        """Of all tokens of all prompts but the first ones."""
+        """Returns the log-probabilities of all tokens of all prompts but each first one."""
         found = self.generate(prompts, lora_request, max_tokens=1, prompt_logprobs=0)
         log_probs = np.array([given[token].logprob for one, ids in zip(found, prompts, strict=True)
                               for given, token in zip(one.prompt_logprobs[1:], ids[1:], strict=True)])  # fmt: skip
@@ -149,7 +149,7 @@ class Engine:
 
 
 def log_probs_of(model, prompts):
-    """`Engine.log_probs` of a model of transformers."""
+    """As `Engine.log_probs`, for a model of transformers."""
     found = []
     with torch.no_grad():
         for ids in prompts:
@@ -163,13 +163,13 @@ DEMO = Path(__file__).parents[2] / "demo" / "turboquant_demo"
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory):
-    """Where `turboquant measure` keeps profiles."""
+    """Sets where `turboquant measure` keeps profiles."""
     os.environ["TURBOQUANT_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory):
-    """The model, measured. vLLM would load the profile beside it as weights."""
+    """The demo's model, measured, without its profile, which vLLM would load as weights."""
     from turboquant.cli import main
 
     folder = tmp_path_factory.mktemp("models") / "demo"

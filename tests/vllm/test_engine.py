@@ -41,7 +41,7 @@ def stock(demo, windows):
 
 
 def test_nothing_configured_is_vllm(demo, stock, windows):
-    """Bit for bit what vLLM gives without the plug-in."""
+    """Without settings, log-probabilities are bit for bit those of vLLM without the plug-in."""
     from vllm.v1.attention.selector import _cached_get_attn_backend
 
     path = AttentionBackendEnum.CPU_ATTN.get_path()
@@ -64,8 +64,8 @@ def test_eight_bits_are_near_vllm(demo, stock, windows):
 
 
 def test_chunks_change_nothing(demo, stock, windows):
-    """Every query reads packed tokens, those of its own chunk too. Chunks of other sizes may round a matrix product
-    otherwise, which moves a key over the edge of a code now and then: a small part of what 4 bits cost."""
+    """Smaller chunks change log-probabilities by less than a tenth of what 4 bits cost: every query reads packed
+    tokens, also those of its own chunk. Matrix products may round differently, which changes a code now and then."""
     found = []
     for tokens in (1024, 100):
         with Engine({}, demo, dtype="float32", max_num_batched_tokens=tokens) as engine:
@@ -76,8 +76,8 @@ def test_chunks_change_nothing(demo, stock, windows):
 
 @pytest.mark.parametrize("settings", [{"sinks": 0}, {}], ids=["all packed", "sinks"])
 def test_a_prefix_hit_gives_what_a_miss_gives(settings, demo, ids):
-    """Bit for bit, with chunks that end where the hit ends, so that both multiply matrices of the same sizes; and with
-    other requests between, which take over blocks of the prefix's middle."""
+    """Log-probabilities are equal bit for bit, with chunks that end where the hit ends, so that both multiply matrices
+    of the same sizes; also after other requests, which take over blocks of the prefix's middle."""
     prompt, others = ids[:870], [ids[300:550], ids[600:1100], ids[100:400]]
     with Engine(settings, demo, enable_prefix_caching=True, max_num_batched_tokens=128,
                 num_gpu_blocks_override=14) as engine:  # fmt: skip
@@ -94,7 +94,7 @@ def test_a_prefix_hit_gives_what_a_miss_gives(settings, demo, ids):
 
 @pytest.mark.parametrize("settings", [{"sinks": 0}, {}, {"window": 28}], ids=["all packed", "sinks", "window"])
 def test_preempted_requests(settings, demo, ids):
-    """6 requests that end with 20 blocks, in an engine with 11 (vLLM keeps one): same texts as with room for all."""
+    """6 requests, preempted for want of blocks, lose no row; without a window texts are those with room for all."""
     prompts = [ids[200 * i : 200 * i + 250] for i in range(6)]
     with Engine(settings, demo, dtype="float32") as engine:
         engine.poison()
@@ -110,7 +110,7 @@ def test_preempted_requests(settings, demo, ids):
 
 
 def test_short_chunks_and_short_prompts(demo, ids, rng):
-    """Beginnings of 1 to 3 tokens leave a row of 4 half written; chunks end anywhere; blocks go from hand to hand."""
+    """Texts depend on no chunks and no prefix cache. Prompts of 1 to 3 tokens fill a row of 4 in part."""
     lengths = rng.choice([1, 2, 3, 4, 5, 100, 127, 128, 129, 130, 131, 256, 257, 300], 30)
     prompts = [ids[at : at + length] for at, length in zip(rng.integers(0, 900, 30).tolist(), lengths.tolist())]
     want = None
@@ -126,7 +126,7 @@ def test_short_chunks_and_short_prompts(demo, ids, rng):
 
 @pytest.mark.parametrize("settings", [{}, {"window": 28}], ids=["sinks", "window"])
 def test_speculation_gives_the_text_of_plain_decoding(settings, demo, ids):
-    """Over the edges of pages, with drafts from the text so far."""
+    """Drafts from the text so far change no text, also across the ends of pages."""
     prompts = [ids[:100] * 2, ids[300:420] + ids[300:350], ids[500:627], ids[700:800]]
     with Engine(settings, demo, dtype="float32") as engine:
         plain, steps = engine.texts(prompts, 150), engine.steps
@@ -152,8 +152,8 @@ def test_widths_by_layer(demo, stock, windows):
 
 @pytest.mark.parametrize("kind", ["mistral, sliding", "gemma2, soft-cap and sliding", "gemma3, alternating"])
 def test_sliding_and_alternating_windows(kind, tmp_path, rng):
-    """Layers with windows of 200 tokens free their pages: in small chunks, with a prefix cache and preemption the
-    log-probabilities are those of one chunk, and at 8 bits near vLLM's own."""
+    """With windows of 200 tokens at 8 bits, log-probabilities are near vLLM's own, and in small chunks, with a prefix
+    cache and few blocks, nearly those of one chunk, with the same texts."""
     models.tiny(kind, sliding_window=200).save_pretrained(tmp_path)
     assert main(["measure", str(tmp_path)]) == 0  # on random token ids, as it says
     prompts = [rng.integers(2, 96, n).tolist() for n in (500, 127, 300)]
@@ -173,7 +173,7 @@ def test_sliding_and_alternating_windows(kind, tmp_path, rng):
 
 
 def test_learned_sinks_and_large_blocks(tmp_path, rng):
-    """gpt-oss: layers with and without windows, whose softmax has a logit beside the tokens; blocks of 2 pages."""
+    """gpt-oss is near transformers: layers with and without windows, learned sinks, blocks of 2 pages."""
     shape = models._SHAPE | dict(num_local_experts=2, num_experts_per_tok=2, sliding_window=200, num_hidden_layers=2,
                                  layer_types=["sliding_attention", "full_attention"])  # fmt: skip
     torch.manual_seed(0)

@@ -1,5 +1,5 @@
 """The builder for GPUs and its steps, inside vLLM's engine on a CPU: the table of exact rows as tensors, chunks that
-attend to themselves exactly. In place of FlashAttention stands a slow reference."""
+attend to themselves exactly. A slow reference replaces FlashAttention."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_chunks_and_decoding_are_near_vllm(demo, ids):
 
 
 def test_hits_preemption_and_drafts(demo, ids):
-    """Blocks go from hand to hand. Texts differ where a chunk begins elsewhere, but no NaN is read, no row is lost."""
+    """With hits and preemption no NaN is read and no row is lost; texts may differ. Drafts change no text."""
     prompts = [ids[200 * i : 200 * i + 250] for i in range(6)]
     speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     with Engine({}, demo, dtype="float32", enable_prefix_caching=True, num_gpu_blocks_override=12) as engine:
@@ -65,7 +65,7 @@ def test_hits_preemption_and_drafts(demo, ids):
 
 
 def test_builders_that_are_made_before_blocks_are_counted(demo):
-    """vLLM's model runner V1 makes some to measure the memory of CUDA graphs. A block may have several pages."""
+    """A builder made before blocks are counted, as by vLLM's runner V1, gets its rows later, with blocks of 2 pages."""
     with Engine({}, demo, block_size=256) as engine:
         config, old = engine.config, engine.builders[0]
         blocks, config.cache_config.num_gpu_blocks = config.cache_config.num_gpu_blocks, None
@@ -80,7 +80,7 @@ def test_builders_that_are_made_before_blocks_are_counted(demo):
 
 
 def poison(engine):
-    """Rows hold NaN wherever none may be read: all at first, and those of a block when a request takes it."""
+    """Puts NaN into rows that nobody may read: into all at first, and into those of a block when a request takes it."""
     pool = engine.scheduler.kv_cache_manager.block_pool
     take = pool.get_new_blocks
     attentions = [layer.impl.attention for layer in engine.layers.values()]

@@ -1,5 +1,5 @@
-"""What packed caches refuse, by vLLM's own configurations and layers: the names that `turboquant.vllm.refusals` looks
-for are vLLM's, and a name that vLLM gives up would let an engine pass in silence."""
+"""What packed caches refuse, with vLLM's own configurations and layers. `turboquant.vllm.refusals` looks for vLLM's
+names, and would silently accept an engine if vLLM renamed one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KINDS = {
 
 
 def config_of(folder, kind="Llama", **options):
-    """The `VllmConfig` of a model without weights."""
+    """Returns the `VllmConfig` of a model without weights."""
     architecture, fields = KINDS[kind]
     made = getattr(transformers, f"{kind.split(',')[0]}Config")(**fields)
     made.architectures = [architecture]
@@ -84,7 +84,7 @@ def test_configurations_that_are_served(tmp_path):
 
 
 def test_names_that_tell_images():
-    """Their models need torchvision, which this environment has not."""
+    """vLLM has the names by which image models are told. The models need torchvision, which is not installed here."""
     assert hasattr(ModelConfig, "is_mm_prefix_lm") and hasattr(ModelConfig, "uses_mrope")
     assert {"multimodal_config"} <= {*ModelConfig.__dataclass_fields__}
     assert {"language_model_only"} <= {*MultiModalConfig.__dataclass_fields__}

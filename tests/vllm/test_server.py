@@ -21,7 +21,7 @@ pytest_plugins = ["engines"]  # its fixtures
 
 @contextmanager
 def server(folder, log, **environment):
-    """Its address. The server runs on four ranks, so two of them share each of the model's two KV heads."""
+    """Runs a server and yields its address. Its four ranks share the model's two KV heads, two ranks a head."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -52,7 +52,7 @@ def server(folder, log, **environment):
 
 
 def ask(url, **body):
-    """The answer's lines."""
+    """Returns the answer's lines."""
     data = json.dumps({"model": "demo", "temperature": 0, "ignore_eos": True} | body).encode()
     request = urllib.request.Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as answer:
@@ -83,4 +83,4 @@ def test_the_server_streams_from_four_ranks(demo, ids, tmp_path):
     assert float(counted["turboquant:sinks_lost_total"]) == 0
     (line,) = re.findall(r"turboquant: spec default.*", said)
     found = int(re.search(r"([\d,]+) blocks of 128", line)[1].replace(",", ""))
-    assert 1.9 < found / blocks < 2.1  # each rank has a GiB, and half of a block
+    assert 1.9 < found / blocks < 2.1  # each rank has 1 GiB, and half of each block's bytes

@@ -1,7 +1,8 @@
-/* A GPU of compute capability 9.0 for a host compiler, as far as csrc/cuda/attend/chunk needs one: tests/test_chunk_kernel.py. Threads of a
- * block are fibers of one thread, which change only where a thread waits. Bulk copies and products of warp groups take their time: a copy
- * arrives some turns later, and products read and write memory and registers as late as they may, when a thread waits for them. Barriers
- * have the phases and counts of the hardware's. There is no model of time, and none of caches or of the order of memory accesses. */
+/* A GPU of compute capability 9.0 for a host compiler, as far as csrc/cuda/attend/chunk needs one
+ * (tests/test_chunk_kernel.py). Threads of a block are fibers of one thread, which switch only where a thread waits.
+ * Bulk copies and products of warp groups end late: a copy arrives some turns later, and products read and write memory
+ * and registers as late as they may, when a thread waits for them. Barriers have the phases and counts of the
+ * hardware's. There is no model of time, and none of caches or of the order of memory accesses. */
 #ifndef TQ_SIMULATED_CUDA_RUNTIME_H
 #define TQ_SIMULATED_CUDA_RUNTIME_H
 #include <math.h>
@@ -55,9 +56,9 @@ struct Index {
     unsigned x = 0, y = 0, z = 0;
 };
 
-struct Product { /* of a thread */
+struct Product { /* a thread's share */
     float *c;
-    const uint32_t *a; /* registers, or null: */
+    const uint32_t *a; /* registers; null: shared memory at a_at */
     uint64_t a_at, b_at;
     int n;
     bool add, ends;
@@ -71,7 +72,7 @@ struct Thread {
     std::vector<Product> products;
 };
 
-/** 32 lanes meet, and each sees what all have brought. */
+/** 32 lanes meet, and each sees what all of them brought. */
 struct Meeting {
     int arrived = 0;
     unsigned turn = 0;
@@ -105,7 +106,7 @@ struct Block {
     Index index, grid;
     uint8_t *shared = nullptr;
     uint32_t random = 1;
-    uint64_t changes = 0; /* of anything that a thread may wait for */
+    uint64_t changes = 0; /* how often anything changed that a thread may wait for */
     std::function<void()> body;
 };
 inline Block block;

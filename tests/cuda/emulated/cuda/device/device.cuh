@@ -1,5 +1,5 @@
-// What csrc/cuda/tile/fragments.cuh needs of csrc/cuda/device/device.cuh, for a host compiler. Products
-// and fp16 arithmetic, which tests/cuda/fragments.cpp does not use, are left out.
+// What csrc/cuda/tile/fragments.cuh needs of csrc/cuda/device/device.cuh, for a host compiler. Products and fp16
+// arithmetic, which tests/cuda/fragments.cpp does not use, do nothing.
 #ifndef TQ_CUDA_DEVICE_CUH
 #define TQ_CUDA_DEVICE_CUH
 #include <cstdint>

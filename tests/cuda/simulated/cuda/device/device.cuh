@@ -1,4 +1,4 @@
-/* csrc/cuda/device/device.cuh without its assembly (real/device.cuh: `asm` is SIMULATED_ASM), and what that does, on the simulated GPU. */
+/* csrc/cuda/device/device.cuh for the simulated GPU (real/ links to its folder). What is assembly there is C++ here. */
 #ifndef TQ_SIMULATED_DEVICE_CUH
 #define TQ_SIMULATED_DEVICE_CUH
 #include <cuda_fp16.h>

@@ -1,4 +1,4 @@
-/* Products of warp groups on the simulated GPU. They read and write when a thread waits for them: as late as they may. */
+/* Products of warp groups on the simulated GPU. They read and write as late as possible, when a thread waits. */
 #ifndef TQ_CUDA_DEVICE_WARPGROUP_CUH
 #define TQ_CUDA_DEVICE_WARPGROUP_CUH
 #include "cuda/device/device.cuh"
@@ -12,7 +12,7 @@ inline uint64_t describe_operand(uint32_t address, uint32_t along_k, uint32_t al
     return (uint64_t)(address >> 4 & 0x3fff) | (uint64_t)(along_k >> 4) << 16 | (uint64_t)(along_rows >> 4) << 32;
 }
 
-/** Number (row, k) of an operand in core matrices. */
+/** Returns number (row, k) of an operand in core matrices. */
 inline float operand(uint64_t at, int row, int k)
 {
     const uint32_t first = (uint32_t)(at & 0x3fff) << 4, along_k = (uint32_t)(at >> 16 & 0x3fff) << 4,
@@ -33,7 +33,7 @@ inline void queue_shared_product(float (&c)[64], uint64_t a, uint64_t b, bool ad
 inline void order_products() {}
 inline void end_batch() { simulated::now->products.back().ends = true; }
 
-/** One product of the warp. */
+/** Computes one product of the warp. */
 inline void multiply(const simulated::Product *(&of_lane)[32], int warp)
 {
     const int n = of_lane[0]->n;
