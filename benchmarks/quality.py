@@ -318,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def others(file: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the rows of a file that `rows` do not measure again."""
     held = json.loads(file.read_text())["rows"] if file.exists() else []
-    named = ("spec", "exact", "text", "windows", "only", "length", "chunk", "moments", "calibrated_on")
+    named = ("spec", "exact", "text", "windows", "every", "only", "length", "chunk", "moments", "calibrated_on")
 
     def key(row: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(row["params"].get(name) for name in named)

@@ -99,7 +99,8 @@ def check(path: Path) -> None:
             index = Index.load(path, mmap=mapped)
         except ValueError as error:
             assert str(error).startswith(f"`path` must be a file of an index, got {str(path)!r}: "), error
-            return
+            index = None
+            continue
         with redirect_stdout(io.StringIO()):
             info(argparse.Namespace(index=str(path)))
         assert repr(index)
@@ -114,6 +115,8 @@ def check(path: Path) -> None:
         if index.lists:
             index.search(queries, 3, probe=1)
         index.range_search(queries, 0.1)
+    if index is None:
+        return
     try:
         index.reconstruct(index.ids[:2])
         index.add(queries)

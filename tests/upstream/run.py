@@ -81,7 +81,6 @@ def section(version: str, runs: dict[str, dict[str, Outcome]]) -> str:
     able = [name for name, (outcome, _, _) in own.items() if outcome == "passed"]
     lines = [f"### transformers {version}", "", f"{len(own)} tests, of which {len(able)} pass here as they are.", ""]
     lines += ["| | apply | pass | fail |", "|---|---|---|---|"]
-    left: dict[str, list[str]] = {}
     for mode, title in (("ours", "as they are written, padded on the right"), ("left", "padded on the left")):
         run = runs[mode]
         failed = [name for name in able if run[name][0] != "passed"]

@@ -4,7 +4,6 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#define SIMULATED_ASM(...)
 #define prmt of_asm_prmt
 #define reciprocal of_asm_reciprocal
 #define exp2_fast of_asm_exp2_fast
