@@ -1,7 +1,6 @@
 // Compares appending, rotating, dequantising and merging on the device with the C core, byte for byte; times appending.
 //
-//   make harness && build/cuda-harness/append_harness [check] [moments] [searches] [wide] [time]
-//                                      moments, searches, wide: these parts of check alone
+//   make harness && build/cuda-harness/append_harness [check] [moments] [searches] [wide] [time]   moments ..: these checks alone
 #include "blocked_plans.h"
 #include "cuda/tile/quantize.cuh"
 #include "moments.h"
@@ -111,8 +110,8 @@ static void fill_side(Side &side, const Case &c, Random &random)
 }
 
 /** Puts bad numbers into the device's k (or v), and what the contract stores for them into the host's. Adds flags. */
-static int64_t spoil(Array<uint8_t> &x, int count, const Case &c, int tokens, const int32_t *lengths, bool is_value,
-                     Random &random, std::vector<int64_t> &flags)
+static void spoil(Array<uint8_t> &x, int count, const Case &c, int tokens, const int32_t *lengths, bool is_value,
+                  Random &random, std::vector<int64_t> &flags)
 {
     std::vector<uint8_t> mended = x.host;
     for (int i = 0; i < count; i++) {
@@ -128,7 +127,6 @@ static int64_t spoil(Array<uint8_t> &x, int count, const Case &c, int tokens, co
     }
     x.up();
     x.host = mended; // the core refuses bad numbers
-    return 0;
 }
 
 /** So many rows are made; further rows repeat them. A prime, so that no pattern of tiles repeats. */
