@@ -21,13 +21,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader, BytesIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 __all__ = ["Tensor", "array_bytes", "cache_folder", "crc32", "existing_file", "file_name", "header_of", "layout",
-           "numpy_dtype", "read_arrays", "read_header", "replacing", "tensor", "write_arrays", "write_tensors",
+           "numpy_dtype", "read_arrays", "read_header", "tensor", "write_arrays", "write_tensors",
            "write_whole"]  # fmt: skip
 
 _ALIGNMENT = 64
@@ -98,20 +98,6 @@ def write_whole(path: str | bytes | os.PathLike[str] | os.PathLike[bytes], parts
             os.unlink(temporary)
         if isinstance(error, OSError) and error.errno is not None:  # no caller knows the temporary file
             raise OSError(error.errno, error.strerror, target) from error
-        raise
-
-
-@contextmanager
-def replacing(path: str) -> Iterator[TextIO]:
-    """Yields a new file of text, `path`.part, which replaces `path` at the end. An exception removes it."""
-    unfinished = f"{path}.part"
-    try:
-        with open(unfinished, "w", newline="", encoding="utf-8") as file:
-            yield file
-        os.replace(unfinished, path)
-    except BaseException:
-        if os.path.exists(unfinished):
-            os.unlink(unfinished)
         raise
 
 

@@ -20,7 +20,6 @@ from ..esm.mutants import SCORE, Mutant, read_mutants, summed
 from ..esm.quality import ProteinEvaluation, evaluate, protein_batches
 from ..esm.scan import Scan, joined, joint_marginals, masked_marginals, wild_type_marginals
 from ..esm.windows import sizes, windows
-from ..files import replacing
 from ..index import Index
 from ..index.training import LEAST
 from ..measured import Profile
@@ -170,8 +169,10 @@ def scan(model: Any, chosen: argparse.Namespace, profile: Profile | None, read: 
     if chosen.csv == "-":
         _write(standard_output(), model, chosen, proteins, context, mutants)
     else:
-        with replacing(chosen.csv) as file:
+        unfinished = f"{chosen.csv}.part"
+        with open(unfinished, "w", newline="", encoding="utf-8") as file:
             _write(file, model, chosen, proteins, context, mutants)
+        os.replace(unfinished, chosen.csv)
     _list_left_out(proteins, left_out)
     return 0
 

@@ -131,7 +131,7 @@ def _train(index: Index, x: Any, path: str) -> None:
 
 def search(chosen: argparse.Namespace) -> int:
     """Search an index for the vectors of a file. Writes CSV, a line for each vector that was found."""
-    from ..files import path_called, replacing
+    from ..files import path_called
     from ..index.documents import ids_by_number
 
     read = {"INDEX": chosen.index, "QUERIES": chosen.queries, "--refine": chosen.refine}
@@ -148,8 +148,15 @@ def search(chosen: argparse.Namespace) -> int:
     if chosen.csv in STANDARD_OUTPUT:
         csv.writer(standard_output()).writerows(rows)
         return 0
-    with replacing(chosen.csv) as file:
-        csv.writer(file).writerows(rows)
+    unfinished = f"{chosen.csv}.part"
+    try:
+        with open(unfinished, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows(rows)
+        os.replace(unfinished, chosen.csv)
+    except BaseException:
+        if os.path.exists(unfinished):
+            os.unlink(unfinished)
+        raise
     return 0
 
 
