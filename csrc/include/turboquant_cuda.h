@@ -61,8 +61,8 @@ TQ_API tq_status tq_cuda_append_kernel(const tq_plan *plan, const tq_append_para
 
 /** tq_attend on the device.
  *  Accuracy:  within 1e-3 of float64 over the same bytes for 16-bit dtypes and 4e-4 for float32, relative to the
- *             largest output, for logits up to 8 in magnitude. The rotated query is rounded to 16 bits, so above that
- *             the error grows with the largest |logit| (2.5e-5 of it); a soft-cap adds 2e-7 of the cap. On 9.x, for
+ *             largest output, while softmax_scale |q| |k| is at most sqrt(head_dim). The rotated query is rounded to
+ *             16 bits, so above that the error grows in proportion. A soft-cap adds 2e-7 of the cap. On 9.x, for
  *             many 16-bit query rows a KV head (attend/loop/team.cuh), weights are rounded to fp16; values keep
  *             their levels.
  *             Plans that are not plain: float32 throughout, within 2e-5.
