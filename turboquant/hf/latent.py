@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ..kvcache.latent import LatentStorage
-from ..kvcache.pages import outside_autograd
 from ..kvcache.shared import Common
 from ..models.attention import refuse_transforms, without_gradient
 from ..spec import CacheSpec
@@ -31,12 +30,6 @@ class LatentLayer(PackedLayer):
         super().__init__(index, spec, shared)
         self.head_dim = head_dim
         self.storage = LatentStorage(index, spec, shared)
-
-    @outside_autograd
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
-        """Fixes batch, heads, head_dim, dtype and device to those of key_states [batch, heads, any, head_dim]."""
-        batch, heads, _, head_dim = key_states.shape
-        self.storage.start(batch, heads, head_dim, key_states.dtype, key_states.device)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -95,9 +88,3 @@ class LatentLayer(PackedLayer):
         whole = heads.new_empty(batch, sum(part.shape[2] for part in parts), *heads.shape[1::2])
         torch.cat([part.transpose(1, 2) for part in parts], 1, out=whole)
         return whole.view(batch, 1, -1, channels)
-
-    def fork(self, shared: Common) -> LatentLayer:
-        """The same layer for another cache, whose layers have `shared` in common."""
-        other = LatentLayer(self.index, self.spec, shared, self.head_dim)
-        other.storage = self.storage.fork(shared)  # type: ignore[assignment]
-        return other

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -103,7 +104,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
         """Fixes batch, heads, head_dim, dtype and device to those of key_states [batch, kv_heads, any, head_dim]."""
         value_states = key_states if value_states is None else value_states
-        if key_states.dim() != 4 or key_states.shape != value_states.shape:
+        if key_states.dim() != 4 or (self.storage.has_values and key_states.shape != value_states.shape):
             raise ValueError(f"layer {self.index}: keys and values must both be [batch, kv_heads, tokens, head_dim], "
                              f"got {tuple(key_states.shape)} and {tuple(value_states.shape)}")  # fmt: skip
         if key_states.dtype not in _DTYPES or value_states.dtype != key_states.dtype:
@@ -267,11 +268,10 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[misc]
                 layer.damaged = True
             raise
 
-    def fork(self, shared: Common) -> PackedLayer:
+    def fork(self, shared: Common) -> Self:
         """The same layer for another cache, whose layers have `shared` in common."""
-        other = PackedLayer(self.index, self.spec, shared)
-        other.is_shared, other.chunk = self.is_shared, self.chunk
-        other.storage = self.storage.fork(shared)
+        other = copy(self)
+        other._shared, other.storage = shared, self.storage.fork(shared)
         return other
 
     # ---- attention ----

@@ -8,7 +8,8 @@ layers: `TurboQuantCache.begin` notices that in the next forward.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from copy import copy
+from typing import Any, Self
 
 import torch
 from transformers import cache_utils
@@ -95,18 +96,13 @@ class StateLayer(_LinearAttentionLayer):  # type: ignore[misc]
                 if state is not None:
                     by_index[i] = torch.cat([getattr(part, name)[i] for part in parts])
 
-    def copy_states(self, other: StateLayer) -> None:
-        """Gives another layer copies of all states."""
+    def fork(self, shared: Common) -> Self:
+        """The same layer for another cache, with copies of all states."""
+        other = copy(self)
         for name, x in vars(self).items():
             if isinstance(x, dict):
                 copies = {i: state.clone() if isinstance(state, torch.Tensor) else state for i, state in x.items()}
                 setattr(other, name, copies)
-        other.device, other.dtype, other.record_past = self.device, self.dtype, self.record_past
-
-    def fork(self, shared: Common) -> StateLayer:
-        """The same states for another cache."""
-        other = StateLayer(number_of_states=self.number_of_states)
-        self.copy_states(other)
         return other
 
 
@@ -165,10 +161,8 @@ class BothLayer(StateLayer, PackedLayer):
         if bounded("crop: `tokens`", tokens):
             raise NotImplementedError(f"crop: the state of layer {self.index} cannot be taken back")
 
-    def fork(self, shared: Common) -> BothLayer:
+    def fork(self, shared: Common) -> Self:
         """The same layer for another cache, whose layers have `shared` in common."""
-        other = BothLayer(self.index, self.spec, shared, self.number_of_states)
-        other.is_shared, other.chunk = self.is_shared, self.chunk
-        other.storage = self.storage.fork(shared)
-        self.copy_states(other)
+        other = StateLayer.fork(self, shared)
+        other._shared, other.storage = shared, self.storage.fork(shared)
         return other

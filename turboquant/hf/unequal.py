@@ -7,19 +7,15 @@ that saves memory and no time. With prefill="packed" all queries of a forward se
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..kvcache.again import Seen
-from ..kvcache.pages import outside_autograd
 from ..kvcache.pieces import PieceStorage
 from ..kvcache.shared import Common
 from ..kvcache.sliding import attention_behind_window, visible_past
 from ..models.attention import Call, MaskRequest, own_attention
 from ..spec import CacheSpec
-from .attention import FreshKeys
-from .layer import PackedLayer, autocast
+from .layer import PackedLayer
 
 __all__ = ["UnequalLayer"]
 
@@ -34,29 +30,16 @@ class UnequalLayer(PackedLayer):
         self.size = size
         self.storage = PieceStorage(index, spec, shared, unequal=True)
 
-    @outside_autograd
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
-        """Fixes batch, heads, channels, dtype and device to those of pieces [batch, heads, any, size]."""
-        batch, heads, _, size = key_states.shape
-        self.storage.start(batch, heads, size, key_states.dtype, key_states.device)
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`PackedLayer.update` for keys and values [batch, kv_heads, tokens, channels] that differ in channels."""
-        key, value = autocast(key_states, value_states)
-        try:
-            right = key.dim() == value.dim() == 4 and key.shape[:3] == value.shape[:3] and key.dtype == value.dtype
-            if not right or key.shape[3] % self.size or value.shape[3] % self.size:
-                shapes = f"{tuple(key.shape)} {key.dtype} and {tuple(value.shape)} {value.dtype}"
-                raise ValueError(f"layer {self.index}: keys and values must be [batch, kv_heads, tokens, channels] in "
-                                 f"one dtype, with channels in multiples of {self.size}, got {shapes}")  # fmt: skip
-            pieces = self._pieces(key, value)
-            self._prepare(pieces, pieces[..., :0])
-        except Exception:
-            self._shared.undo(self.storage.tokens)
-            raise
-        return FreshKeys.of(key, self), value
+    def _prepare(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """`PackedLayer._prepare` for keys and values [batch, kv_heads, tokens, channels] that differ in channels."""
+        key, value = key_states, value_states
+        right = key.dim() == value.dim() == 4 and key.shape[:3] == value.shape[:3] and key.dtype == value.dtype
+        if not right or key.shape[3] % self.size or value.shape[3] % self.size:
+            shapes = f"{tuple(key.shape)} {key.dtype} and {tuple(value.shape)} {value.dtype}"
+            raise ValueError(f"layer {self.index}: keys and values must be [batch, kv_heads, tokens, channels] in "
+                             f"one dtype, with channels in multiples of {self.size}, got {shapes}")  # fmt: skip
+        pieces = self._pieces(key, value)
+        super()._prepare(pieces, pieces[..., :0])
 
     def _pieces(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Returns [batch, kv_heads * pieces, tokens, size]: the pieces of a key, then those of its value."""
@@ -105,9 +88,3 @@ class UnequalLayer(PackedLayer):
         joined = pieces.view(batch, key[1], heads // key[1], tokens, self.size)
         joined = joined.transpose(2, 3).reshape(batch, key[1], tokens, key[3] + value[3])
         return joined[..., : key[3]], joined[..., key[3] :]
-
-    def fork(self, shared: Common) -> UnequalLayer:
-        """The same layer for another cache, whose layers have `shared` in common."""
-        other = UnequalLayer(self.index, self.spec, shared, self.size)
-        other.storage = self.storage.fork(shared)  # type: ignore[assignment]
-        return other
