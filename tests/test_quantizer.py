@@ -280,6 +280,7 @@ X = np.zeros((3, 64), np.float32)
 PAGES = "Codes: `pages` must be uint8 [1, 1, 1088], "
 GROUPS = "Quantizer: `bits` must be an integer or one per group, 2 of them, got 1"
 CENTRE = "Quantizer: `centre[{}]` must be finite and at most 16384 in magnitude, got {}"
+SCALES = "eden, norm, norm_corrected, least_squares"
 NO_SPHERE = "Quantizer: `dim` must be at most 256 with the sphere codebook, got 264"
 
 
@@ -298,11 +299,12 @@ NO_SPHERE = "Quantizer: `dim` must be at most 256 with the sphere codebook, got 
         (dict(bits=[4]), ValueError, GROUPS),
         (dict(bits=[4, 7]), ValueError, "Quantizer: `bits[1]` must be in 0..6 or 8, got 7"),
         (dict(bits=[0, 0]), ValueError, "Quantizer: `bits` must be more than 0 in at least one group, got 0"),
-        (dict(rotation="pca"), ValueError, "Quantizer: `rotation` must be one of hadamard, dense, none, got 'pca'"),
-        (dict(rotation=1), TypeError, "Quantizer: `rotation` must be one of hadamard, dense, none, got 1"),
-        (dict(scale="max"), ValueError, "`scale` must be one of eden, norm, norm_corrected, least_squares, got 'max'"),
-        (dict(scale=None), TypeError, "`scale` must be one of eden, norm, norm_corrected, least_squares, got None"),
-        (dict(codebook="kmeans"), ValueError, "`codebook` must be one of normal, sphere, uniform, got 'kmeans'"),
+        (dict(rotation="pca"), ValueError, "Quantizer: `rotation` must be one of none, hadamard, dense, got 'pca'"),
+        (dict(rotation=1), TypeError, "Quantizer: `rotation` must be one of none, hadamard, dense, got 1"),
+        (dict(scale="max"), ValueError, f"Quantizer: `scale` must be one of {SCALES}, got 'max'"),
+        (dict(scale=None), TypeError, f"Quantizer: `scale` must be one of {SCALES}, got None"),
+        (dict(codebook="kmeans"), ValueError,
+         "Quantizer: `codebook` must be one of normal, sphere, uniform, got 'kmeans'"),
         (dict(dim=264, codebook="sphere"), ValueError, NO_SPHERE),
         (dict(seed=-1), ValueError, "Quantizer: `seed` must be in 0..2^63 - 1, got -1"),
         (dict(seed=2**63), ValueError, "Quantizer: `seed` must fit in 64 bits, got 9223372036854775808"),

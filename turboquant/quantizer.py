@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -21,17 +20,7 @@ from numpy.typing import NDArray
 from . import _core
 from .arguments import bounded, integer, quoted
 from .files import Tensor, crc32, existing_file, read_header, write_arrays
-from .plan import (
-    MAX_DIM,
-    Codebook,
-    Levels,
-    Plan,
-    Rotation,
-    Scale,
-    Side,
-    Sketch,
-    member,
-)
+from .plan import MAX_DIM, Codebook, Levels, Plan, Rotation, Scale, Side, Sketch
 from .transforms import Transforms, transforms
 
 __all__ = ["Codes", "Quantizer"]
@@ -39,11 +28,9 @@ __all__ = ["Codes", "Quantizer"]
 _FORMAT = "turboquant-codes-2"
 _PAGE = 32  # vectors of a page
 _RUN = 256  # vectors that one thread quantises at a time
-_ROTATIONS = {"hadamard": Rotation.HADAMARD, "dense": Rotation.DENSE, "none": Rotation.NONE}
 _LIMIT = f"finite and at most {_core.MAX_INPUT:.0f} in magnitude"
 _LEVELS = ("codebook", "affine", "absmax")  # not a table, which needs data
-_ARGUMENTS = {"`head_dim`": "`dim`", "`key_bits": "`bits", "`key_blocks": "`block"}  # by names of a plan's fields
-_FIELDS = re.compile("|".join(_ARGUMENTS))
+_ARGUMENTS = {"`head_dim`": "`dim`", "`key_blocks": "`block", "`key_": "`"}  # by beginnings of a plan's fields
 _SKETCHES = ("none", "gaussian", "sign")
 
 Path = str | bytes | os.PathLike[str] | os.PathLike[bytes]
@@ -221,29 +208,17 @@ class Quantizer:
         dim = integer(dim, "Quantizer: `dim`")
         if dim % 8 or not 8 <= dim <= MAX_DIM:
             raise ValueError(f"Quantizer: `dim` must be a multiple of 8 in 8..{MAX_DIM}, got {dim}")
-        if not isinstance(rotation, str):
-            raise TypeError(f"Quantizer: `rotation` must be one of {', '.join(_ROTATIONS)}, got {quoted(rotation)}")
-        if rotation not in _ROTATIONS:
-            raise ValueError(f"Quantizer: `rotation` must be one of {', '.join(_ROTATIONS)}, got {rotation!r}")
         for name, argument, choices in (("levels", levels, _LEVELS), ("sketch", sketch, _SKETCHES)):
             if not isinstance(argument, str) or argument not in choices:
                 raise ValueError(f"Quantizer: `{name}` must be one of {', '.join(choices)}, got {quoted(argument)}")
-        if sketch_rows is not None and sketch != "gaussian":
-            raise ValueError(f"Quantizer: `sketch_rows` must be None unless `sketch` is gaussian, got {sketch_rows!r}")
-        rows = dim if sketch == "gaussian" else 0
-        if sketch_rows is not None:
-            rows = integer(sketch_rows, "Quantizer: `sketch_rows`")
-            if not 1 <= rows <= dim:
-                raise ValueError(f"Quantizer: `sketch_rows` must be in 1..{dim}, got {rows}")
-        side = Side(bits, _ROTATIONS[rotation], levels, block, sketch, rows)
-        tries = integer(tries, "Quantizer: `tries`")
-        if tries not in (0, 3, 5, 7):
-            raise ValueError(f"Quantizer: `tries` must be 0, 3, 5 or 7, got {tries}")
-        law, scaling = member(Codebook, codebook, "codebook"), member(Scale, scale, "scale")
+        rows = sketch_rows if sketch_rows is not None else dim if sketch == "gaussian" else 0
+        side = Side(bits, rotation, levels, block, sketch, rows)
         try:
-            plan = Plan(dim, side, codebook=law, scale=scaling, seed=seed, page_tokens=_PAGE, tries=tries)
+            plan = Plan(dim, side, codebook=codebook, scale=scale, seed=seed, page_tokens=_PAGE, tries=tries)
         except (TypeError, ValueError) as error:
-            text = _FIELDS.sub(lambda match: _ARGUMENTS[match[0]], str(error))
+            text = str(error)
+            for field, argument in {**_ARGUMENTS, "head_dim": str(dim)}.items():
+                text = text.replace(field, argument)
             raise type(error)(f"Quantizer: {text}") from None
         self._setup(plan, centre)
 
