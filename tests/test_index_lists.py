@@ -12,6 +12,7 @@ from slow_index import SlowIndex, list_values
 import turboquant
 from turboquant import _core
 from turboquant.cli import main
+from turboquant.files import write_arrays
 from turboquant.index import lists, storage
 from turboquant.index.documents import Document, Documents
 
@@ -400,7 +401,7 @@ def test_contradictory_files_are_refused(few_means, change, tmp_path):
     else:
         del arrays["lengths"]
     del meta["crc32"]
-    storage.write(tmp_path / "index", meta, {name: [array] for name, array in arrays.items()})
+    write_arrays(tmp_path / "index", storage.FORMAT, meta, arrays)
     with pytest.raises(ValueError, match=rf"`path` must be a file of an index, .*{change}"):
         turboquant.Index.load(tmp_path / "index")
 

@@ -27,18 +27,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = ["Tensor", "array_bytes", "cache_folder", "crc32", "existing_file", "file_name", "header_of", "layout",
-           "numpy_dtype", "read_arrays", "read_header", "tensor", "write_arrays", "write_tensors",
-           "write_whole"]  # fmt: skip
+           "read_arrays", "read_header", "tensor", "write_arrays", "write_tensors", "write_whole"]  # fmt: skip
 
 _ALIGNMENT = 64
 _MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors
 _MOST_EXTENTS = 8  # the most dimensions of a tensor
 _OLD_CODES = b"TQCODES\0"  # the first bytes of a file of codes of version 1
 _READS_VERSION_1 = "commit 14a37f9 of turboquant reads; make the file anew"
-_BYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4, "U32": 4, "I64": 8, "F64": 8}
-_NUMPY: dict[str, np.dtype[Any]] = {
-    name: np.dtype(kind) for name, kind in dict(U8="u1", F32="<f4", F64="<f8", I32="<i4", U32="<u4", I64="<i8").items()
-}
+_KINDS = dict(U8="u1", F16="<f2", BF16="<u2", F32="<f4", F64="<f8", I32="<i4", U32="<u4", I64="<i8")
+_NUMPY: dict[str, np.dtype[Any]] = {name: np.dtype(kind) for name, kind in _KINDS.items()}
 _NAMES = {dtype: name for name, dtype in _NUMPY.items()}
 
 
@@ -113,8 +110,13 @@ class Tensor:
     start: int = 0
 
     @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """NumPy's dtype of its numbers. NumPy has no bfloat16: such numbers are read as the integers of their bits."""
+        return _NUMPY[self.dtype]
+
+    @property
     def nbytes(self) -> int:
-        size = _BYTES[self.dtype]
+        size = self.numpy_dtype.itemsize
         for extent in self.shape:  # Python's integers do not overflow, whatever a file claims
             size *= extent
         return size
@@ -122,13 +124,6 @@ class Tensor:
 
 def tensor(array: NDArray[Any]) -> Tensor:
     return Tensor(_NAMES[array.dtype], array.shape)
-
-
-def numpy_dtype(tensor: Tensor) -> np.dtype[Any]:
-    """Returns NumPy's dtype of a tensor. ValueError for one that NumPy or files of arrays do not have."""
-    if tensor.dtype not in _NUMPY:
-        raise ValueError(f"its arrays must be of {', '.join(_NUMPY)}, got {tensor.dtype}")
-    return _NUMPY[tensor.dtype]
 
 
 def array_bytes(array: NDArray[Any]) -> memoryview:
@@ -250,12 +245,16 @@ def write_arrays(
     path: str | bytes | os.PathLike[str] | os.PathLike[bytes],
     form: str,
     meta: Mapping[str, Any],
-    arrays: Mapping[str, NDArray[Any]],
+    arrays: Mapping[str, NDArray[Any] | list[NDArray[Any]]],
 ) -> None:
-    """Writes a file of the format `form`, whole or not at all, with the CRC-32 of each array under "crc32"."""
-    parts = {name: [array_bytes(array)] for name, array in arrays.items()}
-    sums = {name: crc32(pieces) for name, pieces in parts.items()}
-    write_tensors(path, form, {**meta, "crc32": sums}, {name: tensor(array) for name, array in arrays.items()}, parts)
+    """Writes a file of the format `form`, whole or not at all, with the CRC-32 of each array under "crc32". An array
+    may be given in parts along its first dimension."""
+    pieces = {name: array if isinstance(array, list) else [array] for name, array in arrays.items()}
+    tensors = {name: Tensor(_NAMES[each[0].dtype], (sum(map(len, each)), *each[0].shape[1:]))
+               for name, each in pieces.items()}  # fmt: skip
+    parts = {name: list(map(array_bytes, each)) for name, each in pieces.items()}
+    sums = {name: crc32(each) for name, each in parts.items()}
+    write_tensors(path, form, {**meta, "crc32": sums}, tensors, parts)
 
 
 def read_arrays(path: str | os.PathLike[str], form: str, what: str) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
@@ -273,7 +272,7 @@ def read_arrays(path: str | os.PathLike[str], form: str, what: str) -> tuple[dic
             data = bytearray(file.read(tensor.nbytes))
             if crc32([data]) != sums[name]:
                 raise ValueError(f"`{name}` is damaged")
-            arrays[name] = np.frombuffer(data, numpy_dtype(tensor)).reshape(tensor.shape)
+            arrays[name] = np.frombuffer(data, tensor.numpy_dtype).reshape(tensor.shape)
     return meta, arrays
 
 

@@ -26,12 +26,6 @@ from ..quantizer import Codes, Quantizer
 __all__ = ["FORMAT", "Embeddings", "described", "placed"]
 
 FORMAT = "turboquant-embeddings-1"
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "U8": np.dtype("u1"),
-    "I32": np.dtype("<i4"),
-    "F16": np.dtype("<f2"),
-    "F32": np.dtype("<f4"),
-}
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -136,9 +130,7 @@ class Embeddings:
 
 
 def _array(data: NDArray[Any], tensor: Tensor) -> NDArray[Any]:
-    if tensor.dtype not in _DTYPES:
-        raise ValueError(f"its tensors must be of {', '.join(_DTYPES)}, got {tensor.dtype}")
-    return data[tensor.start : tensor.start + tensor.nbytes].view(_DTYPES[tensor.dtype]).reshape(tensor.shape)
+    return data[tensor.start : tensor.start + tensor.nbytes].view(tensor.numpy_dtype).reshape(tensor.shape)
 
 
 def described(
@@ -162,7 +154,7 @@ def placed(path: str | None, meta: dict[str, Any], tensors: dict[str, Tensor], f
     """Returns the arrays of embeddings to write to: in memory if `path` is None, otherwise mapped from that file. With
     `fresh` the file is made and all its bytes are allocated, so that a full disk shows now."""
     if path is None:
-        return {name: np.zeros(tensor.shape, _DTYPES[tensor.dtype]) for name, tensor in tensors.items()}
+        return {name: np.zeros(tensor.shape, tensor.numpy_dtype) for name, tensor in tensors.items()}
     where = layout(tensors)
     header = header_of(FORMAT, meta, where)
     if fresh:

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..arguments import bounded
-from ..files import Tensor, array_bytes, crc32, existing_file, layout, numpy_dtype, read_header, tensor, write_tensors
+from ..files import Tensor, array_bytes, crc32, existing_file, layout, read_header, tensor, write_tensors
 from ..fingerprints import differences
 from ..kvcache.exact import exact_rows, laid_out
 from ..kvcache.pages import RELEASED, PagePool, PageTable, outside_autograd
@@ -377,7 +377,7 @@ class _Reader:
         """Takes the moments out of `tensors`, and gives them to the cache."""
         arrays: dict[str, NDArray[Any]] = {}
         for name in [name for name in tensors if name.startswith("moments.")]:
-            array = tensors.pop(name).numpy().view(numpy_dtype(places[name]))
+            array = tensors.pop(name).numpy().view(places[name].numpy_dtype)
             arrays[name.removeprefix("moments.")] = array.reshape(places[name].shape)
         moments = Moments.of_arrays(self.header["moments"], arrays)
         moments.check(cache.fingerprint)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from .. import _core
 from ..arguments import bounded, integer_in, quoted
-from ..files import existing_file
+from ..files import existing_file, write_arrays
 from . import file, inputs, refining, storage, training, transform
 from .contents import Contents
 from .inputs import Floats, Ids, id_array
@@ -511,7 +511,7 @@ class Index:
             "lists": self._lists,
             "refine": self._refine,
         }
-        storage.write(path, {**meta, **file.meta_of(now)}, {**more, **file.arrays_of(now)})
+        write_arrays(path, storage.FORMAT, {**meta, **file.meta_of(now)}, {**more, **file.arrays_of(now)})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], mmap: bool = True) -> Index:
@@ -519,8 +519,8 @@ class Index:
         checked now, and every byte by `verify`. Without `mmap` every byte is checked now. FileNotFoundError if there is
         no file, ValueError if it is damaged."""
         name = existing_file(path, "a file of an index")
-        meta, arrays = storage.read(name, mmap)
         try:
+            meta, arrays = storage.read(name, mmap)
             index = cls(*(meta[name] for name in ("dim", "bits", "metric", "seed", "lists", "refine")))
             base = index._contents.transform
             index._contents = file.contents(base, METRICS.index(index._metric), index._lists, meta, arrays)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
-from ..files import Tensor, array_bytes, crc32, numpy_dtype, read_header, tensor, write_tensors
+from ..files import array_bytes, crc32, read_header
 
 ROWS = 16_384  # how many rows `add` encodes at a time, and the room of a segment that grows
 BLOCK = 64  # rows whose leading bits are interleaved (TQ_INDEX_BLOCK in turboquant_index.h)
@@ -233,44 +232,17 @@ def parts(x: Any) -> Iterator[Any]:
     return (x[at : at + ROWS] for at in range(0, len(x), ROWS))
 
 
-def _dtype_name(array: NDArray[Any]) -> str:
-    return "BF16" if array.dtype == np.uint16 else tensor(array).dtype
-
-
-def _numpy_dtype(entry: Tensor) -> np.dtype[Any]:
-    """The dtype of an array; NumPy has no bfloat16, so that its words are read as uint16."""
-    return np.dtype("<u2") if entry.dtype == "BF16" else numpy_dtype(entry)
-
-
-def write(path: str | os.PathLike[str], meta: dict[str, Any], arrays: dict[str, list[NDArray[Any]]]) -> None:
-    """Writes a safetensors file (`files`). Each array is given in parts along its first dimension."""
-    parts = {name: list(map(array_bytes, pieces)) for name, pieces in arrays.items()}
-    tensors = {
-        name: Tensor(_dtype_name(pieces[0]), (sum(map(len, pieces)), *pieces[0].shape[1:]))
-        for name, pieces in arrays.items()
-    }
-    sums = {name: crc32(pieces) for name, pieces in parts.items()}
-    write_tensors(path, FORMAT, {**meta, "crc32": sums}, tensors, parts)
-
-
 def read(path: str, mapped: bool) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """Returns (metadata, arrays) of a file that `write` made. Checks sizes against the file, not bytes (`damaged`)."""
-    try:
-        with open(path, "rb") as file:
-            meta, tensors, start = read_header(file, FORMAT)
-            if mapped:
-                data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))[start:]
-            else:
-                data = memoryview(bytearray(file.read()))
-        arrays = {
-            name: np.frombuffer(data[entry.start : entry.start + entry.nbytes], _numpy_dtype(entry)).reshape(
-                entry.shape
-            )
-            for name, entry in tensors.items()
-        }
-    except ValueError as error:
-        raise ValueError(f"`path` must be a file of an index, got {path!r}: {error}") from None
-    return meta, arrays
+    """Returns (metadata, arrays) of an index's file. Checks sizes against the file, not bytes (`damaged`)."""
+    with open(path, "rb") as file:
+        meta, tensors, start = read_header(file, FORMAT)
+        if mapped:
+            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))[start:]
+        else:
+            data = memoryview(bytearray(file.read()))
+    flat = {name: np.frombuffer(data[one.start : one.start + one.nbytes], one.numpy_dtype)
+            for name, one in tensors.items()}  # fmt: skip
+    return meta, {name: array.reshape(tensors[name].shape) for name, array in flat.items()}
 
 
 def damaged(meta: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> list[str]:
