@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..files import file_name
 from ..models.esm import AMINO_ACIDS
-from ..plot import figure_class
+from ..plot import check_picture, figure_class
 from .scan import Scan
 
 __all__ = ["heat_map"]
@@ -27,8 +26,7 @@ def heat_map(scan: Scan, path: str | os.PathLike[str], *, title: str = "") -> No
     if not isinstance(scan, Scan):
         raise TypeError(f"`scan` must be a Scan, as masked_marginals returns it, got {type(scan).__name__}")
     name = file_name(path)
-    if Path(name).suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"`path` must end in .png, .svg or .pdf, got {name!r}")
+    check_picture(name, "`path`")
     scores = scan.scores
     strips = -(-len(scan.positions) // COLUMNS)
     widest = min(COLUMNS, len(scan.positions))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -84,21 +85,11 @@ def masked_marginals(
     a position outside the protein, TypeError for one that is no integer; RuntimeError for a context whose model has
     changed; NotImplementedError for a model without the head.
     """
-    base = _scannable(model)
-    check_batch_size(batch_size)
-    _check_context(context, shared_context)
-    tokens = tokenise(sequence, model.config)
-    at = _chosen(tokens, positions)
-    batches = [at[i : i + batch_size] for i in range(0, len(at), batch_size)]
-    with torch.no_grad(), routed(base, NAME):
-        if shared_context:
-            cache, protein = _filled(model, sequence, tokens, spec, profile, context)
-            parts = [torch.cat(list(_masked_in(cache, protein, [[p] for p in batch])))
-                     for batch in steps(batches, "scan", "batches", progress)]  # fmt: skip
-        else:
-            parts = [torch.cat(_jointly(model, tokens, [[p] for p in batch]))
-                     for batch in steps(batches, "scan", "batches", progress)]  # fmt: skip
-    return _scan(tokens, at, torch.cat(parts))
+    _scannable(model)
+    at = _chosen(tokenise(sequence, model.config), positions)
+    scans = joint_marginals(model, sequence, [[p] for p in at], shared_context, spec=spec, profile=profile,
+                            context=context, batch_size=batch_size, progress=progress)  # fmt: skip
+    return joined(scans[0].sequence, [(0, scan) for scan in scans])
 
 
 def joint_marginals(
@@ -134,7 +125,11 @@ def joint_marginals(
         filled = _filled(model, sequence, tokens, spec, profile, context) if shared_context else None
         for batch in steps(batches, "scan", "batches", progress):
             logits += _jointly(model, tokens, batch) if filled is None else _masked_in(*filled, batch)
-    return [_scan(tokens, at, said) for at, said in zip(chosen, logits, strict=True)]
+    if not chosen:
+        return []
+    whole, ends = _scan(tokens, tuple(chain(*chosen)), torch.cat(logits)), np.cumsum([len(at) for at in chosen])[:-1]
+    parts = zip(chosen, np.split(whole.log_probabilities, ends), np.split(whole.wild_type, ends), strict=True)
+    return [Scan(whole.sequence, *part) for part in parts]
 
 
 def wild_type_marginals(model: Any, sequence: Letters, positions: Sequence[int] | None = None) -> Scan:
@@ -193,7 +188,7 @@ def _scan(tokens: Sequence[int], at: tuple[int, ...], logits: torch.Tensor) -> S
     return Scan(letters if MASK in tokens else "".join(letters), at, log_p.take(amino_acids, axis=1), wild)
 
 
-def joined(sequence: str, parts: Sequence[tuple[int, Scan]]) -> Scan:
+def joined(sequence: str | tuple[str, ...], parts: Sequence[tuple[int, Scan]]) -> Scan:
     """Joins scans of a protein's windows to one. parts: the first residue of each window, and its scan."""
     positions = tuple(start + p for start, part in parts for p in part.positions)
     log_p = np.concatenate([part.log_probabilities for _, part in parts])
