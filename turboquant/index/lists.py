@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -117,12 +117,6 @@ class Sorted(Segment):
     def list_starts(self) -> Ids:
         return self.starts
 
-    def divided(self, exponent: int) -> Segment:
-        plain = super().divided(exponent)
-        return replace(
-            self, scales=plain.scales, offsets=plain.offsets, _order=None, _noise=None, _factors=None, fine=plain.fine
-        )
-
     def apart(self) -> Segment:
         return self  # it has no room: nothing is ever added to it
 
@@ -143,19 +137,12 @@ def sorted_rows(segments: tuple[Segment, ...], n: int) -> tuple[Segment, ...]:
     to = np.empty(len(lists), np.int64)
     to[np.argsort(lists, kind="stable")] = np.arange(len(lists))
     first, total = segments[0], len(lists)
-    out = Sorted(
-        np.empty((total, first.codes.shape[1]), np.uint8),
-        np.zeros((int((-(-np.diff(starts) // BLOCK)).sum()), *first.signs.shape[1:]), np.uint8),
-        np.empty(total, np.float32),
-        np.empty(total, np.float32),
-        np.empty(total, np.int64),
-        starts=starts,
-    )
+    signs = np.zeros((int((-(-np.diff(starts) // BLOCK)).sum()), *first.signs.shape[1:]), np.uint8)
+    arrays = {**first.each(lambda array: storage.rows_like(array, total)), "lists": None}
+    out = Sorted(**arrays, signs=signs, ids=np.empty(total, np.int64), starts=starts)
     if first.fine is not None:
-        codes = np.empty((total, first.fine.codes.shape[1]), np.uint8)
-        offsets = None if first.fine.offsets is None else np.empty(total, np.float32)
         signs = storage.blocks_of(np.empty((total, 0), np.uint8))
-        out.fine = Segment(codes, signs, np.empty(total, np.float32), offsets, 0)
+        out.fine = Segment(**first.fine.each(lambda array: storage.rows_like(array, total)), signs=signs, ids=0)
     at = 0
     for segment, rows in zip(segments, kept, strict=True):
         for part in storage.parts(rows):  # in parts, to need little memory beside the new segment
@@ -165,15 +152,10 @@ def sorted_rows(segments: tuple[Segment, ...], n: int) -> tuple[Segment, ...]:
 
 
 def _put(out: Sorted, to: Ids, segment: Segment, rows: Ids) -> None:
-    assert out.offsets is not None and segment.offsets is not None and isinstance(out.ids, np.ndarray)
-    out.codes[to] = segment.codes[rows]
+    assert isinstance(out.ids, np.ndarray)
+    out.put(to, segment, rows)
     blocks, lanes = out.places(to)
     out.signs[blocks, :, lanes] = segment.sign_rows(rows)
-    out.scales[to] = segment.scales[rows]
-    out.offsets[to] = segment.offsets[rows]
     out.ids[to] = segment.all_ids[rows]
     if out.fine is not None and segment.fine is not None:
-        out.fine.codes[to] = segment.fine.codes[rows]
-        out.fine.scales[to] = segment.fine.scales[rows]
-        if out.fine.offsets is not None and segment.fine.offsets is not None:
-            out.fine.offsets[to] = segment.fine.offsets[rows]
+        out.fine.put(to, segment.fine, rows)

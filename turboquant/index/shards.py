@@ -141,7 +141,7 @@ def search_shards(
     Raises ValueError or TypeError for wrong arguments, a damaged file, and files that the manifest does not name or
     whose transforms differ; FileNotFoundError for one that is not there.
     """
-    shards = _shards(paths)
+    shards = _read_manifest(paths) if isinstance(paths, str | bytes | os.PathLike) else _listed("paths", paths)
     if executor is not None and not callable(getattr(executor, "submit", None)):
         raise TypeError(f"search_shards: `executor` must be one as in concurrent.futures, got {executor!r:.80}")
     among = None if filter is None else id_array("search_shards", filter, "filter")
@@ -223,12 +223,6 @@ def _check_ids(shards: list[_Shard], opened: list[_Opened]) -> None:
                 raise ValueError(
                     f"shards must have different ids, got {both[0]} in {shards[i].path!r} and {shards[j].path!r}"
                 )
-
-
-def _shards(paths: Any) -> list[_Shard]:
-    if isinstance(paths, str | bytes | os.PathLike):
-        return _read_manifest(paths)
-    return _listed("paths", paths)
 
 
 def _listed(argument: str, paths: Any) -> list[_Shard]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,44 +119,49 @@ class Segment:
         lists: NDArray[np.int32] = self.lists[rows]
         return lists
 
+    def each(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> dict[str, Any]:
+        """Applies `change` to the arrays that have an entry for each row, beside the ids: codes, scales, offsets and
+        lists, by name. None stays None."""
+        arrays = {name: getattr(self, name) for name in _BY_ROW}
+        return {name: None if array is None else change(array) for name, array in arrays.items()}
+
+    def put(self, where: Any, other: Segment, rows: Any = slice(None)) -> None:
+        """Copies these arrays of some rows of another segment, or of all, to the rows `where` of this one."""
+        for name in _BY_ROW:
+            if (array := getattr(self, name)) is not None:
+                array[where] = getattr(other, name)[rows]
+
     def take(self, rows: NDArray[Any]) -> Segment:
         """A copy of some rows."""
-        offsets = None if self.offsets is None else self.offsets[rows]
-        signs = blocks_of(self.sign_rows(rows))
-        lists = None if self.lists is None else self.lists[rows]
         fine = None if self.fine is None else self.fine.take(rows)
-        return Segment(self.codes[rows], signs, self.scales[rows], offsets, self.all_ids[rows], lists=lists, fine=fine)
+        taken = self.each(lambda array: array[rows])
+        return Segment(**taken, signs=blocks_of(self.sign_rows(rows)), ids=self.all_ids[rows], fine=fine)
 
     def divided(self, exponent: int) -> Segment:
         """Returns the rows that the vectors would have, divided by 2^exponent."""
         offsets = None if self.offsets is None else np.ldexp(self.offsets, -2 * exponent)
         scales = np.ldexp(self.scales, -exponent)
         fine = None if self.fine is None else self.fine.divided(exponent)
-        return Segment(self.codes, self.signs, scales, offsets, self.ids, self.allowed, lists=self.lists, fine=fine)
+        return replace(self, scales=scales, offsets=offsets, fine=fine, room=None, **_NOT_COMPUTED)
 
     def apart(self) -> Segment:
         """Returns the same rows without room, so that later additions to this segment do not touch them."""
         if self.room is None:
-            return replace(self, _order=None, _noise=None, _factors=None)
+            return replace(self, **_NOT_COMPUTED)
         copy = self.take(np.arange(len(self)))
-        return replace(copy, ids=_own(self.ids), allowed=self.allowed)
+        return replace(copy, ids=copy.ids if isinstance(self.ids, np.ndarray) else self.ids, allowed=self.allowed)
 
     def followed_by(self, new: Segment) -> Segment | None:
         """Copies new rows into the room behind these, and returns a segment of both; None if they do not fit."""
         room, n, m = self.room, len(self), len(new)
         if room is None or n + m > len(room):
             return None
-        room.codes[n : n + m] = new.codes
+        room.put(slice(n, n + m), new)
         block, lane = divmod(n, BLOCK)  # rows of a new block end one block here and begin the next
         first = room.signs[block : block + len(new.signs), :, lane:]
         first[:] = new.signs[:, :, : BLOCK - lane]
         rest = room.signs[block + 1 : block + 1 + len(new.signs), :, :lane]
         rest[:] = new.signs[: len(rest), :, BLOCK - lane :]
-        room.scales[n : n + m] = new.scales
-        if room.offsets is not None:
-            room.offsets[n : n + m] = new.offsets
-        if room.lists is not None and new.lists is not None:
-            room.lists[n : n + m] = new.lists
         ids = self.ids
         if isinstance(ids, np.ndarray) or isinstance(new.ids, np.ndarray) or (n and ids + n != new.ids):
             assert isinstance(room.ids, np.ndarray)
@@ -167,13 +172,11 @@ class Segment:
         elif not n:
             ids = new.ids
         allowed = None if self.allowed is None else np.concatenate([self.allowed, np.ones(m, np.uint8)])
-        offsets = None if room.offsets is None else room.offsets[: n + m]
         blocks = room.signs[: -(-(n + m) // BLOCK)]
         order = self._order if isinstance(self.ids, np.ndarray) else None
-        lists = None if room.lists is None else room.lists[: n + m]
-        scales = room.scales[: n + m]
         fine = None if self.fine is None or new.fine is None else self.fine.followed_by(new.fine)
-        return Segment(room.codes[: n + m], blocks, scales, offsets, ids, allowed, room, order, lists=lists, fine=fine)
+        rows = room.each(lambda array: array[: n + m])
+        return Segment(**rows, signs=blocks, ids=ids, allowed=allowed, room=room, _order=order, fine=fine)
 
     @property
     def all_ids(self) -> NDArray[np.int64]:
@@ -188,8 +191,13 @@ class Segment:
         return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
 
 
-def _own(ids: NDArray[np.int64] | int) -> NDArray[np.int64] | int:
-    return ids.copy() if isinstance(ids, np.ndarray) else ids
+_BY_ROW = ("codes", "scales", "offsets", "lists")
+_NOT_COMPUTED: dict[str, Any] = {"_order": None, "_noise": None, "_factors": None}  # what follows from the rows
+
+
+def rows_like(array: NDArray[Any], n: int) -> NDArray[Any]:
+    """Returns memory for n rows of such an array."""
+    return np.empty((n, *array.shape[1:]), array.dtype)
 
 
 def blocks_of(sign_rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -212,19 +220,10 @@ def with_room(new: Segment) -> Segment:
 
 def _before(new: Segment) -> Segment:
     """Returns an empty segment with room for the rows of `new` and others."""
-    _, planes, _ = new.signs.shape
-    room = Segment(
-        np.empty((ROWS, new.codes.shape[1]), np.uint8),
-        np.zeros((ROWS // BLOCK, planes, BLOCK), np.uint8),
-        np.empty(ROWS, np.float32),
-        None if new.offsets is None else np.empty(ROWS, np.float32),
-        np.empty(ROWS, np.int64),
-        lists=None if new.lists is None else np.empty(ROWS, np.int32),
-    )
-    offsets = None if room.offsets is None else room.offsets[:0]
-    lists = None if room.lists is None else room.lists[:0]
+    signs = np.zeros((ROWS // BLOCK, *new.signs.shape[1:]), np.uint8)
+    room = Segment(**new.each(lambda array: rows_like(array, ROWS)), signs=signs, ids=np.empty(ROWS, np.int64))
     fine = None if new.fine is None else _before(new.fine)
-    return Segment(room.codes[:0], room.signs[:0], room.scales[:0], offsets, 0, None, room, lists=lists, fine=fine)
+    return Segment(**room.each(lambda array: array[:0]), signs=signs[:0], ids=0, room=room, fine=fine)
 
 
 def parts(x: Any) -> Iterator[Any]:
