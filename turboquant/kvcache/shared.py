@@ -25,14 +25,7 @@ __all__ = ["Common"]
 _write_schedule = torch.ops.turboquant.schedule.default
 
 
-@outside_autograd
-def _integers(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=device)
-
-
-@outside_autograd
-def _new_schedule(batch: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros((ops.schedule_rows(batch, device), 4), dtype=torch.int32, device=device)
+_tensor, _zeros = outside_autograd(torch.tensor), outside_autograd(torch.zeros)
 
 
 @outside_autograd
@@ -134,7 +127,7 @@ class Common:
         device: torch.device,
     ) -> torch.Tensor:
         if known is None or known[1] != padding:
-            return _integers([after - p for p in padding], device)
+            return _tensor([after - p for p in padding], dtype=torch.int32, device=device)
         if device.type == "cpu":  # runs in every step: sums of torch and NumPy take several times as long
             numbers = known[2].numpy().data
             for i, pad in enumerate(padding):
@@ -148,7 +141,7 @@ class Common:
             return None
         known = self._offsets.get((device, more))
         if known is None or known[0] != shifts:
-            offsets = _integers(tuple(shift + more for shift in shifts), device)
+            offsets = _tensor([shift + more for shift in shifts], dtype=torch.int32, device=device)
             known = self._offsets[device, more] = shifts, offsets
         return known[1]
 
@@ -180,7 +173,8 @@ class Common:
         where = (query.device, query.shape, pages.shape[1:], layer.plan.words, sizes)
         written, schedule = self._schedules.get(where, (None, None))
         if schedule is None:
-            schedule = _new_schedule(len(padding), query.device)
+            rows = ops.schedule_rows(len(padding), query.device)
+            schedule = _zeros((rows, 4), dtype=torch.int32, device=query.device)
         step = after, padding, table.shape
         if written != step:
             _write_schedule(layer.plan.words, schedule, query, pages, table, lengths, sinks=layer.sinks,

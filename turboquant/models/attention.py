@@ -32,17 +32,6 @@ class MaskRequest:
     """
 
     ndim = 4  # of the tensor it stands for: models ask whether a mask is [batch, positions]
-    __slots__ = (
-        "_arguments",
-        "_masks",
-        "_padding",
-        "behind",
-        "causal",
-        "last",
-        "local_size",
-        "padding_mask",
-        "positions",
-    )
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.padding_mask: torch.Tensor | None = arguments.get("attention_mask")

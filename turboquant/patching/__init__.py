@@ -14,6 +14,7 @@ import torch
 from ..arguments import quoted
 from ..hf.patching import esm, llama
 from ..measured import Profile
+from ..models.esm import base_of
 from ..models.families import family_of
 from ..models.texts import check_tokenizer
 from ..models.wrappers import base_model, checked_base_model
@@ -133,7 +134,7 @@ def check(model: Any, spec: CacheSpec | str | float = "default") -> None:
 def is_patched(model: Any) -> bool:
     """Whether `patch` has prepared a model, or the base model of a PeftModel, and `unpatch` has not undone that."""
     base = base_model(model)
-    return hasattr(_family(base).state_holder(base), "_turboquant")
+    return hasattr(base_of(base) if family_of(base).proteins else base, "_turboquant")
 
 
 def unpatch(model: _Model) -> _Model:

@@ -21,7 +21,7 @@ from ...models.identity import Identity
 from ...models.routing import Previous, check_route, restore, route
 from ...spec import CacheSpec
 
-__all__ = ["check", "patch", "state_holder", "unpatch"]
+__all__ = ["check", "patch", "unpatch"]
 
 
 @dataclass
@@ -44,11 +44,6 @@ class _Patch:
 def check(model: Any, spec: CacheSpec, profile: Profile | None) -> None:
     """Raises what `patch` raises for a model that cannot be packed in this way."""
     packed_layers(model, spec, profile, measured=False)
-
-
-def state_holder(model: Any) -> Any:
-    """The part of a model that has the state of a patch."""
-    return model.base_model
 
 
 def patch(model: Any, spec: CacheSpec, profile: Profile | None, cuda_graphs: bool, tokenizer: Any) -> None:

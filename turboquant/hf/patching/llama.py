@@ -36,7 +36,7 @@ from ..positions import follow, padding_mask
 from ..refusals import check_model, head_dims_of
 from . import continuation
 
-__all__ = ["check", "patch", "state_holder", "unpatch"]
+__all__ = ["check", "patch", "unpatch"]
 
 _METHOD = "_prepare_cache_for_generation"
 _EXPAND = "expand_kv"  # of attention modules with latents
@@ -115,11 +115,6 @@ def _prepare(model: Any, spec: CacheSpec) -> None:
     for module in attention_modules(model):
         if hasattr(module, _EXPAND):
             setattr(module, _EXPAND, partial(absorbed.pass_on, module))
-
-
-def state_holder(model: Any) -> Any:
-    """The part of a model that has the state of a patch."""
-    return model
 
 
 def unpatch(model: Any) -> None:
