@@ -153,6 +153,8 @@ def calibrate(chosen: argparse.Namespace) -> int:
     check_output(chosen.out, "--out", {"--text": chosen.text, "--fasta": chosen.fasta}, moved=True)
     if chosen.text is chosen.fasta is None and chosen.tokens is not None:
         raise ValueError(f"--tokens must be given with --text or --fasta only, got {chosen.tokens}")
+    from ..models.checkpoint import digest_of
+
     text, proteins = _checked_files(chosen)
     checkpoint = f"{chosen.out}.part"
     if chosen.fasta is None:
@@ -163,7 +165,7 @@ def calibrate(chosen: argparse.Namespace) -> int:
         amount = chosen.tokens, CALIBRATION_TOKENS
         averages = _averages(chosen.bits)
         profile = calibrated(_model(chosen), chosen.fasta, amount, averages, chosen.seed, checkpoint, proteins)
-    profile = dataclasses.replace(profile, checkpoint=_checkpoint(chosen.model))
+    profile = dataclasses.replace(profile, checkpoint=digest_of(chosen.model))
     profile.save(chosen.out)
     Path(checkpoint).unlink(missing_ok=True)  # not before the result is on the disk, which may be full
     size, calibration = Path(chosen.out).stat().st_size, profile.calibration
@@ -198,27 +200,18 @@ def measure(chosen: argparse.Namespace) -> int:
     check_output(chosen.out, "--out", {}, moved=True)
     _check_name(chosen.model)
     from ..evaluation.forecast import measure as run
+    from ..models.checkpoint import digest_of
     from ..models.families import family_of
 
     config = _config(chosen.model)
     model = family_of(config).auto_class(config).from_pretrained(chosen.model, dtype=chosen.dtype).eval()
-    digest = _checkpoint(chosen.model)
+    digest = digest_of(chosen.model)
     out = Path(_kept_profile(digest, chosen.model) if chosen.out is None else chosen.out)
     profile = dataclasses.replace(run(model.to(_device(chosen.device)), budget=True), checkpoint=digest)
     profile.save(out)
     size = out.stat().st_size
     print(f"{out}: {profile.tokens:,} tokens ({profile.source}), {len(profile.layers)} layers, {size:,} bytes")
     return 0
-
-
-def _checkpoint(model: str) -> str:
-    """Returns the digest of the files of a model that has been loaded, "" if they are not safetensors."""
-    from ..models.checkpoint import checkpoint_digest, checkpoint_folder
-
-    try:
-        return checkpoint_digest(checkpoint_folder(model))
-    except FileNotFoundError:
-        return ""
 
 
 def _kept_profile(digest: str, model: str) -> Path:

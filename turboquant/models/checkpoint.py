@@ -15,7 +15,7 @@ from operator import index
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["checkpoint_digest", "checkpoint_folder", "profile_file"]
+__all__ = ["checkpoint_digest", "checkpoint_folder", "digest_of", "profile_file"]
 
 _RUNS, _RUN = 8, 64  # runs of a large tensor that count, and bytes of each
 _WHOLE = 1024
@@ -52,6 +52,15 @@ def checkpoint_digest(folder: str | os.PathLike[str]) -> str:
     for name in sorted(tensors):
         digest.update(f"\n{name} ".encode(errors="surrogatepass") + tensors[name])
     return digest.hexdigest()[:32]
+
+
+def digest_of(model: str, revision: str | None = None) -> str:
+    """The digest of the files of a model, a folder or a name on the hub; "" if they are not there or not safetensors.
+    Raises ValueError for damaged files."""
+    try:
+        return checkpoint_digest(checkpoint_folder(model, revision))
+    except FileNotFoundError:
+        return ""
 
 
 def profile_file(digest: str) -> Path | None:

@@ -12,7 +12,7 @@ import torch
 
 from ..kvcache.transforms import layer_transforms, random_rotation
 from ..measured.profile import Profile, used_by
-from ..models.checkpoint import checkpoint_digest, checkpoint_folder, profile_file
+from ..models.checkpoint import digest_of, profile_file
 from ..models.identity import describe
 from ..plan import Plan
 from ..spec import CacheSpec
@@ -39,13 +39,13 @@ def find_profile(settings: Settings, model: str, revision: str | None, dummy: bo
     make = f"`turboquant measure {model}` makes it"
     if settings.profile != FIND:
         profile = Profile.of(settings.profile)
-        if profile.checkpoint and not dummy and (own := _digest(model, revision)) and own != profile.checkpoint:
+        if profile.checkpoint and not dummy and (own := digest_of(model, revision)) and own != profile.checkpoint:
             raise ValueError(f'"profile" of turboquant must be of the model {model!r}, got one of another checkpoint: '
                              f"{settings.profile!r}; {make}")  # fmt: skip
         return profile
     if dummy:
         raise ValueError('"profile" of turboquant must name a file for load_format="dummy", which has no checkpoint')
-    digest = _digest(model, revision)
+    digest = digest_of(model, revision)
     if not digest:
         raise ValueError(f'"profile" of turboquant must name a file: {model!r} has no safetensors files to find one '
                          f"by; `turboquant measure {model} -o FILE` makes it")  # fmt: skip
@@ -55,13 +55,6 @@ def find_profile(settings: Settings, model: str, revision: str | None, dummy: bo
         raise ValueError(f"turboquant has no profile of the model {model!r}: {where}; {make}, or \"profile\": null "
                          "packs without wave and metric, which costs quality")  # fmt: skip
     return Profile.load(file)
-
-
-def _digest(model: str, revision: str | None) -> str:
-    try:
-        return checkpoint_digest(checkpoint_folder(model, revision))
-    except FileNotFoundError:
-        return ""
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,10 @@ class Held:
 
 
 class _Table:
-    """Rows by block, in the order of their last use."""
+    """Rows of `size` tokens by block, in the order of their last use."""
 
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
+    def __init__(self, rows: int, size: int) -> None:
+        self.rows, self.size = rows, size
         self.of: dict[int, Held] = {}
         self._free = list(range(rows))
 
@@ -62,10 +62,6 @@ class _Table:
 class Sinks(_Table):
     """Rows of the first `size` tokens of sequences."""
 
-    def __init__(self, rows: int, size: int) -> None:
-        super().__init__(rows)
-        self.size = size
-
     def written(self, block: int, start: int, stop: int) -> int:
         """Notes that tokens start..stop - 1 of a sequence are written to its first block. Returns the row that takes
         those below `size`, or -1 if the block has no row with the tokens before them."""
@@ -87,10 +83,6 @@ class Sinks(_Table):
 
 class Tails(_Table):
     """Rows of the last `size` tokens that were written to a page."""
-
-    def __init__(self, rows: int, size: int) -> None:
-        super().__init__(rows)
-        self.size = size
 
     def written(self, block: int, start: int, stop: int) -> Held:
         """Notes that tokens start..stop - 1 of a page are written, and returns the row that takes them. A start before
