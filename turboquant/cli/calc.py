@@ -16,6 +16,8 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..arguments import BOUNDS, bounded
 from ..named_specs import named_or_bits
 from ..plot import check_picture, lines
@@ -180,11 +182,7 @@ def _line(points: list[int], times: tuple[float, ...], at: float) -> float:
     """Interpolates (points, times) at a place: constant before the first point, proportional beyond the last."""
     if at >= points[-1]:
         return times[-1] * at / points[-1]
-    for i in range(1, len(points)):
-        if at < points[i]:
-            share = max(0.0, at - points[i - 1]) / (points[i] - points[i - 1])
-            return times[i - 1] + share * (times[i] - times[i - 1])
-    raise AssertionError
+    return float(np.interp(at, points, times))
 
 
 # ---- the command ----

@@ -16,9 +16,10 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice, tee
 from typing import Any
 
 import numpy as np
@@ -334,9 +335,10 @@ def _free_running(
     with Progress("generate", len(prompts) * len(specs), "texts", progress) as shown:
         for start in range(0, len(prompts), batch):
             ids = prompts[start : start + batch]
-            full = _Items(_greedy(model, ids, DynamicCache(config=model.config)))
+            full = _greedy(model, ids, DynamicCache(config=model.config))
             for name in specs:
-                equal[name] += _until_parted(full, _greedy(model, ids, caches(name)), len(ids), tokens)
+                full, again = tee(full)  # each token is computed once, when the first of them reads it
+                equal[name] += _until_parted(again, _greedy(model, ids, caches(name)), len(ids), tokens)
                 shown.add(len(ids))
     return {name: FreeRunning(prompts.shape[1], tokens, tuple(each)) for name, each in equal.items()}
 
@@ -349,23 +351,11 @@ def _greedy(model: Any, ids: torch.Tensor, cache: Any) -> Iterator[torch.Tensor]
         yield ids[:, 0].cpu()
 
 
-class _Items:
-    """The items of an iterator by index, each computed when it is first read."""
-
-    def __init__(self, source: Iterator[torch.Tensor]) -> None:
-        self.source, self.items = source, list[torch.Tensor]()
-
-    def __getitem__(self, i: int) -> torch.Tensor:
-        while len(self.items) <= i:
-            self.items.append(next(self.source))
-        return self.items[i]
-
-
-def _until_parted(full: _Items, packed: Iterator[torch.Tensor], rows: int, tokens: int) -> list[int]:
+def _until_parted(full: Iterable[torch.Tensor], packed: Iterable[torch.Tensor], rows: int, tokens: int) -> list[int]:
     """Returns for each row how many tokens are equal before the first that differs, at most `tokens`."""
     together, equal = torch.ones(rows, dtype=torch.bool, device="cpu"), [0] * rows
-    for i in range(tokens):
-        together &= full[i] == next(packed)
+    for one, other in islice(zip(full, packed), tokens):
+        together &= one == other
         if not together.any():
             break
         equal = [n + int(alike) for n, alike in zip(equal, together)]

@@ -6,6 +6,7 @@ with the moments, and from costs (`forecast`). NumPy.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -148,11 +149,8 @@ class _Choice:
 
     def first(self, holds: Callable[[int], bool]) -> int | None:
         """The least step for which `holds` is true; None if there is none. It must stay true for larger steps."""
-        low, high = self.steps[0], self.steps[-1] + 1
-        while low < high:
-            half = (low + high) // 2
-            low, high = (low, half) if holds(half) else (half + 1, high)
-        return low if low in self.steps else None
+        at = bisect_left(self.steps, True, key=holds)
+        return self.steps[at] if at < len(self.steps) else None
 
     def widths(self, step: int) -> Widths:
         """[layers, 2]. Layers of a kind share the average, so that it holds for contexts of every length."""
