@@ -23,7 +23,6 @@ from .. import _core
 from ..files import cache_folder
 from ..measured.moments import RANDOM_IDS, LayerMoments, Moments
 from ..measured.profile import FORMAT, Profile
-from ..models.esm import base_of
 from ..models.families import SINKS, family_of
 from ..models.identity import describe, fingerprint, weight_sums
 from ..models.kinds import packed_indices, sources_of
@@ -80,8 +79,7 @@ def measure_model(
         also = ", and backward over some of them" if costs else ""
         log.info("%s runs over %s tokens%s, to measure its moments%s", name, seen, also, where)
         parts = _weighted(ids, 1.0)
-        layers = _of_proteins(base, parts) if family.proteins else _measured(base, parts, limit)
-        moments = Moments(layers, mark, sum(map(_counted, ids)), source)
+        moments = Moments(_measured(base, parts, limit), mark, sum(map(_counted, ids)), source)
     if costs:
         moments = with_costs(dataclasses.replace(moments, no_costs=""), base, cost_texts(base, tokenizer, drawn))
         if moments.no_costs and source != RANDOM_IDS:
@@ -99,8 +97,7 @@ def measure_with_text(model: Any, windows: Sequence[torch.Tensor], tokenizer: An
     family = family_of(base)
     ids, _ = family.sample(base, None if family.proteins else tokenizer, None, limit)
     parts = [*_weighted(ids, 0.5), *_weighted(windows, 0.5)]
-    layers = _of_proteins(base, parts) if family.proteins else _measured(base, parts, limit)
-    return Moments(layers, fingerprint(base), sum(_counted(part) for part, _ in parts), source)
+    return Moments(_measured(base, parts, limit), fingerprint(base), sum(_counted(part) for part, _ in parts), source)
 
 
 def positions_of(model: Any) -> int:
@@ -149,10 +146,14 @@ def _measured(model: Any, parts: Sequence[tuple[torch.Tensor, float]], limit: in
     means: list[tuple[torch.Tensor, torch.Tensor]] = []  # their weighted sums over the parts so far
     slots: list[Any] = []
     with torch.random.fork_rng(sorted(cuda)), tapped(model) as tap:
-        rotaries = probe(tap, body, parts[0][0], run, limit)
         sources = sources_of(text_config(model))
         own = packed_indices(text_config(model))
         layers = len(own) + sum(source != i for i, source in enumerate(sources))
+        if family_of(model).proteins:
+            known = Rotary.of_esm(model.config.hidden_size // model.config.num_attention_heads)
+            rotaries: list[Rotary | None] = [known] * layers
+        else:
+            rotaries = probe(tap, body, parts[0][0], run, limit)
         if len(rotaries) != layers:
             raise NotImplementedError(f"{type(model).__name__} cannot be measured: the attention of {len(rotaries)} of "
                                       f"its {layers} layers goes through AttentionInterface")  # fmt: skip
@@ -161,8 +162,8 @@ def _measured(model: Any, parts: Sequence[tuple[torch.Tensor, float]], limit: in
             module: torch.nn.Module, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
         ) -> None:
             shown.add()
-            known = rotaries[len(sums)] or Rotary.none()
-            sums.append(_sums(query[0, :, SINKS:], key[0, :, SINKS:], known))
+            rotary = rotaries[len(sums)] or Rotary.none()
+            sums.append(_sums(query[0, :, SINKS:], key[0, :, SINKS:], rotary))
             slots.append(getattr(module, "layer_idx", None))
 
         tap.hook = hook
@@ -184,28 +185,6 @@ def _measured(model: Any, parts: Sequence[tuple[torch.Tensor, float]], limit: in
     return tuple(
         _layer(i, rotaries[calls[0]], means[calls[0]][0], moment)
         for i, (calls, moment) in enumerate(zip(readers, moments))
-    )
-
-
-def _of_proteins(model: Any, parts: Sequence[tuple[torch.Tensor, float]]) -> tuple[LayerMoments, ...]:
-    """Does the same for an ESM-2 model, which reads one protein after the other."""
-    base = base_of(model)
-    known = Rotary.of_esm(model.config.hidden_size // model.config.num_attention_heads)
-    of_layers: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(describe(model.config)["layers"])]
-
-    def hook(module: torch.nn.Module, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        shown.add()
-        of_layers[layer].append(_sums(query[0, :, SINKS:], key[0, :, SINKS:], known))
-
-    with tapped(base) as tap, Progress("moments", len(parts) * len(of_layers), "layers") as shown:
-        tap.hook = hook
-        for ids, _ in parts:
-            base(input_ids=ids.to(device_of(base)))
-        tap.hook = None
-    shares = [share for _, share in parts]
-    return tuple(
-        _layer(i, known, *(sum(share * one for share, one in zip(shares, sums)) for sums in zip(*each)))
-        for i, each in enumerate(of_layers)
     )
 
 
