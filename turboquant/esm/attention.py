@@ -8,6 +8,7 @@ arguments down to here.) With neither `_turboquant` nor a context, attention is 
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -16,13 +17,16 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from ..kvcache.transforms import layer_transforms, random_rotation
-from ..measured import Calibration, Moments
+from ..measured import Calibration, Moments, Profile, used_by
+from ..measuring.used import moments_for
 from ..models.attention import Call, own_attention, refuse_transforms, without_gradient
+from ..models.esm import attentions, checked_model
+from ..models.identity import fingerprint
 from ..ops import PackedKV
 from ..plan import PAGE_TOKENS
 from ..spec import CacheSpec
 
-__all__ = ["NAME", "Context", "PackedAttention", "Pass", "attend", "attention", "store"]
+__all__ = ["NAME", "Context", "PackedAttention", "Pass", "attend", "attention", "packed_layers", "store"]
 
 NAME = "turboquant_esm"
 
@@ -120,6 +124,27 @@ class PackedAttention:
         out, _ = attend(call.query, kv, head_dim**-0.5 if call.scaling is None else call.scaling)
         dense: torch.Tensor = out.transpose(1, 2).contiguous()
         return dense
+
+
+def packed_layers(
+    model: Any, spec: CacheSpec, profile: Profile | str | os.PathLike[str] | None = None, measured: bool = True
+) -> list[PackedAttention]:
+    """Returns how each layer packs. Raises what `turboquant.patch` raises for a model that cannot be packed this way.
+
+    profile    None: moments are those that the model was patched with, or are measured now
+    measured   False: moments are not looked for, and nothing is ready to run. Without a profile, the weights may then
+               be on the meta device
+    """
+    modules = attentions(checked_model(model))
+    loaded = None if profile is None else Profile.of(profile)
+    if loaded is not None:
+        loaded.check(fingerprint(model))
+    specs, calibration, moments = used_by(spec, loaded, len(modules))
+    layer_moments = moments_for(model, specs, moments) if measured else None
+    return [
+        PackedAttention(i, module.attention_head_size, one, calibration if one.calibrated else None, layer_moments)
+        for i, (module, one) in enumerate(zip(modules, specs))
+    ]
 
 
 def real_tokens(mask: torch.Tensor | None, batch: int, tokens: int) -> torch.Tensor | None:

@@ -30,9 +30,8 @@ from ..models.esm import attentions, check_batch_size, checked_model, embed, int
 from ..models.routing import routed
 from ..named_specs import resolve
 from ..spec import CacheSpec
-from .attention import NAME, Pass, plain_attention, store
+from .attention import NAME, Pass, packed_layers, plain_attention, store
 from .graph import StepGraphs
-from .layers import packed_layers
 from .reading import Copy, Reading, Shape, described
 from .store import Store, empty
 

@@ -27,8 +27,7 @@ from ..plan import PAGE_TOKENS
 from ..progress import Progress
 from ..spec import CacheSpec
 from ..tables import html, measures
-from .attention import NAME, PackedAttention, Pass, plain_attention
-from .layers import packed_layers
+from .attention import NAME, PackedAttention, Pass, packed_layers, plain_attention
 
 __all__ = ["ProteinEvaluation", "cosine_losses", "evaluate", "protein_batches"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..kvcache.latent import LatentStorage
+from ..kvcache.pieces import LatentStorage
 from ..kvcache.shared import Common
 from ..models.attention import refuse_transforms, without_gradient
 from ..spec import CacheSpec

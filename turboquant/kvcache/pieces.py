@@ -1,17 +1,21 @@
 """The storage of a layer whose keys and values are not two vectors of one size: it has latents, or values that are
 narrower or wider than keys. What is stored for a token and a KV head is cut into pieces of equal size, which are packed
-as heads of keys without values."""
+as heads of keys without values. Sinks and window keep exact ones."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
 
 from ..plan import Plan
 from ..spec import AUTO, CacheSpec
 from .shared import Common
 from .storage import LayerStorage
 
-__all__ = ["PieceStorage", "pieces_spec"]
+__all__ = ["LatentStorage", "PieceStorage", "pieces_spec"]
+
+_dequantize = torch.ops.turboquant.dequantize.default
 
 
 def pieces_spec(spec: CacheSpec, unequal: bool = False) -> CacheSpec:
@@ -52,3 +56,29 @@ class PieceStorage(LayerStorage):
         plan = self.spec.plan(head_dim)
         return Plan(head_dim, plan.key, group=plan.group, codebook=plan.codebook, scale=plan.scale, seed=plan.seed,
                     tries=plan.tries)  # fmt: skip
+
+
+class LatentStorage(PieceStorage):
+    """The latents and rotary parts of a layer with latent attention (MLA), [batch, heads, tokens, head_dim]. All heads
+    of the model share them; the model itself expands them to keys and values. Padding is stored like other tokens,
+    because the model reads all of them."""
+
+    def history(self) -> list[torch.Tensor]:
+        """Returns all stored tokens, decoded, in consecutive parts: each [batch, heads, tokens, head_dim]."""
+        sinks = min(self.spec.sinks, self.tokens)
+        window = min(self.spec.window, self.tokens - sinks)
+        packed = self.tokens - sinks - window
+        parts = []
+        if sinks and self.sink_k is not None:
+            parts.append(self.sink_k[:, :, :sinks])
+        if packed:
+            assert self.table is not None
+            with self.table.pool.lock:  # forks may add pages
+                pages, table = self.pages, self.block_table
+            counts = torch.full((len(self.padding),), packed, dtype=torch.int32, device=self.device)
+            parts.append(_dequantize(self.plan.words, pages, table, counts, packed, sinks=self.spec.sinks,
+                                     dtype=self.dtype, **self.transforms)[0])  # fmt: skip
+        if window and self.window_k is not None:
+            rows = torch.arange(self.tokens - window, self.tokens, device=self.device) % self.window_k.shape[2]
+            parts.append(self.window_k.index_select(2, rows))
+        return parts

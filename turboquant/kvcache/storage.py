@@ -14,10 +14,10 @@ import torch
 from ..spec import CacheSpec
 from .attend import attend_in_parts, reads_in_parts
 from .pages import outside_autograd
-from .prompt import prompt_rotations
 from .rewind import PastWindows
 from .room import LayerRoom
 from .shared import Common
+from .transforms import prompt_rotations
 
 __all__ = ["LayerStorage"]
 

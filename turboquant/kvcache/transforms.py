@@ -1,5 +1,6 @@
 """The transforms of a layer's vectors, as operators take them (`turboquant.operators`, "transforms"). They are made
-once for each layer and device, and shared by all caches of a calibration and moments."""
+once for each layer and device, and shared by all caches of a calibration and moments. `prompt_rotations` finds the
+outlier channels of a cache with `outliers="prompt"` in the first forward of its sequences."""
 
 from __future__ import annotations
 
@@ -7,9 +8,11 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from .. import _core
 from ..matrices import is_split, side_matrix, split_rotation
 from ..measured import Calibration, Moments
 from ..measured.kmeans import LEVELS
@@ -17,7 +20,7 @@ from ..spec import CacheSpec, group_widths
 from ..transforms import transforms
 from .pages import outside_autograd
 
-__all__ = ["layer_transforms", "random_rotation"]
+__all__ = ["layer_transforms", "prompt_rotations", "random_rotation"]
 
 _SIDES = ("key", "value")
 # The fields of a spec that its transforms depend on.
@@ -140,3 +143,29 @@ def _of_calibration(
         columns = LEVELS + (side == "key" and spec.sketch == "sign")
         arrays[f"{side}_steps"] = calibration.tables[layer][i, :, :columns]
     return arrays
+
+
+def _numbers(x: torch.Tensor) -> torch.Tensor:
+    """Converts x to float32. Numbers that are not finite or too large are replaced as `append` does on CUDA, so that
+    they do not spoil sums. On a CPU `append` refuses them."""
+    return x.to(torch.float32).nan_to_num(0.0, 0.0, 0.0).clamp_(-_core.MAX_INPUT, _core.MAX_INPUT)
+
+
+@outside_autograd
+def prompt_rotations(
+    spec: CacheSpec, key: torch.Tensor, value: torch.Tensor, padding: tuple[int, ...]
+) -> dict[str, torch.Tensor]:
+    """Rotations that split off outlier channels, by side: float32 [kv_heads, rows, head_dim], on the device of `key`.
+    Outliers have the largest mean squares over the first `outlier_tokens` real tokens of each sequence, taken together.
+
+    key, value   [batch, kv_heads, tokens, head_dim]; padding in front of each sequence is not counted
+    """
+    rotations = {}
+    for side, x in (("key", key), ("value", value)):
+        if not is_split(spec, side):
+            continue
+        squares = [_numbers(x[b, :, pad : pad + spec.outlier_tokens]).square().sum(1) for b, pad in enumerate(padding)]
+        rotation = split_rotation(spec, side, torch.stack(squares).sum(0).cpu().numpy())
+        matrix = side_matrix(spec, side, key.shape[-1], rotation)
+        rotations[side] = torch.from_numpy(np.ascontiguousarray(matrix)).to(key.device)
+    return rotations

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from ...esm.attention import NAME, Pass
-from ...esm.layers import packed_layers
+from ...esm.attention import NAME, Pass, packed_layers
 from ...measured import Moments, Profile
 from ...measuring.used import warn_of_changes
 from ...models.esm import attentions, checked_model
