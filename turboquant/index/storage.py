@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,6 @@ class Segment:
     # Ids that are not removed, ascending; their rows; and how many of the first rows both cover. `find` compares the
     # other rows one by one, so that adding a row does not need a new sort.
     _order: tuple[NDArray[np.int64], NDArray[np.int64], int] | None = None
-    _noise: NDArray[np.int64] | None = None
-    _factors: NDArray[np.float32] | None = None
     lists: NDArray[np.int32] | None = None  # [n], the list of each row; None without lists
     fine: Segment | None = None  # the same rows by `Transform.fine`; its `allowed` and `ids` are not used
 
@@ -71,21 +70,17 @@ class Segment:
             at_rows = np.where(same.any(axis=1), covered + same.argmax(axis=1), at_rows)
         return at_rows
 
-    @property
+    @cached_property
     def noise(self) -> NDArray[np.int64]:
         """The number of rows by binary exponent of the scale and noise class (turboquant_index.h), [256, 8]."""
-        if self._noise is None:
-            scales = self.scales if self.allowed is None else self.scales[self.allowed != 0]
-            words = np.ascontiguousarray(scales).view(np.uint32)
-            self._noise = np.bincount((words >> 23 & 255) << 3 | words & 7, minlength=2048).reshape(256, 8)
-        return self._noise
+        scales = self.scales if self.allowed is None else self.scales[self.allowed != 0]
+        words = np.ascontiguousarray(scales).view(np.uint32)
+        return np.bincount((words >> 23 & 255) << 3 | words & 7, minlength=2048).reshape(256, 8)
 
-    @property
+    @cached_property
     def factors(self) -> NDArray[np.float32]:
         """The factors that a search needs of each block (tq_index_factors in turboquant_index.h), [blocks, 2]."""
-        if self._factors is None:
-            self._factors = _core.index_factors(self.scales, self.offsets, self.list_starts())
-        return self._factors
+        return _core.index_factors(self.scales, self.offsets, self.list_starts())
 
     def list_starts(self) -> NDArray[np.int64] | None:
         """The first row of each list, then n, if rows are sorted by list, otherwise None."""
@@ -102,7 +97,7 @@ class Segment:
         """Returns the same segment with some more rows removed."""
         allowed = np.ones(len(self), np.uint8) if self.allowed is None else self.allowed.copy()
         allowed[rows] = 0
-        return replace(self, allowed=allowed, _order=None, _noise=None)
+        return replace(self, allowed=allowed, _order=None)
 
     def sign_rows(self, rows: NDArray[Any] | None = None) -> NDArray[np.uint8]:
         """Returns leading bits row after row, [n, planes]."""
@@ -142,12 +137,12 @@ class Segment:
         offsets = None if self.offsets is None else np.ldexp(self.offsets, -2 * exponent)
         scales = np.ldexp(self.scales, -exponent)
         fine = None if self.fine is None else self.fine.divided(exponent)
-        return replace(self, scales=scales, offsets=offsets, fine=fine, room=None, **_NOT_COMPUTED)
+        return replace(self, scales=scales, offsets=offsets, fine=fine, room=None, _order=None)
 
     def apart(self) -> Segment:
         """Returns the same rows without room, so that later additions to this segment do not touch them."""
         if self.room is None:
-            return replace(self, **_NOT_COMPUTED)
+            return replace(self, _order=None)
         copy = self.take(np.arange(len(self)))
         return replace(copy, ids=copy.ids if isinstance(self.ids, np.ndarray) else self.ids, allowed=self.allowed)
 
@@ -192,7 +187,6 @@ class Segment:
 
 
 _BY_ROW = ("codes", "scales", "offsets", "lists")
-_NOT_COMPUTED: dict[str, Any] = {"_order": None, "_noise": None, "_factors": None}  # what follows from the rows
 
 
 def rows_like(array: NDArray[Any], n: int) -> NDArray[Any]:
