@@ -40,6 +40,7 @@ _EXAMPLES = {
     "doctor": "doctor HuggingFaceTB/SmolLM2-135M-Instruct",
     "calc": "calc llama-3.1-8b --batch 8 --memory 40GB --gpu h200",
     "presets": "presets",
+    "demo": "demo --prompt-tokens 512",
     "measure": "measure HuggingFaceTB/SmolLM2-135M-Instruct --out smollm2.profile",
     "calibrate": "calibrate HuggingFaceTB/SmolLM2-135M-Instruct --out smollm2.safetensors",
     "eval": "eval HuggingFaceTB/SmolLM2-135M-Instruct --text book.txt --spec default,compact",
@@ -58,11 +59,11 @@ def _missing(error: ImportError, command: str) -> str:
     return f"{error}; {command} needs: pip install 'turboquant-attention[{extra}]'"
 
 
-def demo(arguments: Sequence[str]) -> int:
-    """Run the demonstration, which has options of its own."""
-    from .demo import main as run
+def demo(chosen: argparse.Namespace) -> int:
+    """Run the demonstration."""
+    from .demo import demo as run
 
-    return run(arguments)
+    return run(chosen.prompt_tokens, chosen.tokens, chosen.seed)
 
 
 def _checked_files(chosen: argparse.Namespace) -> tuple[str, Entries | None]:
@@ -540,8 +541,11 @@ def make_parser() -> argparse.ArgumentParser:
     _add_calc(commands)
     one = commands.add_parser("presets", help="all presets: their bits, exact tokens and what they need")
     one.set_defaults(run=lambda chosen: print_presets())
-    # No help of its own: `demo --help` is answered by the demo.
-    commands.add_parser("demo", help="a passage continued through packed caches of 4, 3 and 2 bits", add_help=False)
+    one = commands.add_parser("demo", help="a passage continued through packed caches of 4, 3 and 2 bits")
+    one.add_argument("--prompt-tokens", type=int, metavar="N", default=1024, help="of the prompt (default 1024)")
+    one.add_argument("--tokens", type=int, metavar="N", default=96, help="to generate for each row (default 96)")
+    one.add_argument("--seed", type=int, metavar="N", default=0, help="of the sampling (default 0)")
+    one.set_defaults(run=demo)
     one = commands.add_parser(
         "measure", help="measure a model once, for the wave and the metric of presets: its profile"
     )
@@ -651,14 +655,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if getattr(sys, stream) is None:  # Python started with it closed
             setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
     parser = make_parser()
-    chosen, rest = parser.parse_known_args(words)
-    if rest and chosen.command != "demo":
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    chosen = parser.parse_args(words)
     try:
         with warnings.catch_warnings():
             if not sys.warnoptions:  # -W and PYTHONWARNINGS want warnings as Python shows them
                 warnings.showwarning = _show
-            status = _run(parser, chosen, words, rest)
+            status = _run(parser, chosen, words)
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader, such as head, has closed the pipe
@@ -697,12 +699,12 @@ def _show(
         sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
 
 
-def _run(parser: argparse.ArgumentParser, chosen: argparse.Namespace, words: Sequence[str], rest: Sequence[str]) -> int:
+def _run(parser: argparse.ArgumentParser, chosen: argparse.Namespace, words: Sequence[str]) -> int:
     if chosen.command == "info" and chosen.kernels is None and not (chosen.gpu or chosen.moments):
         return info()
     try:
         check_options(chosen.command, chosen)
-        return demo(rest) if chosen.command == "demo" else int(chosen.run(chosen))
+        return int(chosen.run(chosen))
     except BrokenPipeError:
         raise
     except ImportError as error:

@@ -14,11 +14,8 @@ run:
 
 from __future__ import annotations
 
-import argparse
-import sys
 import textwrap
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,7 +29,6 @@ from transformers.generation.streamers import BaseStreamer
 
 import turboquant
 
-from ..arguments import check_options
 from ..hf.cache import TurboQuantCache
 from ..hf.notices import quiet
 from ..models.names import CACHE
@@ -41,7 +37,7 @@ from ..progress import Progress
 from ..spec import CacheSpec
 from ..tables import table
 
-__all__ = ["main"]
+__all__ = ["demo"]
 
 PASSAGE = "a_christmas_carol.txt"  # its first line says where it is from
 
@@ -163,35 +159,24 @@ def _print_table(measured: list[_Measured]) -> None:
     print(f"\n{table(lines)}")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the demo and prints its results. arguments: of the command line, without the program's name."""
-    parser = argparse.ArgumentParser(prog="turboquant demo", description="A small model writes from packed caches.",
-                                     epilog="example: turboquant demo --prompt-tokens 512")  # fmt: skip
-    parser.add_argument("--prompt-tokens", type=int, default=1024, help="tokens of the prompt (default 1024)")
-    parser.add_argument("--tokens", type=int, default=96, help="tokens to generate for each row (default 96)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
-    options = parser.parse_args(arguments)
-    try:
-        check_options("demo", options)
-    except ValueError as error:
-        parser.error(str(error))
+def demo(prompt: int, tokens: int, seed: int) -> int:
+    """Runs the demo with a prompt of so many tokens, and prints its results. tokens: to generate for each row."""
     files = folder()
     source, passage = (files / PASSAGE).read_text(encoding="utf-8").split("\n\n", 1)
     tokenizer = Tokenizer.from_file(str(files / "tokenizer.json"))
     ids = torch.tensor([tokenizer.encode(passage).ids])
-    if options.prompt_tokens > ids.shape[1]:
-        parser.error(f"--prompt-tokens must be in 2..{ids.shape[1]}, what the passage has, got {options.prompt_tokens}")
+    if prompt > ids.shape[1]:
+        raise ValueError(f"--prompt-tokens must be in 2..{ids.shape[1]}, what the passage has, got {prompt}")
 
     transformers_logging.disable_progress_bar()
     model = LlamaForCausalLM.from_pretrained(files, dtype=torch.bfloat16).eval()
     turboquant.patch(model)
     started = time.perf_counter()
     with torch.inference_mode(), quiet(model):
-        measured = _measure(model, ids, options.prompt_tokens, options.tokens, options.seed)
+        measured = _measure(model, ids, prompt, tokens, seed)
 
-    start = max(0, options.prompt_tokens - 60)
-    ending = tokenizer.decode(ids[0, start : options.prompt_tokens].tolist())
-    print(f"{source}\nThe end of the prompt of {options.prompt_tokens} tokens:\n{_paragraph('... ' + ending)}")
+    ending = tokenizer.decode(ids[0, max(0, prompt - 60) : prompt].tolist())
+    print(f"{source}\nThe end of the prompt of {prompt} tokens:\n{_paragraph('... ' + ending)}")
     for row, text, _ in measured:
         if row.show_text:
             print(f"\n{row.name}:\n{_paragraph(tokenizer.decode(text.tolist()))}")
@@ -204,7 +189,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"agreement: {ids.shape[1]} tokens of the passage. {time.perf_counter() - started:.0f} s in all."
     )
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
