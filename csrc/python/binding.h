@@ -129,36 +129,15 @@ int read_arguments(const char *op, PyObject *args, PyObject *kwargs, const argum
 
 /* ---- the functions of the module; PyDoc texts stand with them ---- */
 #define FUNCTION(name) PyObject *py_##name(PyObject *module __attribute__((unused)), PyObject *args, PyObject *kwargs)
-#define BINDING(name)                                                                                                  \
+/* clang-format off */
+#define EACH_FUNCTION(_)                                                                                               \
+    _(status_message) _(codebook) _(random) _(haar) _(gaussian) _(record_bytes) _(plan_info) _(new_pages)              \
+    _(rotate) _(append) _(attend) _(merge) _(dequantize) _(dot) _(index_assign) _(index_encode)                        \
+    _(index_decode) _(index_step) _(index_lead_error) _(index_factors) _(index_search) _(index_scores)                 \
+    _(index_scores_of) _(isa) _(isa_available) _(set_isa) _(kernel_name) _(num_threads) _(set_num_threads)
+/* clang-format on */
+#define DECLARE(name)                                                                                                  \
     FUNCTION(name);                                                                                                    \
-    extern const char doc_##name[]
-BINDING(status_message);
-BINDING(codebook);
-BINDING(random);
-BINDING(haar);
-BINDING(gaussian);
-BINDING(record_bytes);
-BINDING(plan_info);
-BINDING(new_pages);
-BINDING(rotate);
-BINDING(append);
-BINDING(attend);
-BINDING(merge);
-BINDING(dequantize);
-BINDING(dot);
-BINDING(index_assign);
-BINDING(index_encode);
-BINDING(index_decode);
-BINDING(index_step);
-BINDING(index_lead_error);
-BINDING(index_factors);
-BINDING(index_search);
-BINDING(index_scores);
-BINDING(index_scores_of);
-BINDING(isa);
-BINDING(isa_available);
-BINDING(set_isa);
-BINDING(kernel_name);
-BINDING(num_threads);
-BINDING(set_num_threads);
+    extern const char doc_##name[];
+EACH_FUNCTION(DECLARE)
 #endif

@@ -3,39 +3,8 @@
 #define TURBOQUANT_IMPORTS_NUMPY
 #include "binding.h"
 
-#define ROW(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_VARARGS | METH_KEYWORDS, doc_##name}
-static PyMethodDef methods[] = {
-    ROW(status_message),
-    ROW(codebook),
-    ROW(random),
-    ROW(haar),
-    ROW(gaussian),
-    ROW(record_bytes),
-    ROW(plan_info),
-    ROW(new_pages),
-    ROW(rotate),
-    ROW(append),
-    ROW(attend),
-    ROW(merge),
-    ROW(dequantize),
-    ROW(dot),
-    ROW(isa),
-    ROW(isa_available),
-    ROW(set_isa),
-    ROW(kernel_name),
-    ROW(num_threads),
-    ROW(set_num_threads),
-    ROW(index_assign),
-    ROW(index_encode),
-    ROW(index_decode),
-    ROW(index_factors),
-    ROW(index_search),
-    ROW(index_scores),
-    ROW(index_scores_of),
-    ROW(index_step),
-    ROW(index_lead_error),
-    {NULL, NULL, 0, NULL},
-};
+#define ROW(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_VARARGS | METH_KEYWORDS, doc_##name},
+static PyMethodDef methods[] = {EACH_FUNCTION(ROW){NULL, NULL, 0, NULL}};
 
 static int execute(PyObject *module)
 {
