@@ -113,10 +113,8 @@ int read_strides(const char *op, const char *name, PyArrayObject *array, int64_t
         /* NumPy leaves the strides of such dimensions undefined; the core reads them. */
         int undefined = empty || length <= 1;
         *strides[i] = undefined ? dense : PyArray_STRIDE(array, i) / PyArray_ITEMSIZE(array);
-        if (__builtin_mul_overflow(*strides[i], length > 1 ? length : 1, &dense)) {
-            raise_value(op, name, "addressable, got strides beyond 63 bits");
-            return -1;
-        }
+        if (__builtin_mul_overflow(*strides[i], length > 1 ? length : 1, &dense))
+            return failed(raise_value(op, name, "addressable, got strides beyond 63 bits"));
         if (dense < PyArray_DIM(array, 3)) dense = PyArray_DIM(array, 3); /* after a stride of 0 */
     }
     return 0;
@@ -125,10 +123,8 @@ int read_strides(const char *op, const char *name, PyArrayObject *array, int64_t
 int read_length(const char *op, const char *name, PyArrayObject *array, int dim, int32_t *out)
 {
     npy_intp length = PyArray_DIM(array, dim);
-    if (length > INT32_MAX) {
-        raise_value(op, name, "at most 2**31 - 1 long in every dimension, got %lld", (long long)length);
-        return -1;
-    }
+    if (length > INT32_MAX)
+        return failed(raise_value(op, name, "at most 2**31 - 1 long in every dimension, got %lld", (long long)length));
     *out = (int32_t)length;
     return 0;
 }
@@ -145,14 +141,9 @@ int read_dtype(const char *op, PyObject *dtype, const char *name, PyObject *firs
         {"bfloat16", NPY_UINT16, TQ_BF16},
     };
     const char *wants = "float32 or float16, or uint16 with dtype=\"bfloat16\"";
-    if (!PyArray_Check(first)) {
-        raise_type(op, name, "an array of float32, float16 or bfloat16", first);
-        return -1;
-    }
-    if (dtype != Py_None && !PyUnicode_Check(dtype)) {
-        raise_type(op, "dtype", "None, \"float32\", \"float16\" or \"bfloat16\"", dtype);
-        return -1;
-    }
+    if (!PyArray_Check(first)) return failed(raise_type(op, name, "an array of float32, float16 or bfloat16", first));
+    if (dtype != Py_None && !PyUnicode_Check(dtype))
+        return failed(raise_type(op, "dtype", "None, \"float32\", \"float16\" or \"bfloat16\"", dtype));
     for (int i = 0; i < 3; i++) {
         int named = dtype != Py_None && PyUnicode_CompareWithASCIIString(dtype, known[i].name) == 0;
         int found = dtype == Py_None && known[i].dtype != TQ_BF16 && is_type((PyArrayObject *)first, known[i].type);
@@ -178,8 +169,7 @@ static int read_numbers(const char *op, int side, const tq_plan *plan, PyObject 
     tq_status status =
         tq_transform_numbers(plan, side == VALUE, PyArray_DATA(array), PyArray_DIM(array, 1), out, &error);
     if (status == TQ_OK) return 0;
-    raise_status(op, status, &error, NULL);
-    return -1;
+    return failed(raise_status(op, status, &error, NULL));
 }
 
 /* Reads the rotation, [kv_heads or 1, rows of the keys and then of the values, head_dim]. */
@@ -255,10 +245,7 @@ int read_layer(const char *op, const tq_plan *plan, const layer_arguments *argum
 int workspace_get(workspace_memory *workspace, size_t bytes)
 {
     workspace->block = bytes <= PY_SSIZE_T_MAX - 64 ? PyMem_Malloc(bytes + 64) : NULL;
-    if (!workspace->block) {
-        PyErr_NoMemory();
-        return -1;
-    }
+    if (!workspace->block) return failed(PyErr_NoMemory());
     workspace->aligned = (void *)(((uintptr_t)workspace->block + 63) & ~(uintptr_t)63);
     return 0;
 }

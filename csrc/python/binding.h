@@ -27,6 +27,8 @@ PyObject *raise_status(const char *op, tq_status status, const tq_error *error, 
 PyObject *raise_value(const char *op, const char *name, const char *format, ...);
 /** Raises TypeError and returns NULL. got: the object, or the dtype of an array. */
 PyObject *raise_type(const char *op, const char *name, const char *wants, PyObject *got);
+/** Returns -1, for a function that returns an int, after one of these or PyErr_NoMemory. */
+static inline int failed(PyObject *null __attribute__((unused))) { return -1; }
 /** Returns `result` if the status is TQ_OK; else releases it, raises and returns NULL. */
 PyObject *result_of(const char *op, tq_status status, const tq_error *error, PyObject *result);
 

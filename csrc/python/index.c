@@ -28,17 +28,14 @@ static int get_layout(const char *op, int32_t dim, PyObject *bits_object, PyObje
     tq_error error = {0};
     tq_status status = tq_index_row_bytes(layout, row_bytes, planes, &error);
     if (status == TQ_OK) return 0;
-    raise_status(op, status, &error, NULL);
-    return -1;
+    return failed(raise_status(op, status, &error, NULL));
 }
 
 /* Reads (directions [n_lists / 16 rounded up, dim, 16], lengths [n_lists]). */
 static int get_lists(const char *op, PyObject *tuple, tq_index_space *space)
 {
-    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 2) {
-        raise_type(op, "lists", "a tuple (directions, lengths)", tuple);
-        return -1;
-    }
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 2)
+        return failed(raise_type(op, "lists", "a tuple (directions, lengths)", tuple));
     npy_intp n = ANY;
     PyArrayObject *lengths = read_array(op, "lengths", PyTuple_GetItem(tuple, 1), NPY_FLOAT32, DENSE, 1, &n);
     if (!lengths) return -1;
@@ -56,10 +53,9 @@ static int get_lists(const char *op, PyObject *tuple, tq_index_space *space)
 static int get_space(const char *op, PyObject *tuple, read_space *out)
 {
     tq_index_space *space = &out->space;
-    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) < 9 || PyTuple_Size(tuple) > 10) {
-        raise_type(op, "space", "a tuple (plan, dim, metric, bits, lead, steps, mean, matrix, sigmas[, lists])", tuple);
-        return -1;
-    }
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) < 9 || PyTuple_Size(tuple) > 10)
+        return failed(raise_type(
+            op, "space", "a tuple (plan, dim, metric, bits, lead, steps, mean, matrix, sigmas[, lists])", tuple));
     PyObject *item[9];
     for (int i = 0; i < 9; i++) item[i] = PyTuple_GetItem(tuple, i);
     if (read_plan(op, item[0], &out->plan) < 0 || read_i32(op, "dim", item[1], 1, TQ_MAX_DIM, &space->dim) < 0 ||
@@ -85,18 +81,13 @@ static int get_row_lists(const char *op, PyObject *object, npy_intp n, const tq_
 {
     *lists = NULL;
     if (object == Py_None && !space->n_lists) return 0;
-    if (!space->n_lists) {
-        raise_type(op, "lists", "None, because the space has no lists", object);
-        return -1;
-    }
+    if (!space->n_lists) return failed(raise_type(op, "lists", "None, because the space has no lists", object));
     PyArrayObject *array = read_array(op, "lists", object, NPY_INT32, DENSE, 1, &n);
     if (!array) return -1;
     *lists = PyArray_DATA(array);
     for (npy_intp i = 0; i < n; i++)
-        if ((*lists)[i] < 0 || (*lists)[i] >= space->n_lists) {
-            raise_value(op, "lists", "in 0..%d, got %d", space->n_lists - 1, (*lists)[i]);
-            return -1;
-        }
+        if ((*lists)[i] < 0 || (*lists)[i] >= space->n_lists)
+            return failed(raise_value(op, "lists", "in 0..%d, got %d", space->n_lists - 1, (*lists)[i]));
     return 0;
 }
 
@@ -338,11 +329,10 @@ static void cut(const tq_index_rows *all, const int64_t *starts, const read_spac
 static int get_rows(const char *op, PyObject *tuple, const read_space *read, tq_index_rows *parts)
 {
     Py_ssize_t items = read->space.n_lists ? 8 : 7;
-    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != items) {
-        raise_type(op, "segments",
-                   "tuples (codes, signs, scales, offsets, ids, allowed, factors), with lists also (.., lists)", tuple);
-        return -1;
-    }
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != items)
+        return failed(raise_type(
+            op, "segments",
+            "tuples (codes, signs, scales, offsets, ids, allowed, factors), with lists also (.., lists)", tuple));
     PyObject *item[8];
     for (Py_ssize_t i = 0; i < items; i++) item[i] = PyTuple_GetItem(tuple, i);
     tq_index_rows rows, *out = &rows;
@@ -363,18 +353,14 @@ static int get_rows(const char *op, PyObject *tuple, const read_space *read, tq_
     if (PyArray_Check(item[4])) {
         if (read_optional(op, "ids", item[4], NPY_INT64, 1, &n, &out->ids) < 0) return -1;
     } else if (!PyLong_Check(item[4])) { /* another object's __index__ might change arrays that are checked already */
-        raise_type(op, "ids", "an array of int64 or an int", item[4]);
-        return -1;
+        return failed(raise_type(op, "ids", "an array of int64 or an int", item[4]));
     } else if (read_i64(op, "ids", item[4], 0, INT64_MAX - (n > 0 ? n - 1 : 0), &out->first_id) < 0) return -1;
     npy_intp pairs[2] = {blocks[0], 2};
     if (read_optional(op, "allowed", item[5], NPY_UINT8, 1, &n, &out->allowed) < 0) return -1;
     PyArrayObject *array = read_array(op, "factors", item[6], NPY_FLOAT32, DENSE, 2, pairs);
     if (!array) return -1;
     out->factors = PyArray_DATA(array);
-    if (starts && !out->offsets) {
-        raise_type(op, "offsets", "an array, with lists", item[3]);
-        return -1;
-    }
+    if (starts && !out->offsets) return failed(raise_type(op, "offsets", "an array, with lists", item[3]));
     if (starts) cut(out, PyArray_DATA(starts), read, parts);
     else if (read->space.n_lists && get_row_lists(op, item[7], n, &read->space, &out->lists) < 0) return -1;
     else *parts = *out;

@@ -45,8 +45,7 @@ int read_u64(const char *op, const char *name, PyObject *object, uint64_t *out)
     Py_DECREF(number);
     if (value == (unsigned long long)-1 && PyErr_Occurred()) {
         PyErr_Clear();
-        raise_value(op, name, "in 0..2**64 - 1, got one outside");
-        return -1;
+        return failed(raise_value(op, name, "in 0..2**64 - 1, got one outside"));
     }
     *out = value;
     return 0;
@@ -58,8 +57,7 @@ int read_f64(const char *op, const char *name, PyObject *object, double *out)
     if (*out != -1.0 || !PyErr_Occurred()) return 0;
     if (!PyErr_ExceptionMatches(PyExc_TypeError)) return -1;
     PyErr_Clear();
-    raise_type(op, name, "a number", object);
-    return -1;
+    return failed(raise_type(op, name, "a number", object));
 }
 
 int read_f32(const char *op, const char *name, PyObject *object, float *out)
