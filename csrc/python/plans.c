@@ -73,37 +73,27 @@ const char doc_plan_info[] =
               "a dict.");
 FUNCTION(plan_info)
 {
-    PyObject *bits[2] = {NULL, NULL}, *offsets[2] = {NULL, NULL}, *result = NULL;
     read_plan_result read;
     const tq_plan *plan = &read.plan;
     const argument arguments[] = {PLAN(&read)};
     if (READ_ARGUMENTS("plan_info", arguments, 1, 1) < 0) return NULL;
-    const tq_side *sides[2] = {&plan->key, &plan->value};
-    for (int i = 0; i < 2; i++) {
-        bits[i] = group_tuple(plan, sides[i]->bits, NULL);
-        offsets[i] = group_tuple(plan, NULL, sides[i]->offset);
-        if (!bits[i] || !offsets[i]) goto done;
-    }
-    result = Py_BuildValue(
-        "{s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:K,s:L,s:O,s:O,s:i,s:i,s:O,s:O,s:L,s:L,s:L,s:L,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:f}",
+    /* N takes over a new object; NULL is passed on as an error */
+    return Py_BuildValue(
+        "{s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:K,s:L,s:N,s:N,s:i,s:i,s:N,s:N,s:L,s:L,s:L,s:L,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:f}",
         "is_plain", plan->is_plain, "head_dim", plan->head_dim, "groups", plan->groups, "group_channels",
         plan->group_channels, "tile_tokens", plan->tile_tokens, "page_tokens", plan->page_tokens, "rotation",
         plan->rotation, "codebook", plan->codebook, "scale", plan->scale, "seed", (unsigned long long)plan->seed,
-        "record_bytes", (long long)plan->record_bytes, "key_bits", bits[KEY], "value_bits", bits[VALUE],
-        "key_tile_bytes", plan->key.tile_bytes, "value_tile_bytes", plan->value.tile_bytes, "key_tile_offsets",
-        offsets[KEY], "value_tile_offsets", offsets[VALUE], "key_codes_offset", (long long)plan->key.codes_offset,
-        "value_codes_offset", (long long)plan->value.codes_offset, "key_scales_offset",
-        (long long)plan->key.scales_offset, "value_scales_offset", (long long)plan->value.scales_offset,
-        "key_coded_channels", plan->key.coded_channels, "value_coded_channels", plan->value.coded_channels,
-        "key_scales", plan->key.scales, "value_scales", plan->value.scales, "key_matrix_rows", plan->key.matrix_rows,
-        "value_matrix_rows", plan->value.matrix_rows, "key_step_columns", plan->key.step_columns, "value_step_columns",
-        plan->value.step_columns, "key_moments", plan->moments, "variance", (double)plan->variance);
-done:
-    for (int i = 0; i < 2; i++) {
-        Py_XDECREF(bits[i]);
-        Py_XDECREF(offsets[i]);
-    }
-    return result;
+        "record_bytes", (long long)plan->record_bytes, "key_bits", group_tuple(plan, plan->key.bits, NULL),
+        "value_bits", group_tuple(plan, plan->value.bits, NULL), "key_tile_bytes", plan->key.tile_bytes,
+        "value_tile_bytes", plan->value.tile_bytes, "key_tile_offsets", group_tuple(plan, NULL, plan->key.offset),
+        "value_tile_offsets", group_tuple(plan, NULL, plan->value.offset), "key_codes_offset",
+        (long long)plan->key.codes_offset, "value_codes_offset", (long long)plan->value.codes_offset,
+        "key_scales_offset", (long long)plan->key.scales_offset, "value_scales_offset",
+        (long long)plan->value.scales_offset, "key_coded_channels", plan->key.coded_channels, "value_coded_channels",
+        plan->value.coded_channels, "key_scales", plan->key.scales, "value_scales", plan->value.scales,
+        "key_matrix_rows", plan->key.matrix_rows, "value_matrix_rows", plan->value.matrix_rows, "key_step_columns",
+        plan->key.step_columns, "value_step_columns", plan->value.step_columns, "key_moments", plan->moments,
+        "variance", (double)plan->variance);
 }
 
 const char doc_new_pages[] =

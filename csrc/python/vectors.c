@@ -17,7 +17,6 @@ const char doc_codebook[] = PyDoc_STR(
     "bits, uniform at 1 and 2.");
 FUNCTION(codebook)
 {
-    PyObject *levels = NULL, *thresholds = NULL, *codes = NULL, *result = NULL;
     int32_t law, head_dim, bits;
     const char *op = "codebook";
     const argument arguments[] = {ANY_INT32("law", &law), ANY_INT32("head_dim", &head_dim), ANY_INT32("bits", &bits)};
@@ -26,17 +25,10 @@ FUNCTION(codebook)
     tq_error error = {0};
     tq_status status = tq_get_codebook((tq_codebook_law)law, head_dim, bits, &book, &error);
     if (status != TQ_OK) return raise_status(op, status, &error, NULL);
-    levels = copied(NPY_INT8, book.n_levels, book.levels);
-    thresholds = copied(NPY_FLOAT32, book.n_levels - 1, book.thresholds);
-    codes = copied(NPY_UINT8, book.n_levels, book.code_of_rank);
-    if (!levels || !thresholds || !codes) goto done;
-    result = Py_BuildValue("{s:i,s:i,s:d,s:O,s:O,s:O}", "bits", book.bits, "n_levels", book.n_levels, "step",
-                           (double)book.step, "levels", levels, "thresholds", thresholds, "code_of_rank", codes);
-done:
-    Py_XDECREF(levels);
-    Py_XDECREF(thresholds);
-    Py_XDECREF(codes);
-    return result;
+    return Py_BuildValue("{s:i,s:i,s:d,s:N,s:N,s:N}", "bits", book.bits, "n_levels", book.n_levels, "step",
+                         (double)book.step, "levels", copied(NPY_INT8, book.n_levels, book.levels), "thresholds",
+                         copied(NPY_FLOAT32, book.n_levels - 1, book.thresholds), "code_of_rank",
+                         copied(NPY_UINT8, book.n_levels, book.code_of_rank));
 }
 
 const char doc_random[] =
