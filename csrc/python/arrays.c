@@ -85,15 +85,19 @@ PyArrayObject *read_array(const char *op, const char *name, PyObject *object, in
     return array;
 }
 
-int read_optional(const char *op, const char *name, PyObject *object, int type, int ndim, const npy_intp *dims,
-                  void *data)
+int read_data(const char *op, const char *name, PyObject *object, int type, int ndim, const npy_intp *dims, void *data)
 {
-    if (!object || object == Py_None) return 0;
     PyArrayObject *array = read_array(op, name, object, type, DENSE, ndim, dims);
     if (!array) return -1;
     const void *numbers = PyArray_DATA(array);
     memcpy(data, &numbers, sizeof numbers);
     return 0;
+}
+
+int read_optional(const char *op, const char *name, PyObject *object, int type, int ndim, const npy_intp *dims,
+                  void *data)
+{
+    return !object || object == Py_None ? 0 : read_data(op, name, object, type, ndim, dims, data);
 }
 
 PyArrayObject *read_pages(const char *op, const tq_plan *plan, PyObject *object, int flags, npy_intp kv_heads)

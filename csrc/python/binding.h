@@ -51,7 +51,9 @@ PyArrayObject *read_array(const char *op, const char *name, PyObject *object, in
 PyArrayObject *read_pages(const char *op, const tq_plan *plan, PyObject *object, int flags, npy_intp kv_heads);
 /** Returns the bytes of pages, or NULL if there are no pages: NumPy does not align an empty array. */
 uint8_t *pages_data(PyArrayObject *pages);
-/** Points `data` to the numbers of a DENSE array, unless the object is NULL or None. 0, or -1 and an exception. */
+/** Points `data` to the numbers of a DENSE array. 0, or -1 and an exception. */
+int read_data(const char *op, const char *name, PyObject *object, int type, int ndim, const npy_intp *dims, void *data);
+/** The same, but does nothing for NULL and None. */
 int read_optional(const char *op, const char *name, PyObject *object, int type, int ndim, const npy_intp *dims,
                   void *data);
 /** Reads the strides, in elements, of a ROWS array of four dimensions. */

@@ -11,6 +11,16 @@
     OBJECT("sink_k", &(layer).sinks[0]), OBJECT("sink_v", &(layer).sinks[1]), OBJECT("window_k", &(layer).windows[0]), \
         OBJECT("window_v", &(layer).windows[1])
 
+/* Reads tokens, [batch, heads, tokens, head_dim] in rows: their data and strides. */
+static PyArrayObject *read_tokens(const char *op, const char *name, PyObject *object, int type, const npy_intp dims[4],
+                                  const void **data, int64_t *batch, int64_t *head, int64_t *token)
+{
+    PyArrayObject *array = read_array(op, name, object, type, ROWS, 4, dims);
+    if (!array || read_strides(op, name, array, batch, head, token) < 0) return NULL;
+    *data = PyArray_DATA(array);
+    return array;
+}
+
 static int has_values(const tq_plan *plan) { return plan->value.tile_bytes != 0; }
 
 const char doc_append[] = PyDoc_STR(
@@ -47,19 +57,14 @@ FUNCTION(append)
     if (!p.threads) p.threads = tq_num_threads(); /* so that the workspace fits if another thread changes the number */
 
     npy_intp dims[4] = {ANY, ANY, ANY, plan->head_dim};
-    PyArrayObject *k = read_array(op, "k", k_object, type, ROWS, 4, dims);
+    PyArrayObject *k =
+        read_tokens(op, "k", k_object, type, dims, &p.k, &p.k_stride_batch, &p.k_stride_head, &p.k_stride_token);
     if (!k || read_length(op, "k", k, 0, &p.layer.batch) < 0 || read_length(op, "k", k, 1, &p.layer.kv_heads) < 0 ||
         read_length(op, "k", k, 2, &p.tokens) < 0 ||
-        read_strides(op, "k", k, &p.k_stride_batch, &p.k_stride_head, &p.k_stride_token) < 0)
+        (v_object != Py_None && !read_tokens(op, "v", v_object, type, PyArray_DIMS(k), &p.v, &p.v_stride_batch,
+                                             &p.v_stride_head, &p.v_stride_token)) ||
+        read_layer(op, plan, &given, type, WRITE, p.layer.kv_heads, &p.layer) < 0)
         return NULL;
-    p.k = PyArray_DATA(k);
-    if (v_object != Py_None) {
-        PyArrayObject *v = read_array(op, "v", v_object, type, ROWS, 4, PyArray_DIMS(k));
-        if (!v || read_strides(op, "v", v, &p.v_stride_batch, &p.v_stride_head, &p.v_stride_token) < 0) return NULL;
-        p.v = PyArray_DATA(v);
-    }
-
-    if (read_layer(op, plan, &given, type, WRITE, p.layer.kv_heads, &p.layer) < 0) return NULL;
 
     const size_t batch = (size_t)p.layer.batch;
     const table_argument copied[] = {{&p.layer.lengths, batch},
@@ -79,18 +84,6 @@ done:
     workspace_free(&workspace);
     workspace_free(&tables);
     return result;
-}
-
-/* Reads one side of the new tokens of a call with several queries, if given. */
-static int read_fresh(const char *op, const char *name, PyObject *object, int head_dim, int type,
-                      const tq_attend_params *p, const void **data, int64_t *batch, int64_t *head, int64_t *token)
-{
-    npy_intp dims[4] = {p->layer.batch, p->layer.kv_heads, p->query_tokens, head_dim};
-    if (object == Py_None) return 0;
-    PyArrayObject *array = read_array(op, name, object, type, ROWS, 4, dims);
-    if (!array) return -1;
-    *data = PyArray_DATA(array);
-    return read_strides(op, name, array, batch, head, token);
 }
 
 const char doc_attend[] = PyDoc_STR(
@@ -141,20 +134,19 @@ FUNCTION(attend)
     p.causal = causal;
 
     npy_intp dims[4] = {ANY, ANY, ANY, plan->head_dim};
-    PyArrayObject *q = read_array(op, "q", q_object, type, ROWS, 4, dims);
+    PyArrayObject *q =
+        read_tokens(op, "q", q_object, type, dims, &p.q, &p.q_stride_batch, &p.q_stride_head, &p.q_stride_token);
     if (!q || read_length(op, "q", q, 0, &p.layer.batch) < 0 || read_length(op, "q", q, 1, &p.query_heads) < 0 ||
-        read_length(op, "q", q, 2, &p.query_tokens) < 0 ||
-        read_strides(op, "q", q, &p.q_stride_batch, &p.q_stride_head, &p.q_stride_token) < 0)
+        read_length(op, "q", q, 2, &p.query_tokens) < 0 || read_layer(op, plan, &given, type, DENSE, ANY, &p.layer) < 0)
         return NULL;
-    p.q = PyArray_DATA(q);
 
-    npy_intp batch = p.layer.batch;
-    if (read_layer(op, plan, &given, type, DENSE, ANY, &p.layer) < 0 ||
-        read_optional(op, "starts", starts, NPY_INT32, 1, &batch, &p.starts) < 0 ||
-        read_fresh(op, "fresh_k", fresh[0], plan->head_dim, type, &p, &p.fresh_k, &p.fresh_k_stride_batch,
-                   &p.fresh_k_stride_head, &p.fresh_k_stride_token) < 0 ||
-        read_fresh(op, "fresh_v", fresh[1], plan->head_dim, type, &p, &p.fresh_v, &p.fresh_v_stride_batch,
-                   &p.fresh_v_stride_head, &p.fresh_v_stride_token) < 0)
+    npy_intp batch = p.layer.batch, of_fresh[4] = {batch, p.layer.kv_heads, p.query_tokens, plan->head_dim};
+    if (read_optional(op, "starts", starts, NPY_INT32, 1, &batch, &p.starts) < 0 ||
+        (fresh[0] != Py_None &&
+         !read_tokens(op, "fresh_k", fresh[0], type, of_fresh, &p.fresh_k, &p.fresh_k_stride_batch,
+                      &p.fresh_k_stride_head, &p.fresh_k_stride_token)) ||
+        (fresh[1] != Py_None && !read_tokens(op, "fresh_v", fresh[1], type, of_fresh, &p.fresh_v,
+                                             &p.fresh_v_stride_batch, &p.fresh_v_stride_head, &p.fresh_v_stride_token)))
         return NULL;
 
     if (out_object == Py_None) out = PyArray_SimpleNew(4, PyArray_DIMS(q), type);

@@ -12,19 +12,15 @@ typedef struct {
 } read_space;
 
 /** Reads a layout. dim: numbers of a vector; channels are dim rounded up to a multiple of 8. */
-static int get_layout(const char *op, int32_t dim, PyObject *bits_object, PyObject *lead_object, PyObject *steps_object,
+static int get_layout(const char *op, int32_t dim, PyObject *bits, PyObject *lead, PyObject *steps,
                       tq_index_layout *layout, int64_t *row_bytes, int32_t *planes)
 {
     npy_intp groups = (dim + 31) / 32;
-    PyArrayObject *bits = read_array(op, "bits", bits_object, NPY_UINT8, DENSE, 1, &groups);
-    if (!bits) return -1;
-    PyArrayObject *lead = read_array(op, "lead", lead_object, NPY_UINT8, DENSE, 1, &groups);
-    PyArrayObject *steps = lead ? read_array(op, "steps", steps_object, NPY_FLOAT32, DENSE, 1, &groups) : NULL;
-    if (!steps) return -1;
     layout->channels = (dim + 7) / 8 * 8;
-    layout->bits = PyArray_DATA(bits);
-    layout->lead = PyArray_DATA(lead);
-    layout->steps = PyArray_DATA(steps);
+    if (read_data(op, "bits", bits, NPY_UINT8, 1, &groups, &layout->bits) < 0 ||
+        read_data(op, "lead", lead, NPY_UINT8, 1, &groups, &layout->lead) < 0 ||
+        read_data(op, "steps", steps, NPY_FLOAT32, 1, &groups, &layout->steps) < 0)
+        return -1;
     tq_error error = {0};
     tq_status status = tq_index_row_bytes(layout, row_bytes, planes, &error);
     if (status == TQ_OK) return 0;
@@ -41,12 +37,9 @@ static int get_lists(const char *op, PyObject *tuple, tq_index_space *space)
     if (!lengths) return -1;
     n = PyArray_DIM(lengths, 0);
     npy_intp shape[3] = {(n + TQ_INDEX_CENTRES - 1) / TQ_INDEX_CENTRES, space->dim, TQ_INDEX_CENTRES};
-    PyArrayObject *own = read_array(op, "directions", PyTuple_GetItem(tuple, 0), NPY_FLOAT32, DENSE, 3, shape);
-    if (!own) return -1;
     space->n_lists = n > TQ_INDEX_MAX_LISTS ? TQ_INDEX_MAX_LISTS + 1 : (int32_t)n; /* the core refuses more */
-    space->directions = PyArray_DATA(own);
     space->lengths = PyArray_DATA(lengths);
-    return 0;
+    return read_data(op, "directions", PyTuple_GetItem(tuple, 0), NPY_FLOAT32, 3, shape, &space->directions);
 }
 
 /* Reads (plan, dim, metric, bits, lead, steps, mean or None, matrix or None, sigmas[, lists]). */
@@ -82,9 +75,7 @@ static int get_row_lists(const char *op, PyObject *object, npy_intp n, const tq_
     *lists = NULL;
     if (object == Py_None && !space->n_lists) return 0;
     if (!space->n_lists) return failed(raise_type(op, "lists", "None, because the space has no lists", object));
-    PyArrayObject *array = read_array(op, "lists", object, NPY_INT32, DENSE, 1, &n);
-    if (!array) return -1;
-    *lists = PyArray_DATA(array);
+    if (read_data(op, "lists", object, NPY_INT32, 1, &n, lists) < 0) return -1;
     for (npy_intp i = 0; i < n; i++)
         if ((*lists)[i] < 0 || (*lists)[i] >= space->n_lists)
             return failed(raise_value(op, "lists", "in 0..%d, got %d", space->n_lists - 1, (*lists)[i]));
@@ -213,18 +204,19 @@ FUNCTION(index_decode)
     if (!codes) return NULL;
     dims[0] = PyArray_DIM(codes, 0);
     dims[1] = planes;
-    PyArrayObject *signs = read_array(op, "signs", signs_object, NPY_UINT8, DENSE, 2, dims);
-    if (!signs) return NULL;
-    PyArrayObject *scales = read_array(op, "scales", scales_object, NPY_FLOAT32, DENSE, 1, dims);
-    if (!scales) return NULL;
+    const uint8_t *signs;
+    const float *scales;
+    if (read_data(op, "signs", signs_object, NPY_UINT8, 2, dims, &signs) < 0 ||
+        read_data(op, "scales", scales_object, NPY_FLOAT32, 1, dims, &scales) < 0)
+        return NULL;
     dims[1] = layout.channels;
     z = PyArray_SimpleNew(2, dims, NPY_FLOAT32);
     if (!z) return NULL;
     tq_error error = {0};
     tq_status status;
     Py_BEGIN_ALLOW_THREADS;
-    status = tq_index_decode(&layout, PyArray_DATA(codes), PyArray_DATA(signs), PyArray_DATA(scales), dims[0],
-                             PyArray_DATA((PyArrayObject *)z), &error);
+    status =
+        tq_index_decode(&layout, PyArray_DATA(codes), signs, scales, dims[0], PyArray_DATA((PyArrayObject *)z), &error);
     Py_END_ALLOW_THREADS;
     return result_of(op, status, &error, z);
 }
@@ -343,23 +335,20 @@ static int get_rows(const char *op, PyObject *tuple, const read_space *read, tq_
     npy_intp blocks[3] = {(n + TQ_INDEX_BLOCK - 1) / TQ_INDEX_BLOCK, read->planes, TQ_INDEX_BLOCK};
     int sorted = read->space.n_lists && PyArray_Check(item[7]) && PyArray_TYPE((PyArrayObject *)item[7]) == NPY_INT64;
     if (sorted && !(starts = get_starts(op, item[7], n, read->space.n_lists + 1, &blocks[0]))) return -1;
-    PyArrayObject *signs = read_array(op, "signs", item[1], NPY_UINT8, DENSE, 3, blocks);
-    if (!signs) return -1;
-    PyArrayObject *scales = read_array(op, "scales", item[2], NPY_FLOAT32, DENSE, 1, &n);
-    if (!scales) return -1;
-    *out = (tq_index_rows){
-        .n = n, .codes = PyArray_DATA(codes), .signs = PyArray_DATA(signs), .scales = PyArray_DATA(scales)};
-    if (read_optional(op, "offsets", item[3], NPY_FLOAT32, 1, &n, &out->offsets) < 0) return -1;
+    *out = (tq_index_rows){.n = n, .codes = PyArray_DATA(codes)};
+    if (read_data(op, "signs", item[1], NPY_UINT8, 3, blocks, &out->signs) < 0 ||
+        read_data(op, "scales", item[2], NPY_FLOAT32, 1, &n, &out->scales) < 0 ||
+        read_optional(op, "offsets", item[3], NPY_FLOAT32, 1, &n, &out->offsets) < 0)
+        return -1;
     if (PyArray_Check(item[4])) {
-        if (read_optional(op, "ids", item[4], NPY_INT64, 1, &n, &out->ids) < 0) return -1;
+        if (read_data(op, "ids", item[4], NPY_INT64, 1, &n, &out->ids) < 0) return -1;
     } else if (!PyLong_Check(item[4])) { /* another object's __index__ might change arrays that are checked already */
         return failed(raise_type(op, "ids", "an array of int64 or an int", item[4]));
     } else if (read_i64(op, "ids", item[4], 0, INT64_MAX - (n > 0 ? n - 1 : 0), &out->first_id) < 0) return -1;
     npy_intp pairs[2] = {blocks[0], 2};
-    if (read_optional(op, "allowed", item[5], NPY_UINT8, 1, &n, &out->allowed) < 0) return -1;
-    PyArrayObject *array = read_array(op, "factors", item[6], NPY_FLOAT32, DENSE, 2, pairs);
-    if (!array) return -1;
-    out->factors = PyArray_DATA(array);
+    if (read_optional(op, "allowed", item[5], NPY_UINT8, 1, &n, &out->allowed) < 0 ||
+        read_data(op, "factors", item[6], NPY_FLOAT32, 2, pairs, &out->factors) < 0)
+        return -1;
     if (starts && !out->offsets) return failed(raise_type(op, "offsets", "an array, with lists", item[3]));
     if (starts) cut(out, PyArray_DATA(starts), read, parts);
     else if (read->space.n_lists && get_row_lists(op, item[7], n, &read->space, &out->lists) < 0) return -1;
