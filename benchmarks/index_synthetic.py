@@ -41,8 +41,8 @@ def full_scan(index: turboquant.Index, queries: F32) -> np.ndarray:
     now = index._contents
     space, found = index._space(now), []
     for at in range(0, len(queries), 10):
-        parts = [_core.index_scores(space, queries[at : at + 10], rows, 0) for rows in now.rows(None)]
-        found.append(np.argpartition(-np.concatenate(parts, axis=1), K - 1, axis=1)[:, :K])
+        scores = _core.index_scores_of(space, queries[at : at + 10], now.rows(None), None)
+        found.append(np.argpartition(-scores, K - 1, axis=1)[:, :K])
     return np.concatenate(found)
 
 

@@ -75,7 +75,7 @@ DATA = {  # name: rows and queries of a random generator
 
 def all_scores(index, queries):
     contents = index._contents
-    return np.concatenate([_core.index_scores(index._space(contents), queries, r) for r in contents.rows(None)], axis=1)
+    return _core.index_scores_of(index._space(contents), queries, contents.rows(None), None)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

@@ -222,7 +222,7 @@ def test_refusals(tmp_path):
     space, segments = now.transform.fine.space(0), now.fine_rows()
     queries = rows(2)
     found = _core.index_scores_of(space, queries, segments, np.array([[0, -1], [199, 3]]))
-    every = _core.index_scores(space, queries, segments[0])
+    every = _core.index_scores_of(space, queries, segments[:1], None)
     assert np.array_equal(found, np.array([[every[0, 0], -np.inf], [every[1, 199], every[1, 3]]], np.float32))
     for wrong in ([[200, 0], [0, 0]], [[-2, 0], [0, 0]], [[0, 0]], [0, 0]):
         with pytest.raises(ValueError, match="`rows` must be"):

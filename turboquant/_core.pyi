@@ -210,14 +210,11 @@ def index_search(
     threads: int = 0,
     probe: int = 2147483647,
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]: ...
-def index_scores(
-    space: _Space, queries: NDArray[np.float32], segment: _Segment, threads: int = 0
-) -> NDArray[np.float32]: ...
 def index_scores_of(
     space: _Space,
     queries: NDArray[np.float32],
     segments: tuple[_Segment, ...],
-    rows: NDArray[np.int64],
+    rows: NDArray[np.int64] | None,
     threads: int = 0,
 ) -> NDArray[np.float32]: ...
 

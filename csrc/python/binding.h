@@ -137,7 +137,7 @@ int read_arguments(const char *op, PyObject *args, PyObject *kwargs, const argum
 #define EACH_FUNCTION(_)                                                                                               \
     _(status_message) _(codebook) _(random) _(haar) _(gaussian) _(record_bytes) _(plan_info) _(new_pages)              \
     _(rotate) _(append) _(attend) _(merge) _(dequantize) _(dot) _(index_assign) _(index_encode)                        \
-    _(index_decode) _(index_step) _(index_lead_error) _(index_factors) _(index_search) _(index_scores)                 \
+    _(index_decode) _(index_step) _(index_lead_error) _(index_factors) _(index_search)                 \
     _(index_scores_of) _(isa) _(isa_available) _(set_isa) _(kernel_name) _(num_threads) _(set_num_threads)
 /* clang-format on */
 #define DECLARE(name)                                                                                                  \

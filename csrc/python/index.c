@@ -430,51 +430,14 @@ done:
     return result;
 }
 
-const char doc_index_scores[] = PyDoc_STR(
-    "index_scores(space, queries, segment, threads=0)\n--\n\n"
-    "The score of every row of a segment, allowed or not: float32 [queries, rows]. Arguments as in index_search.");
-FUNCTION(index_scores)
-{
-    PyObject *space, *queries_object, *segment_object, *scores = NULL;
-    PyArrayObject *queries;
-    tq_index_rows *segments = NULL;
-    read_space read;
-    int32_t threads = 0;
-    const char *op = "index_scores";
-    const argument arguments[] = {OBJECT("space", &space), OBJECT("queries", &queries_object),
-                                  OBJECT("segment", &segment_object), THREADS(&threads)};
-    if (READ_ARGUMENTS(op, arguments, 3, 4) < 0 || get_space(op, space, &read) < 0 ||
-        !(queries = get_queries(op, queries_object, &read)))
-        return NULL;
-    Py_ssize_t n_segments = parts_of(segment_object, &read.space);
-    segments = PyMem_Calloc((size_t)n_segments, sizeof *segments);
-    if (!segments) return PyErr_NoMemory();
-    if (get_rows(op, segment_object, &read, segments) < 0) goto done;
-    npy_intp dims[2] = {PyArray_DIM(queries, 0), 0};
-    for (Py_ssize_t i = 0; i < n_segments; i++) dims[1] += (npy_intp)segments[i].n;
-    scores = PyArray_SimpleNew(2, dims, NPY_FLOAT32);
-    if (!scores) goto done;
-    const float *x = PyArray_DATA(queries);
-    float *score = PyArray_DATA((PyArrayObject *)scores);
-    tq_error error = {0};
-    tq_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = tq_index_scores(&read.space, x, dims[0], segments, n_segments, score, threads, &error);
-    Py_END_ALLOW_THREADS;
-    scores = result_of(op, status, &error, scores);
-done:
-    PyMem_Free(segments);
-    return scores;
-}
-
 const char doc_index_scores_of[] = PyDoc_STR(
     "index_scores_of(space, queries, segments, rows, threads=0)\n--\n\n"
     "The scores of some rows for each query, float32 [queries, m]. rows: int64 [queries, m], counted over all segments, or "
-    "-1: none, with\nthe score -inf. Other arguments as in index_search.");
+    "-1: none, with\nthe score -inf. rows None: of all rows, allowed or not. Other arguments as in index_search.");
 FUNCTION(index_scores_of)
 {
     PyObject *space, *queries_object, *segments_object, *rows_object, *copy = NULL, *scores = NULL;
-    PyArrayObject *queries, *rows;
+    PyArrayObject *queries, *rows = NULL;
     tq_index_rows *segments = NULL;
     Py_ssize_t n_segments;
     read_space read;
@@ -487,27 +450,30 @@ FUNCTION(index_scores_of)
         !(queries = get_queries(op, queries_object, &read)))
         return NULL;
     npy_intp dims[2] = {PyArray_DIM(queries, 0), ANY};
-    if (!(rows = read_array(op, "rows", rows_object, NPY_INT64, DENSE, 2, dims))) return NULL;
-    dims[1] = PyArray_DIM(rows, 1);
+    if (rows_object != Py_None && !(rows = read_array(op, "rows", rows_object, NPY_INT64, DENSE, 2, dims))) return NULL;
     if (!(segments = get_segments(op, segments_object, &read, &n_segments))) return NULL;
     const float *x = PyArray_DATA(queries);
-    const int64_t *wanted = PyArray_DATA(rows);
+    const int64_t *wanted = rows ? PyArray_DATA(rows) : NULL;
     int64_t all = 0;
     for (Py_ssize_t i = 0; i < n_segments; i++) all += segments[i].n;
-    for (npy_intp i = 0; i < dims[0] * dims[1]; i++)
+    dims[1] = rows ? PyArray_DIM(rows, 1) : (npy_intp)all;
+    for (npy_intp i = 0; rows && i < dims[0] * dims[1]; i++)
         if (wanted[i] < -1 || wanted[i] >= all) {
             raise_value(op, "rows", "in -1..%lld, got %lld", (long long)all - 1, (long long)wanted[i]);
             goto done;
         }
-    if (!(copy = PyArray_NewCopy(rows, NPY_CORDER))) goto done; /* as for copy_tables */
-    wanted = PyArray_DATA((PyArrayObject *)copy);
+    if (rows && !(copy = PyArray_NewCopy(rows, NPY_CORDER))) goto done; /* as for copy_tables */
+    if (rows) wanted = PyArray_DATA((PyArrayObject *)copy);
     scores = PyArray_SimpleNew(2, dims, NPY_FLOAT32);
     if (!scores) goto done;
     float *score = PyArray_DATA((PyArrayObject *)scores);
     tq_error error = {0};
     tq_status status;
     Py_BEGIN_ALLOW_THREADS;
-    status = tq_index_scores_of(&read.space, x, dims[0], segments, n_segments, wanted, dims[1], score, threads, &error);
+    if (!rows) status = tq_index_scores(&read.space, x, dims[0], segments, n_segments, score, threads, &error);
+    else
+        status =
+            tq_index_scores_of(&read.space, x, dims[0], segments, n_segments, wanted, dims[1], score, threads, &error);
     Py_END_ALLOW_THREADS;
     scores = result_of(op, status, &error, scores);
 done:

@@ -453,7 +453,7 @@ class Index:
         for at in range(len(x)):
             parts: list[tuple[Floats, Ids]] = []
             for row in rows:
-                got = _core.index_scores(space, x[at : at + 1], row, threads)[0]
+                got = _core.index_scores_of(space, x[at : at + 1], (row,), None, threads)[0]
                 got = inputs.undivided(got, now.transform.exponent)
                 hit = np.flatnonzero((got >= sign * limit) & (True if row[5] is None else row[5] != 0))
                 own = row[4][hit] if isinstance(row[4], np.ndarray) else row[4] + hit
