@@ -25,4 +25,4 @@ static inline __m256i multiply_add(__m256i sum, __m256i level_s16x16, __m256i x_
 
 #include "table.h"
 
-TQ_VECTOR_TABLE(avx2);
+TQ_TABLE(avx2, vector);

@@ -22,4 +22,4 @@ static inline __m256i multiply_add(__m256i sum, __m256i level_u8x32, __m256i x_s
 
 #include "table.h"
 
-TQ_VECTOR_TABLE(avx2_vnni);
+TQ_TABLE(avx2_vnni, vector);

@@ -25,4 +25,4 @@ static inline __m512i multiply_add(__m512i sum, __m512i level_s16x32, __m512i x_
 
 #include "table.h"
 
-TQ_VECTOR_TABLE(avx512);
+TQ_TABLE(avx512, vector);

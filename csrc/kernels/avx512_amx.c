@@ -216,4 +216,4 @@ TQ_INLINE void multiply_many(int bits, int precise, const product_run *run, cons
     _tile_release();
 }
 
-TQ_VECTOR_TABLE(avx512_amx);
+TQ_TABLE(avx512_amx, vector);

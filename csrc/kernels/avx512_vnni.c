@@ -2,4 +2,4 @@
 #include "avx512_vnni.h"
 #include "table.h"
 
-TQ_VECTOR_TABLE(avx512_vnni);
+TQ_TABLE(avx512_vnni, vector);

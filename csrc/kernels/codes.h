@@ -207,26 +207,13 @@ TQ_INLINE void encode_levels(int32_t half, const tq_codebook *book, const tq_cel
     }
 }
 
-/** Writes codes and decoded levels of n channels at 8 bits, as tq_wide_code (kernels.h) does. */
-TQ_INLINE void encode_wide(const float *u, uint8_t *codes, float *c, int32_t n)
-{
-    for (int32_t i = 0; i < n; i += TQ_LANES) {
-        tq_floats x = tq_load_floats(u + i) * (1 / TQ_WIDE_STEP), most = tq_all(127.0f);
-        x = tq_select(x > most, most, tq_select(x < -most, -most, tq_select(x == x, x, tq_all(0.0f))));
-        tq_floats level = (x + TQ_ROUND) - TQ_ROUND;
-        tq_store_floats(c + i, level * TQ_WIDE_STEP);
-        tq_bytes bytes = __builtin_convertvector(__builtin_convertvector(level, tq_ints) + 128, tq_bytes);
-        memcpy(codes + i, &bytes, sizeof bytes);
-    }
-}
-
 /** Writes codes and decoded levels of n channels, in groups with the same codebook. */
 TQ_INLINE void encode_groups(const tq_codebook *book, const tq_cells *cells, const float *u, uint8_t *codes, float *c,
                              int32_t n)
 {
     float magnitudes[32];
     if (book->bits == TQ_WIDE_BITS) {
-        encode_wide(u, codes, c, n);
+        tq_encode_wide(u, codes, c, n);
         return;
     }
     list_magnitudes(book, magnitudes);
@@ -470,25 +457,4 @@ static void load_vector(int32_t dtype, const void *x, float *y, int64_t n)
     for (; i < n && dtype == TQ_BF16; i++) y[i] = tq_f32_from_bf16(u[i]);
 }
 
-/* In these, n is a multiple of 8. */
-
-static float dot_vector(const float *x, const float *y, int32_t n)
-{
-    typedef float floats8 __attribute__((vector_size(32)));
-    floats8 sums = {0};
-    float sum = 0;
-    for (int32_t i = 0; i < n; i += 8) {
-        floats8 a, b;
-        memcpy(&a, x + i, sizeof a);
-        memcpy(&b, y + i, sizeof b);
-        sums += a * b;
-    }
-    for (int32_t j = 0; j < 8; j++) sum += sums[j];
-    return sum;
-}
-
-static void axpy_vector(float a, const float *restrict x, float *restrict y, int32_t n)
-{
-    for (int32_t i = 0; i < n; i++) y[i] += a * x[i];
-}
 #endif

@@ -22,4 +22,4 @@ static inline uint8x16_t multiply_add(uint8x16_t sum, uint8x16_t level_s8x16, ui
 
 #include "table.h"
 
-TQ_VECTOR_TABLE(neon);
+TQ_TABLE(neon, vector);

@@ -20,4 +20,4 @@ static inline uint8x16_t multiply_add(uint8x16_t sum, uint8x16_t level_s8x16, ui
 
 #include "table.h"
 
-TQ_VECTOR_TABLE(neon_dot);
+TQ_TABLE(neon_dot, vector);

@@ -112,18 +112,6 @@ TQ_INLINE void store_planes(const tq_ints *v, int precise, char *planes)
 }
 #endif
 
-/** Returns the largest magnitude of n numbers, infinity if one is not finite. n: a multiple of 32. */
-TQ_INLINE float largest_magnitude(const float *x, int32_t n)
-{
-    tq_ints even = {0}, odd = {0}; /* as integers, so that NaN is largest */
-    for (int32_t i = 0; i < n; i += 2 * TQ_LANES) {
-        even = tq_max_ints(even, tq_magnitude_bits(tq_load_floats(x + i)));
-        odd = tq_max_ints(odd, tq_magnitude_bits(tq_load_floats(x + i + TQ_LANES)));
-    }
-    tq_ints largest = tq_max_ints(even, odd), infinite = (tq_ints)tq_all(INFINITY);
-    return tq_max_lanes(tq_select(largest > infinite, (tq_floats)infinite, (tq_floats)largest));
-}
-
 /** Makes an operand of row x [32 n], whose largest magnitude is `max`; inverse = LIMIT(precise) / max. */
 TQ_INLINE void prepare_planes(const float *x, float max, float inverse, int32_t n, int precise, void *operand)
 {
@@ -160,7 +148,7 @@ static void prepare_vector(const float *x, int32_t columns, int32_t rows, int pr
         int32_t n = rows - first < MAX_ROWS ? rows - first : MAX_ROWS;
         float max[MAX_ROWS], inverse[MAX_ROWS];
         for (int32_t i = 0; i < n; i++) {
-            max[i] = largest_magnitude(x + (int64_t)(first + i) * columns, columns);
+            max[i] = tq_largest_magnitude(x + (int64_t)(first + i) * columns, columns);
             inverse[i] = LIMIT(precise) / max[i];
         }
         for (int32_t i = 0; i < n; i++) {

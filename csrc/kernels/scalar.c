@@ -298,39 +298,4 @@ static void load_scalar(int32_t dtype, const void *x, float *y, int64_t n)
     for (int64_t i = 0; i < n; i++) y[i] = dtype == TQ_F16 ? tq_f32_from_f16(u[i]) : tq_f32_from_bf16(u[i]);
 }
 
-static float dot_scalar(const float *x, const float *y, int32_t n)
-{
-    float sums[8] = {0}, sum = 0;
-    for (int32_t i = 0; i < n; i += 8)
-        for (int32_t j = 0; j < 8; j++) sums[j] += x[i + j] * y[i + j];
-    for (int32_t j = 0; j < 8; j++) sum += sums[j];
-    return sum;
-}
-
-static void axpy_scalar(float a, const float *x, float *y, int32_t n)
-{
-    for (int32_t i = 0; i < n; i++) y[i] += a * x[i];
-}
-
-const tq_kernels tq_kernels_scalar = {
-    .isa = "scalar",
-    .hadamard = hadamard_scalar,
-    .settle = settle_scalar,
-    .encode = encode_scalar,
-    .pack = pack_scalar,
-    .unpack = unpack_scalar,
-    .recode = recode_scalar,
-    .operand_bytes = operand_bytes_scalar,
-    .prepare = prepare_scalar,
-    .multiply = multiply_scalar,
-    .logits = tq_logits,
-    .weights = tq_weights,
-    .add_wave = tq_add_wave,
-    .turn = tq_turn_vector,
-    .subtract = tq_subtract,
-    .within = tq_within,
-    .load = load_scalar,
-    .dot = dot_scalar,
-    .axpy = axpy_scalar,
-    .names = {"rotate_scalar", "append_scalar", "attend_scalar", "dequantize_scalar", "dot_scalar"},
-};
+TQ_TABLE(scalar, scalar);

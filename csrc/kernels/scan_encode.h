@@ -197,28 +197,18 @@ static inline void get_encode_book(const tq_index_book *book, encode_book *out)
     }
 }
 
-static float largest_magnitude(const float *x, int32_t n)
-{
-    tq_floats most = {0};
-    float at[TQ_LANES], largest = 0;
-    for (int32_t i = 0; i < n; i += TQ_LANES) {
-        tq_floats y = tq_load_floats(x + i);
-        y = tq_select(y < 0.0f, -y, y);
-        most = tq_select(y > most, y, most);
-    }
-    tq_store_floats(at, most);
-    for (int32_t i = 0; i < TQ_LANES; i++) largest = at[i] > largest ? at[i] : largest;
-    return largest;
-}
-
-/** Returns the level of each x, in the book's steps. half is a constant where this is inlined. */
-TQ_INLINE tq_floats level_of(const encode_book *book, int32_t half, tq_floats x)
+/** Returns the level of each x, in the book's steps, and its code. half is a constant where this is inlined. */
+TQ_INLINE tq_floats level_of(const encode_book *book, int32_t half, tq_floats x, tq_ints *code)
 {
     tq_floats magnitude = tq_all(book->least);
-    tq_ints negative = x < 0.0f, key = tq_magnitude_bits(x) + negative;
+    tq_ints negative = x < 0.0f, key = tq_magnitude_bits(x) + negative, m = {0};
     TQ_UNROLL
-    for (int32_t k = 0; k + 1 < half; k++)
-        magnitude += (tq_floats)((key >= book->thresholds[k]) & (tq_ints)tq_all(book->more[k]));
+    for (int32_t k = 0; k + 1 < half; k++) {
+        tq_ints above = key >= book->thresholds[k];
+        m -= above;
+        magnitude += (tq_floats)(above & (tq_ints)tq_all(book->more[k]));
+    }
+    *code = half + (m ^ negative);
     return (tq_floats)((tq_ints)magnitude | (negative & INT32_MIN));
 }
 
@@ -226,29 +216,9 @@ TQ_INLINE tq_floats level_of(const encode_book *book, int32_t half, tq_floats x)
 TQ_INLINE void encode_ranks(const encode_book *book, int32_t half, float *u, uint8_t *codes)
 {
     for (int32_t i = 0; i < 32; i += TQ_LANES) {
-        tq_floats x = tq_load_floats(u + i), magnitude = tq_all(book->least);
-        tq_ints negative = x < 0.0f, key = tq_magnitude_bits(x) + negative, m = {0};
-        TQ_UNROLL
-        for (int32_t k = 0; k + 1 < half; k++) {
-            tq_ints above = key >= book->thresholds[k];
-            m -= above;
-            magnitude += (tq_floats)(above & (tq_ints)tq_all(book->more[k]));
-        }
-        tq_floats level = (tq_floats)((tq_ints)(magnitude * book->step) | (negative & INT32_MIN));
-        tq_store_floats(u + i, level);
-        tq_bytes bytes = __builtin_convertvector(half + (m ^ negative), tq_bytes);
-        memcpy(codes + i, &bytes, sizeof bytes);
-    }
-}
-
-TQ_INLINE void encode_linear(float *u, uint8_t *codes)
-{
-    for (int32_t i = 0; i < 32; i += TQ_LANES) {
-        tq_floats x = tq_load_floats(u + i) * (1 / TQ_WIDE_STEP), most = tq_all(127.0f);
-        x = tq_select(x > most, most, tq_select(x < -most, -most, x));
-        x = (x + TQ_ROUND) - TQ_ROUND;
-        tq_store_floats(u + i, x * TQ_WIDE_STEP);
-        tq_bytes bytes = __builtin_convertvector(__builtin_convertvector(x, tq_ints) + 128, tq_bytes);
+        tq_ints code;
+        tq_store_floats(u + i, level_of(book, half, tq_load_floats(u + i), &code) * book->step);
+        tq_bytes bytes = __builtin_convertvector(code, tq_bytes);
         memcpy(codes + i, &bytes, sizeof bytes);
     }
 }
@@ -257,7 +227,7 @@ static void encode_group(const tq_scan_layout *layout, int32_t bits, float *u, u
 {
     encode_book book;
     if (bits == TQ_WIDE_BITS) {
-        encode_linear(u, codes);
+        tq_encode_wide(u, codes, u, 32);
         return;
     }
     get_encode_book(&layout->books[bits], &book);
@@ -281,7 +251,8 @@ TQ_INLINE float gain_of(const encode_book *book, int32_t half, const float *u, i
     for (int32_t v = 0; v < SUM_LANES / TQ_LANES; v++) products[v] = squares[v] = tq_all(0);
     for (int32_t i = 0; i < n; i += SUM_LANES) TQ_UNROLL
     for (int32_t v = 0; v < SUM_LANES / TQ_LANES; v++) {
-        tq_floats x = tq_load_floats(u + i + TQ_LANES * v), level = level_of(book, half, x * size);
+        tq_ints code;
+        tq_floats x = tq_load_floats(u + i + TQ_LANES * v), level = level_of(book, half, x * size, &code);
         products[v] += x * level;
         squares[v] += level * level; /* of integers */
     }
@@ -310,7 +281,7 @@ TQ_INLINE int32_t best_size(const encode_book *book, int32_t half, const float *
 static int32_t widest_size(const float *u, int32_t n)
 {
     static const float sizes[TQ_INDEX_N_SIZES] = TQ_INDEX_SIZES;
-    float largest = largest_magnitude(u, n);
+    float largest = tq_largest_magnitude(u, n);
     int32_t best = 0;
     for (int32_t k = 1; k < TQ_INDEX_N_SIZES; k++)
         if (sizes[k] > sizes[best] && largest * sizes[k] <= 127 * TQ_WIDE_STEP) best = k;
@@ -342,7 +313,7 @@ static float size_of_codes(const tq_scan_layout *layout, const float *t, float i
     for (int32_t g = 0; g < layout->groups; g++, t += 32) {
         if (!groups->bits[g]) continue;
         if (groups->bits[g] != TQ_WIDE_BITS || groups->lead[g]) return 1;
-        float own = largest_magnitude(t, 32);
+        float own = tq_largest_magnitude(t, 32);
         largest = own > largest ? own : largest;
     }
     largest *= inverse;

@@ -3,6 +3,7 @@
  * There is no contraction and no reassociation (setup.py), so equal expressions give equal bits on every ISA. */
 #ifndef TQ_KERNELS_VECTOR_H
 #define TQ_KERNELS_VECTOR_H
+#include <math.h>
 #include <string.h>
 #if defined(__AVX__)
 #include <immintrin.h>
@@ -150,4 +151,79 @@ TQ_INLINE float tq_max_lanes(tq_floats x)
 }
 
 TQ_INLINE tq_ints tq_magnitude_bits(tq_floats x) { return (tq_ints)x & 0x7fffffff; }
+
+/* ---- rows ---- */
+
+/** Returns the largest magnitude of n numbers, infinity if one is not finite. n: a multiple of 32. */
+TQ_INLINE float tq_largest_magnitude(const float *x, int32_t n)
+{
+    tq_ints even = {0}, odd = {0}; /* as integers, so that NaN is largest */
+    for (int32_t i = 0; i < n; i += 2 * TQ_LANES) {
+        even = tq_max_ints(even, tq_magnitude_bits(tq_load_floats(x + i)));
+        odd = tq_max_ints(odd, tq_magnitude_bits(tq_load_floats(x + i + TQ_LANES)));
+    }
+    tq_ints largest = tq_max_ints(even, odd), infinite = (tq_ints)tq_all(INFINITY);
+    return tq_max_lanes(tq_select(largest > infinite, (tq_floats)infinite, (tq_floats)largest));
+}
+
+/** Writes codes and decoded levels of n channels at 8 bits, as tq_wide_code (kernels.h) does. */
+TQ_INLINE void tq_encode_wide(const float *u, uint8_t *codes, float *c, int32_t n)
+{
+    for (int32_t i = 0; i < n; i += TQ_LANES) {
+        tq_floats x = tq_load_floats(u + i) * (1 / TQ_WIDE_STEP), most = tq_all(127.0f);
+        x = tq_select(x > most, most, tq_select(x < -most, -most, tq_select(x == x, x, tq_all(0.0f))));
+        tq_floats level = (x + TQ_ROUND) - TQ_ROUND;
+        tq_store_floats(c + i, level * TQ_WIDE_STEP);
+        tq_bytes bytes = __builtin_convertvector(__builtin_convertvector(level, tq_ints) + 128, tq_bytes);
+        memcpy(codes + i, &bytes, sizeof bytes);
+    }
+}
+
+/* In these, n is a multiple of 8. */
+
+static inline float tq_dot_rows(const float *x, const float *y, int32_t n)
+{
+    typedef float floats8 __attribute__((vector_size(32)));
+    floats8 sums = {0};
+    float sum = 0;
+    for (int32_t i = 0; i < n; i += 8) {
+        floats8 a, b;
+        memcpy(&a, x + i, sizeof a);
+        memcpy(&b, y + i, sizeof b);
+        sums += a * b;
+    }
+    for (int32_t j = 0; j < 8; j++) sum += sums[j];
+    return sum;
+}
+
+static inline void tq_add_row(float a, const float *restrict x, float *restrict y, int32_t n)
+{
+    for (int32_t i = 0; i < n; i++) y[i] += a * x[i];
+}
+
+/* ---- the table of an instruction set. KIND: what its functions' names end in, scalar or vector ---- */
+
+#define TQ_TABLE(ISA, KIND)                                                                                            \
+    const tq_kernels tq_kernels_##ISA = {                                                                              \
+        .isa = #ISA,                                                                                                   \
+        .hadamard = hadamard_##KIND,                                                                                   \
+        .settle = settle_##KIND,                                                                                       \
+        .encode = encode_##KIND,                                                                                       \
+        .pack = pack_##KIND,                                                                                           \
+        .unpack = unpack_##KIND,                                                                                       \
+        .recode = recode_##KIND,                                                                                       \
+        .operand_bytes = operand_bytes_##KIND,                                                                         \
+        .prepare = prepare_##KIND,                                                                                     \
+        .multiply = multiply_##KIND,                                                                                   \
+        .logits = tq_logits,                                                                                           \
+        .weights = tq_weights,                                                                                         \
+        .add_wave = tq_add_wave,                                                                                       \
+        .turn = tq_turn_vector,                                                                                        \
+        .subtract = tq_subtract,                                                                                       \
+        .within = tq_within,                                                                                           \
+        .load = load_##KIND,                                                                                           \
+        .dot = tq_dot_rows,                                                                                            \
+        .axpy = tq_add_row,                                                                                            \
+        .names = {"rotate_" #ISA, "append_" #ISA, "attend_" #ISA, "dequantize_" #ISA, "dot_" #ISA},                    \
+    }
 #endif
