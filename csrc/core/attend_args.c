@@ -39,11 +39,12 @@ void tq_attend_lay_out(attend_job *job)
 
 /* ---- workspace ---- */
 
-static int64_t take(int64_t *at, int64_t bytes)
+/** Returns the next array of a worker's workspace, 64-byte aligned; NULL without `base`. */
+static void *take(uint8_t *base, int64_t *at, int64_t bytes)
 {
-    int64_t start = *at;
+    uint8_t *array = base ? base + *at : NULL;
     *at += tq_round_up(bytes, 64);
-    return start;
+    return array;
 }
 
 /** Lays out a worker's workspace at `base` (NULL: finds only its size). Returns its bytes. */
@@ -52,42 +53,30 @@ static int64_t cut(const attend_job *job, uint8_t *base, attend_work *w)
     int64_t rows = job->chunk_rows, d = job->plan->head_dim, padded = TQ_TILE * (int64_t)job->plan->groups, at = 0;
     int64_t nv = TQ_TILE * (int64_t)job->value_groups.n, f = sizeof(float);
     int64_t tiles = job->key_groups.n > job->value_groups.n ? job->key_groups.n : job->value_groups.n;
-    int64_t starts[17] = {take(&at, rows * job->query_operand_bytes),
-                          take(&at, rows * job->weight_operand_bytes),
-                          take(&at, rows * d * f),
-                          take(&at, rows * job->plan->page_tokens * f),
-                          take(&at, rows * nv * f),
-                          take(&at, rows * d * f),
-                          take(&at, TQ_TILE * d * f),
-                          take(&at, TQ_TILE * d * f),
-                          take(&at, padded * f),
-                          take(&at, padded * f),
-                          take(&at, (nv + d) * f),
-                          take(&at, 2 * job->plan->page_tokens * f),
-                          take(&at, rows * (int64_t)sizeof(tq_logit)),
-                          take(&at, rows * (int64_t)sizeof(tq_softmax_state)),
-                          take(&at, job->plan->page_tokens),
-                          take(&at, tq_is_plain(job->plan) ? 0 : TQ_TILE * TQ_TILE * tiles * f),
-                          take(&at, rows * tq_wave_turn_floats(job->plan) * f)};
-    if (!base) return at;
-    *w = (attend_work){base + starts[0],
-                       base + starts[1],
-                       (float *)(base + starts[2]),
-                       (float *)(base + starts[3]),
-                       (float *)(base + starts[4]),
-                       (float *)(base + starts[5]),
-                       (float *)(base + starts[6]),
-                       (float *)(base + starts[7]),
-                       (float *)(base + starts[8]),
-                       (float *)(base + starts[9]),
-                       (float *)(base + starts[10]),
-                       (float *)(base + starts[11]),
-                       (tq_logit *)(base + starts[12]),
-                       (tq_softmax_state *)(base + starts[13]),
-                       base + starts[14],
-                       (float *)(base + starts[15]),
-                       (float *)(base + starts[16])};
+    w->query_operands = take(base, &at, rows * job->query_operand_bytes);
+    w->weight_operands = take(base, &at, rows * job->weight_operand_bytes);
+    w->q = take(base, &at, rows * d * f);
+    w->scores = take(base, &at, rows * job->plan->page_tokens * f);
+    w->packed = take(base, &at, rows * nv * f);
+    w->exact = take(base, &at, rows * d * f);
+    w->tile_k = take(base, &at, TQ_TILE * d * f);
+    w->tile_v = take(base, &at, TQ_TILE * d * f);
+    w->rotated = take(base, &at, padded * f);
+    w->coded = take(base, &at, padded * f);
+    w->merged = take(base, &at, (nv + d) * f);
+    w->scales = take(base, &at, 2 * job->plan->page_tokens * f);
+    w->logits = take(base, &at, rows * (int64_t)sizeof(tq_logit));
+    w->states = take(base, &at, rows * (int64_t)sizeof(tq_softmax_state));
+    w->visible = take(base, &at, job->plan->page_tokens);
+    w->decoded = take(base, &at, tq_is_plain(job->plan) ? 0 : TQ_TILE * TQ_TILE * tiles * f);
+    w->wave_rows = take(base, &at, rows * tq_wave_turn_floats(job->plan) * f);
     return at;
+}
+
+static int64_t worker_bytes(const attend_job *job)
+{
+    attend_work unused;
+    return cut(job, NULL, &unused);
 }
 
 static int64_t partial_floats(const attend_job *job)
@@ -100,7 +89,7 @@ static int64_t bytes_of_rows(const attend_job *job)
 {
     int64_t tasks = (int64_t)job->a->layer.batch * job->a->layer.kv_heads * job->chunks * job->splits;
     int64_t partials = job->splits > 1 ? tasks * job->chunk_rows * partial_floats(job) * (int64_t)sizeof(float) : 0;
-    return job->threads * cut(job, NULL, NULL) + tq_round_up(partials, 64);
+    return job->threads * worker_bytes(job) + tq_round_up(partials, 64);
 }
 
 int64_t tq_attend_bytes(const attend_job *job)
@@ -118,7 +107,7 @@ int64_t tq_attend_bytes_bound(const attend_job *job)
     most.threads = tq_threads_for(job->a->threads, INT64_MAX, 1); /* as in tq_attend_lay_out, for any work */
     /* Tasks are split only if they are fewer than the threads, and then into at most two parts for each thread. */
     int64_t partials = 2 * (int64_t)most.threads * job->chunk_rows * partial_floats(job) * (int64_t)sizeof(float);
-    return most.threads * cut(&most, NULL, NULL) + tq_round_up(partials, 64) + floats * (int64_t)sizeof(float) + 64;
+    return most.threads * worker_bytes(&most) + tq_round_up(partials, 64) + floats * (int64_t)sizeof(float) + 64;
 }
 
 float *tq_attend_wave(const attend_job *job) { return (float *)(job->workspace + bytes_of_rows(job)); }
@@ -126,13 +115,13 @@ float *tq_attend_wave(const attend_job *job) { return (float *)(job->workspace +
 attend_work tq_attend_carve(const attend_job *job, int32_t worker)
 {
     attend_work w;
-    cut(job, job->workspace + worker * cut(job, NULL, NULL), &w);
+    cut(job, job->workspace + worker * worker_bytes(job), &w);
     return w;
 }
 
 float *tq_attend_partial(const attend_job *job, int64_t task, int32_t row)
 {
-    float *partials = (float *)(job->workspace + job->threads * cut(job, NULL, NULL));
+    float *partials = (float *)(job->workspace + job->threads * worker_bytes(job));
     return partials + (task * job->chunk_rows + row) * partial_floats(job);
 }
 
