@@ -26,20 +26,6 @@ typedef struct {
     int (*ask)(void);            /* whether this CPU has it */
 } level;
 
-/* Where scan kernels were not compiled, scalar ones run. */
-#if !defined(TQ_HAVE_AVX512_VNNI_SCAN)
-#define tq_scan_avx512_vnni tq_scan_scalar
-#endif
-#if !defined(TQ_HAVE_AVX512_SCAN)
-#define tq_scan_avx512 tq_scan_scalar
-#endif
-#if !defined(TQ_HAVE_AVX2_SCAN)
-#define tq_scan_avx2 tq_scan_scalar
-#endif
-#if !defined(TQ_HAVE_NEON_SCAN)
-#define tq_scan_neon tq_scan_scalar
-#endif
-
 static int always(void) { return 1; }
 
 #if defined(TQ_HAVE_AVX2)
