@@ -1,6 +1,7 @@
 /* Shared by the files of the vector index. */
 #ifndef TQ_INDEX_INTERNAL_H
 #define TQ_INDEX_INTERNAL_H
+#include "index_pool.h"
 #include "internal.h"
 #include "scan_kernels.h"
 
@@ -45,12 +46,13 @@ void tq_index_centre_on_list(const tq_index_use *use, const float *x, int32_t li
 /** Computes the values of all lists for centred vectors x [rows, padded]: values [rows, list_stride]. */
 void tq_index_list_values(const tq_index_use *use, const float *x, int32_t rows, double *values);
 /** Finds the n lists with the largest values, best first; of equal values the smaller list number is better. skipped
- *  [n_lists], or NULL: lists that may not be taken. Returns how many it found. */
-int32_t tq_index_best_lists(const double *values, const uint8_t *skipped, int32_t n_lists, int32_t n, int32_t *lists);
+ *  [n_lists], or NULL: lists that may not be taken. hits [n]: overwritten. Returns how many it found. */
+int32_t tq_index_best_lists(const double *values, const uint8_t *skipped, int32_t n_lists, int32_t n, hit *hits,
+                            int32_t *lists);
 /** Finds the n best lists of each row, lists [rows, n], and their values. Values of other lists are lost. Not for l2.
  *  Has the results of tq_index_list_values and tq_index_best_lists, in less time if n is a small part of all lists. */
 void tq_index_near_lists(const tq_index_use *use, const float *x, int32_t rows, const uint8_t *skipped, int32_t n,
-                         double *values, int32_t *lists);
+                         double *values, hit *hits, int32_t *lists);
 /** Rotates centred vectors [rows, padded] to z [rows, padded], which may not overlap them; 0 after the last channel. */
 void tq_index_rotate(const tq_index_use *use, const float *centred, int32_t rows, float *z);
 /** Returns the error for row i of x, which tq_index_centre refused. */

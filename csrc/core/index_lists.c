@@ -25,27 +25,27 @@ static double value_of(const tq_index_space *space, const float *x, int32_t list
 
 /** Finds the n best lists. Computes exact values only for lists that the rough values do not rule out. */
 static int32_t best_by_rough(const tq_index_use *use, const float *x, double *values, const uint8_t *skipped, int32_t n,
-                             int32_t *lists)
+                             hit *hits, int32_t *lists)
 {
     const tq_index_space *space = use->space;
     double squares = 0;
-    int32_t count = tq_index_best_lists(values, skipped, space->n_lists, n, lists);
+    int32_t count = tq_index_best_lists(values, skipped, space->n_lists, n, hits, lists);
     if (!count) return 0;
     for (int32_t j = 0; j < space->dim; j++) squares += (double)x[j] * x[j];
     double wrong = (space->dim + 2) * 0x1p-24 * 1.001 * sqrt(squares) + 1e-30; /* |c| is 1, to rounding */
     double least = values[lists[count - 1]] - 2 * wrong;
     for (int32_t list = 0; list < space->n_lists; list++)
         values[list] = values[list] >= least && !(skipped && skipped[list]) ? value_of(space, x, list) : -INFINITY;
-    return tq_index_best_lists(values, skipped, space->n_lists, n, lists);
+    return tq_index_best_lists(values, skipped, space->n_lists, n, hits, lists);
 }
 
 void tq_index_near_lists(const tq_index_use *use, const float *x, int32_t rows, const uint8_t *skipped, int32_t n,
-                         double *values, int32_t *lists)
+                         double *values, hit *hits, int32_t *lists)
 {
     use->scan->rough_values(use->space->directions, (int32_t)(use->list_stride / TQ_INDEX_CENTRES), use->space->dim, x,
                             rows, use->padded, values, use->list_stride);
     for (int32_t r = 0; r < rows; r++, values += use->list_stride, lists += n)
-        best_by_rough(use, x + (int64_t)r * use->padded, values, skipped, n, lists);
+        best_by_rough(use, x + (int64_t)r * use->padded, values, skipped, n, hits, lists);
 }
 
 void tq_index_centre_on_list(const tq_index_use *use, const float *x, int32_t list, float *centred, double *offset,
@@ -59,42 +59,14 @@ void tq_index_centre_on_list(const tq_index_use *use, const float *x, int32_t li
     use->scan->centre(x, centre, use->padded, 0, centred, offset, squares);
 }
 
-/** Whether list a comes before list b. */
-static int before(const double *values, int32_t a, int32_t b)
+int32_t tq_index_best_lists(const double *values, const uint8_t *skipped, int32_t n_lists, int32_t n, hit *hits,
+                            int32_t *lists)
 {
-    return values[a] > values[b] || (values[a] == values[b] && a < b);
-}
-
-/** Sifts `moved` down from the root of the heap lists [n]. The root is the list that comes last. */
-static void sink(const double *values, int32_t *lists, int32_t n, int32_t moved)
-{
-    int32_t at = 0;
-    for (int32_t child; (child = 2 * at + 1) < n; at = child) {
-        if (child + 1 < n && before(values, lists[child], lists[child + 1])) child++;
-        if (!before(values, moved, lists[child])) break;
-        lists[at] = lists[child];
-    }
-    lists[at] = moved;
-}
-
-int32_t tq_index_best_lists(const double *values, const uint8_t *skipped, int32_t n_lists, int32_t n, int32_t *lists)
-{
-    int32_t count = 0;
-    for (int32_t list = 0; list < n_lists; list++) {
-        if (skipped && skipped[list]) continue;
-        if (count == n) {
-            if (before(values, list, lists[0])) sink(values, lists, n, list);
-            continue;
-        }
-        int32_t at = count++;
-        for (; at && before(values, lists[(at - 1) / 2], list); at = (at - 1) / 2) lists[at] = lists[(at - 1) / 2];
-        lists[at] = list;
-    }
-    for (int32_t left = count - 1; left > 0; left--) {
-        int32_t last = lists[left];
-        lists[left] = lists[0];
-        sink(values, lists, left, last);
-    }
+    heap best = {hits, 0};
+    for (int32_t list = 0; list < n_lists; list++)
+        if (!skipped || !skipped[list]) keep(&best, n, (hit){values[list], list});
+    int32_t count = (int32_t)best.n;
+    for (int32_t i = count; i-- > 0;) lists[i] = (int32_t)take_worst(&best).id;
     return count;
 }
 

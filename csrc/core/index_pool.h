@@ -6,7 +6,7 @@
 #include <string.h>
 
 typedef struct {
-    float score;
+    double score;
     int64_t id;
 } hit;
 
@@ -27,6 +27,14 @@ static inline void sift_down(hit *hits, int64_t n, int64_t at)
         hits[at] = hits[child];
     }
     hits[at] = moved;
+}
+
+static inline hit take_worst(heap *h)
+{
+    hit worst = h->hits[0];
+    h->hits[0] = h->hits[--h->n];
+    sift_down(h->hits, h->n, 0);
+    return worst;
 }
 
 static inline void keep(heap *h, int64_t k, hit new_hit)

@@ -241,17 +241,24 @@ static void score_block(const tq_index_job *job, const tq_index_rows *rows, int3
     }
 }
 
+/** Returns the segment s with first[s] <= at < first[s + 1]. first: [n_segments + 1] */
+static int64_t find_segment(const tq_index_job *job, const int64_t *first, int64_t at)
+{
+    int64_t low = 0, high = job->n_segments;
+    while (high - low > 1) {
+        int64_t middle = (low + high) / 2;
+        if (first[middle] <= at) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
 /** Returns the segment of a task of a pass; *run: the task's run of blocks in it. */
 static const tq_index_rows *task_run(const tq_index_job *job, int64_t task, int64_t *run)
 {
-    int64_t low = 0, high = job->n_segments; /* first_task[low] <= task < first_task[high] */
-    while (high - low > 1) {
-        int64_t middle = (low + high) / 2;
-        if (job->first_task[middle] <= task) low = middle;
-        else high = middle;
-    }
-    *run = task - job->first_task[low];
-    return job->rows + low;
+    int64_t segment = find_segment(job, job->first_task, task);
+    *run = task - job->first_task[segment];
+    return job->rows + segment;
 }
 
 /** Scans a run's blocks for the n readers from `at` on, TQ_SCAN_QUERIES or 1, and scores rows that may be among their
@@ -331,7 +338,7 @@ static void look_at_block(const tq_index_job *job, int64_t q, int32_t n, int64_t
     uint64_t allowed = tq_index_allowed(rows, block);
     if (!allowed) return;
     for (int32_t i = 0; i < n; i++) {
-        float limit = out->best[i].n == out->n ? out->hits[i][0].score : -INFINITY;
+        float limit = out->best[i].n == out->n ? (float)out->hits[i][0].score : -INFINITY;
         limits[i] = limit_in_lists(job, rows, q + i, limit);
         tables[i] = job->tables + (q + i) * job->table_bytes;
         least_sums(rows, block, 1, job->bounds + q + i, limits[i], run);
@@ -360,7 +367,7 @@ static float limit_of(const tq_index_job *job, int64_t q, const heap *best, floa
         leading_bits(job, rows, row, lead);
         double part = part_of_score(job, rows, q, row, lead);
         uint16_t sum = tq_sign_sum(job->tables + q * job->table_bytes, job->use.planes, lead);
-        float upper = smaller_bound(job, rows, q, row, sum, best->hits[i].score);
+        float upper = smaller_bound(job, rows, q, row, sum, (float)best->hits[i].score);
         push_low(&p, job->k, part < upper ? (float)part : upper);
     }
     return p.limit;
@@ -424,14 +431,9 @@ void tq_index_score_run(void *context, int64_t task, int32_t worker)
 /** Returns the segment of *row, and changes *row to the row's number in it. */
 static const tq_index_rows *segment_of(const tq_index_job *job, int64_t *row)
 {
-    int64_t low = 0, high = job->n_segments; /* first_row[low] <= row < first_row[high] */
-    while (high - low > 1) {
-        int64_t middle = (low + high) / 2;
-        if (job->first_row[middle] <= *row) low = middle;
-        else high = middle;
-    }
-    *row -= job->first_row[low];
-    return job->rows + low;
+    int64_t segment = find_segment(job, job->first_row, *row);
+    *row -= job->first_row[segment];
+    return job->rows + segment;
 }
 
 void tq_index_score_wanted(void *context, int64_t query, int32_t worker)

@@ -35,19 +35,19 @@ static void finish_query(void *context, int64_t q, int32_t worker)
         scores[i] = -INFINITY;
         ids[i] = -1;
         if (i >= best.n) continue;
-        scores[i] = best.hits[0].score;
-        ids[i] = best.hits[0].id;
-        best.hits[0] = best.hits[--best.n];
-        sift_down(best.hits, best.n, 0);
+        hit worst = take_worst(&best);
+        scores[i] = (float)worst.score;
+        ids[i] = worst.id;
     }
 }
 
 /** Finds what lists add to the scores of some queries, whose centred vectors are x, and the best lists. */
-static void value_lists(const tq_index_job *job, const float *x, int64_t first, int32_t rows)
+static void value_lists(const tq_index_job *job, const float *x, int64_t first, int32_t rows, int32_t worker)
 {
     const tq_index_use *use = &job->use;
+    hit *hits = job->probes ? job->best_lists + (int64_t)worker * job->probe : NULL;
     if (job->near) {
-        tq_index_near_lists(use, x, rows, job->skipped, job->probe, job->values + first * use->list_stride,
+        tq_index_near_lists(use, x, rows, job->skipped, job->probe, job->values + first * use->list_stride, hits,
                             job->probes + first * job->probe);
         for (int64_t q = first; q < first + rows; q++)
             for (int32_t i = 0; i < job->probe; i++) {
@@ -60,7 +60,8 @@ static void value_lists(const tq_index_job *job, const float *x, int64_t first, 
     for (int64_t q = first; q < first + rows; q++) {
         double *values = job->values + q * use->list_stride, most = -INFINITY;
         if (job->probes)
-            tq_index_best_lists(values, job->skipped, use->space->n_lists, job->probe, job->probes + q * job->probe);
+            tq_index_best_lists(values, job->skipped, use->space->n_lists, job->probe, hits,
+                                job->probes + q * job->probe);
         for (int32_t list = 0; list < use->space->n_lists; list++) {
             values[list] = values[list] * use->space->lengths[list] - job->queries.squared[q] / 2;
             if (values[list] > most) most = values[list];
@@ -82,7 +83,7 @@ static void make_some(void *context, int64_t task, int32_t worker)
         atomic_store(&job->refused, 1);
         return;
     }
-    if (job->values) value_lists(job, workspace, first, rows);
+    if (job->values) value_lists(job, workspace, first, rows, worker);
     if (!job->tables) return;
     for (int64_t q = first; q < first + rows; q++)
         tq_sign_query_make(use, job->queries.q + q * use->padded, job->queries.units[q],
@@ -126,6 +127,7 @@ static void place_arrays(tq_index_job *job, tq_index_arrays *arrays)
     }
     if (n_lists) {
         job->skipped = tq_index_array(arrays, n_lists, 1, 1);
+        job->best_lists = tq_index_array(arrays, threads, job->probe, sizeof *job->best_lists);
         job->segment_of = tq_index_array(arrays, n_lists, 1, sizeof *job->segment_of);
         job->probes = tq_index_array(arrays, n, job->probe, sizeof *job->probes);
         job->readers = tq_index_array(arrays, n, job->probe, sizeof *job->readers);
