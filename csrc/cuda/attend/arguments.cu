@@ -43,18 +43,6 @@ void set_factors(const tq_plan &plan, const float *steps, const KernelChoice &k,
     }
 }
 
-/** Tables for attention, made from a plan's codebooks. */
-struct AttendTables {
-    float step[TQ_WIDE_BITS + 1];
-    LevelTables levels;
-};
-
-void fill_tables(const tq_codebook *books, AttendTables *to)
-{
-    for (int b = 1; b <= TQ_WIDE_BITS; b++) to->step[b] = books[b].step;
-    fill_level_tables(books, &to->levels);
-}
-
 } // namespace
 
 void fill_ragged(const tq_plan &plan, const tq_attend_params &p, AttendArgs *args)
@@ -118,10 +106,10 @@ tq_status fill_args(const tq_plan &plan, const tq_attend_params &p, Launch *l, t
 void fill_factors(const tq_plan &plan, Launch *launch)
 {
     AttendArgs &a = launch->args;
-    const AttendTables &tables = of_codebooks<AttendTables>(plan, fill_tables);
-    a.tables = tables.levels;
-    set_factors(plan, tables.step, launch->kernel, true, &a.key);
-    set_factors(plan, tables.step, launch->kernel, false, &a.value);
+    const LevelsByCode &levels = of_codebooks<LevelsByCode>(plan, fill_levels_by_code);
+    a.tables = of_codebooks<LevelTables>(plan, fill_level_tables);
+    set_factors(plan, levels.step, launch->kernel, true, &a.key);
+    set_factors(plan, levels.step, launch->kernel, false, &a.value);
 }
 
 } // namespace tq

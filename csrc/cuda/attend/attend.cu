@@ -78,7 +78,6 @@ tq_status look_at_device(Device *d, tq_error *error)
     TQ_CUDA_TRY(current_device(d, error));
     d->bulk = d->never_fused = false;
     d->large_clusters = 0;
-    d->rules = &rules_of(*d);
     if (d->major == 9)
         TQ_CUDA_TRY(is_hopper_code(reinterpret_cast<const void *>(attend_end_kernels(4).prepare), *d, &d->bulk, error));
     const char *path = getenv("TURBOQUANT_CUDA_PATH");

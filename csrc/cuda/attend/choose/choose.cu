@@ -8,31 +8,6 @@ namespace tq
 namespace
 {
 
-constexpr Rules H200 = {
-    "H200",
-    /* whole_from */ 3,
-    /* clusters_of_11 */ 10,
-    /* busy_warps */ 12,
-    /* busy_of_20 */ 17,
-    /* most_8_rows */ 24,
-    /* most_any_4_rows */ 32,
-    /* most_any_8_rows */ 24,
-    /* long_wave_pages */ 8,
-    /* most_in_turns */ 32,
-    /* ragged_many */ 300,
-    /* ragged_few */ 50,
-    /* ragged_two */ 400,
-    /* half_cost */ 10,
-    /* merge_cost */ 10,
-    /* page_cost */ {15, 18},
-    /* chunk_rows */ 32,
-    /* chunk_fused_rows */ 64,
-    /* chunk_fused_pages */ 128,
-    /* most_turns */ 3,
-    /* most_pages_any_16_rows */ 16,
-    /* longer_32_rows */ {0, 4, 2},
-};
-
 /** When a strategy is considered. Rows are query tokens * query heads per KV head. */
 struct Condition {
     Strategy strategy;
@@ -74,8 +49,6 @@ bool takes_widths(int width, const tq_plan &plan)
 }
 
 } // namespace
-
-const Rules &rules_of(const DeviceFacts &) { return H200; }
 
 KernelChoice find_kernel(Strategy strategy, bool hopper, const tq_plan &plan, int row_quads, int tiles)
 {

@@ -44,10 +44,9 @@ bool chooses_chunk(const tq_plan &plan, const tq_attend_params &p, const Device 
 {
     if (!device.bulk || device.never_fused || !chunk_can_attend(plan, p)) return false;
     const int64_t rows = (int64_t)p.query_heads / p.layer.kv_heads * p.query_tokens;
-    const Rules &rules = *device.rules;
     if (otherwise == Strategy::FUSED_MANY_ROWS)
-        return rows > rules.chunk_fused_rows && p.layer.max_pages >= rules.chunk_fused_pages;
-    return rows > rules.chunk_rows;
+        return rows > RULES.chunk_fused_rows && p.layer.max_pages >= RULES.chunk_fused_pages;
+    return rows > RULES.chunk_rows;
 }
 
 void name_chunk(const tq_plan &plan, const tq_attend_params &p, char *name)

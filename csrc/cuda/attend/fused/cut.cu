@@ -23,11 +23,11 @@ int blocks_at_once(int64_t segments, int warps, const Device &device)
 int64_t share_segments(int64_t segments, int64_t units, int64_t blocks, const Device &device, FusedArgs *f)
 {
     int processors = device.processors,
-        in_clusters = processors * device.rules->clusters_of_11 / 11; /* the rest fit no cluster of four or eight */
+        in_clusters = processors * RULES.clusters_of_11 / 11; /* the rest fit no cluster of four or eight */
     f->cluster = PORTABLE_CLUSTER;
     while (f->cluster > 1 && segments * f->cluster > (f->cluster > 2 ? in_clusters : processors)) f->cluster /= 2;
     /* A large cluster, if it has a team for each unit and one of eight would keep more than busy_warps teams busy. */
-    int busy = f->teams < device.rules->busy_warps ? f->teams : device.rules->busy_warps;
+    int busy = f->teams < RULES.busy_warps ? f->teams : RULES.busy_warps;
     if (segments <= device.large_clusters && segments * LARGE_CLUSTER <= processors &&
         units > PORTABLE_CLUSTER * busy && units <= LARGE_CLUSTER * f->teams)
         f->cluster = LARGE_CLUSTER;
@@ -41,10 +41,10 @@ int64_t share_segments(int64_t segments, int64_t units, int64_t blocks, const De
 
 /** Whether few places stay empty. Blocks run in turns, up to `room` of them at once, and each is taken to be as long as
  *  the longest. */
-bool keeps_busy(int64_t blocks, int64_t room, const Rules &r)
+bool keeps_busy(int64_t blocks, int64_t room)
 {
     int64_t turns = (blocks + room - 1) / room;
-    return blocks * 20 >= turns * room * r.busy_of_20;
+    return blocks * 20 >= turns * room * RULES.busy_of_20;
 }
 
 /** A warp with at most this many units is faster here than in SPLIT, whatever else holds. */
@@ -88,7 +88,6 @@ Verdict fused_is_faster(const AttendArgs &a, const KernelChoice &kernel, int64_t
                         const Device &device)
 {
     const FusedArgs &f = a.fused;
-    const Rules &r = *device.rules;
     int64_t half_pages = rounds * kernel.tiles * kernel.run / 2;
     if ((kernel.row_quads == 1 ? rounds : half_pages) <= FEW_UNITS) return Verdict::YES;
     if (a.p.layer.batch > 1 && a.p.schedule_kind != TQ_SCHEDULE_EQUAL)
@@ -96,26 +95,27 @@ Verdict fused_is_faster(const AttendArgs &a, const KernelChoice &kernel, int64_t
     /* SPLIT attends to exact tokens in another kernel (prepare). So with these, fewer blocks at once are often still
      * faster than SPLIT: measured with four rows of 128 channels. */
     const bool may_be_fewer =
-        a.exact_parts && kernel.bits && kernel.row_quads == 1 && a.groups == 4 && half_pages <= r.most_in_turns;
-    if (!keeps_busy(segments * f.sharing, (int64_t)at_once * device.processors, r))
+        a.exact_parts && kernel.bits && kernel.row_quads == 1 && a.groups == 4 && half_pages <= RULES.most_in_turns;
+    if (!keeps_busy(segments * f.sharing, (int64_t)at_once * device.processors))
         return may_be_fewer ? Verdict::FEWER_AT_ONCE : Verdict::NO;
     /* long caches are faster by whole pages, here or in SPLIT */
-    if (!kernel.bits && kernel.row_quads == 2 && kernel.tiles == 2 && half_pages > r.most_8_rows) return Verdict::NO;
+    if (!kernel.bits && kernel.row_quads == 2 && kernel.tiles == 2 && half_pages > RULES.most_8_rows)
+        return Verdict::NO;
     /* Kernels for any widths, several blocks per multiprocessor: with four rows, two blocks are faster than SPLIT at
      * any length. More blocks, or more rows, are faster only if a warp has few pages (measured.md). */
     if (kernel.bits || at_once == 1) return Verdict::YES;
-    bool short_enough =
-        kernel.row_quads == 1 ? at_once == 2 || half_pages <= r.most_any_4_rows : half_pages <= r.most_any_8_rows;
+    bool short_enough = kernel.row_quads == 1 ? at_once == 2 || half_pages <= RULES.most_any_4_rows
+                                              : half_pages <= RULES.most_any_8_rows;
     return short_enough ? Verdict::YES : Verdict::NO;
 }
 
-int page_cost(const AttendArgs &a, const Rules &r) { return r.page_cost[a.groups > 2]; }
+int page_cost(const AttendArgs &a) { return RULES.page_cost[a.groups > 2]; }
 
 /** Returns the cost of `rounds` units for a warp; with run 2 of pages: after the first, one less than two halves. */
-int64_t units_cost(const AttendArgs &a, const KernelChoice &kernel, int64_t rounds, const Rules &r)
+int64_t units_cost(const AttendArgs &a, const KernelChoice &kernel, int64_t rounds)
 {
-    if (kernel.run > 1) return rounds * (2 * r.half_cost - 1) + 1;
-    return rounds * (kernel.tiles == 2 ? r.half_cost : page_cost(a, r));
+    if (kernel.run > 1) return rounds * (2 * RULES.half_cost - 1) + 1;
+    return rounds * (kernel.tiles == 2 ? RULES.half_cost : page_cost(a));
 }
 
 /** Cuts the work for the kernel whose units have `tiles` token tiles, and returns about what it costs. Returns 0, with
@@ -124,11 +124,10 @@ int64_t cut_units(const tq_plan &plan, const Device &device, int tiles, Launch *
 {
     AttendArgs &a = l->args;
     FusedArgs &f = a.fused;
-    const Rules &r = *device.rules;
     KernelChoice kernel = find_kernel(Strategy::FUSED, true, plan, a.tile_rows / 4, tiles);
     if (!kernel.kernel) return 0;
     lay_out_stage(&plan, kernel.tiles, &a);
-    const int most = kernel.max_threads / 32, busy_warps = kernel.run > 1 ? most : r.busy_warps;
+    const int most = kernel.max_threads / 32, busy_warps = kernel.run > 1 ? most : RULES.busy_warps;
     /* Each block has its own tables of the wave. So with many segments, only two blocks share a multiprocessor, if that
      * leaves room for enough warps (measured.md; with four rows). */
     const bool two = a.wave.steps && tiles == 4 && a.tile_rows == 4 && l->segments > 2 * device.processors;
@@ -151,7 +150,7 @@ int64_t cut_units(const tq_plan &plan, const Device &device, int tiles, Launch *
             if (f.warps > busy_warps && (f.warps < first || units > busy * f.sharing)) continue;
             /* With a wave and many units, each scheduler has equally many warps (measured.md). */
             const bool long_wave = a.wave.steps && kernel.bits && a.tile_rows == 4 && a.groups == 4 &&
-                                   rounds > (kernel.run > 1 ? r.long_wave_pages : FEW_UNITS);
+                                   rounds > (kernel.run > 1 ? RULES.long_wave_pages : FEW_UNITS);
             if (long_wave && at_once * f.warps % SCHEDULERS) continue;
             l->shared_bytes = lay_out_fused(kernel, &a);
             if (l->shared_bytes > room) continue;
@@ -162,7 +161,7 @@ int64_t cut_units(const tq_plan &plan, const Device &device, int tiles, Launch *
             const Verdict verdict = fused_is_faster(a, kernel, l->segments, at_once, rounds, device);
             if (verdict == Verdict::FEWER_AT_ONCE) break;
             if (verdict == Verdict::NO) return 0;
-            return units_cost(a, kernel, rounds ? rounds : 1, r) + (f.sharing == f.cluster ? 0 : r.merge_cost);
+            return units_cost(a, kernel, rounds ? rounds : 1) + (f.sharing == f.cluster ? 0 : RULES.merge_cost);
         }
     }
     return 0;
@@ -219,13 +218,12 @@ bool cut_ragged(const tq_plan &plan, const Device &device, int tiles, Launch *la
     Launch best = *launch;
     int most_warps = 0;
     KernelChoice kernel = find_kernel(Strategy::FUSED, true, plan, launch->args.tile_rows / 4, tiles);
-    const Rules &r = *device.rules;
-    const int most = kernel.ragged_threads / 32, busy = r.busy_warps;
+    const int most = kernel.ragged_threads / 32, busy = RULES.busy_warps;
     const double of_100 = 100.0 * (double)launch->segments / device.processors; /* segments for 100 multiprocessors */
     const bool wave = launch->args.wave.steps;
     if (!kernel.ragged) return false;
     kernel.kernel = kernel.ragged, kernel.is_ragged = true;
-    const int first = most > busy && of_100 <= r.ragged_two ? 2 : most / LEAST_WARPS;
+    const int first = most > busy && of_100 <= RULES.ragged_two ? 2 : most / LEAST_WARPS;
     /* While a lone block starts or ends, its multiprocessor is idle. With a wave that costs more than few warps do. */
     const int enough = wave ? WARPS_WITH_WAVE : busy;
     for (int at_once = first; at_once; at_once--) {
@@ -256,15 +254,14 @@ bool cut_ragged(const tq_plan &plan, const Device &device, int tiles, Launch *la
     const bool few = launch->segments <= a.fused.at_once && launch->segments <= 2 * device.processors;
     /* SPLIT attends to exact tokens in another kernel, so with these any number of segments runs here. SPLIT is faster
      * for eight rows of 2 bits with a wave and without exact tokens (measured.md). */
-    const bool slow = wave && of_100 > r.ragged_few && a.tile_rows == 8 && kernel.bits == 2 && !a.exact_parts;
-    return most_warps && !slow && (few || a.exact_parts || (!wave && of_100 >= r.ragged_many));
+    const bool slow = wave && of_100 > RULES.ragged_few && a.tile_rows == 8 && kernel.bits == 2 && !a.exact_parts;
+    return most_warps && !slow && (few || a.exact_parts || (!wave && of_100 >= RULES.ragged_many));
 }
 
 } // namespace
 
 bool cut_fused_many_rows(const tq_plan &plan, const Device &device, Launch *launch)
 {
-    const Rules &r = *device.rules;
     Launch l = *launch;
     if (!start_fused(&l)) return false;
     const Launch start = l;
@@ -273,16 +270,17 @@ bool cut_fused_many_rows(const tq_plan &plan, const Device &device, Launch *laun
     int bits = l.kernel.bits; /* 2, 3, 4, or BY_GROUP, which is 0 */
     if (a.rows > 16) { /* A block of 32 rows takes longer before and after its pages, by the time of `longer` pages. */
         Launch by_16 = start;
-        int64_t pages_by_16 = cut_tiles(plan, device, 16, &by_16), longer = r.longer_32_rows[bits > 2 ? 2 : bits / 2];
+        int64_t pages_by_16 = cut_tiles(plan, device, 16, &by_16),
+                longer = RULES.longer_32_rows[bits > 2 ? 2 : bits / 2];
         if (pages_by_16 && (!pages || pages_by_16 < pages + longer)) l = by_16, pages = pages_by_16;
     }
     int64_t turns = wide_turns(l, device);
-    if (!pages || turns > r.most_turns || (!bits && a.tile_rows == 16 && pages > r.most_pages_any_16_rows))
+    if (!pages || turns > RULES.most_turns || (!bits && a.tile_rows == 16 && pages > RULES.most_pages_any_16_rows))
         return false;
     if (pages > 2 * turns) {
         if (a.p.layer.batch > 1 && a.p.schedule_kind != TQ_SCHEDULE_EQUAL)
             return false; /* one long sequence would keep all waiting */
-        if (!keeps_busy(l.segments * a.fused.sharing, device.processors, r)) return false;
+        if (!keeps_busy(l.segments * a.fused.sharing, device.processors)) return false;
     }
     *launch = l;
     return true;
@@ -311,7 +309,7 @@ bool cut_fused(const tq_plan &plan, const Device &device, Launch *launch)
     /* Where segments are few, pages of two units must cost less than half pages, not only as much (measured.md). */
     const bool two_units = wholes.kernel.run > 1 && segments <= device.processors;
     const bool compare = !only_wholes && (many || row_quads > 1 || two_units);
-    int least = page_cost(a, *device.rules) * (many ? 4 : wholes.kernel.bits ? 0 : 2);
+    int least = page_cost(a) * (many ? 4 : wholes.kernel.bits ? 0 : 2);
     const bool dearer = two_units ? by_page >= by_half : by_page > by_half;
     if (compare && (by_page < least || (by_half && dearer))) by_page = 0;
     if (by_half || by_page) {

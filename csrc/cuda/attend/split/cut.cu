@@ -154,11 +154,10 @@ bool choose_many_rows(const tq_plan &plan, const Device &, Launch *launch)
 bool choose_split(const tq_plan &plan, const Device &device, Launch *launch)
 {
     const AttendArgs &a = launch->args;
-    const Rules &r = *device.rules;
     const int64_t pages = (int64_t)a.p.layer.batch * a.p.layer.kv_heads * a.p.layer.max_pages;
     const bool pages_of_128 = plan.page_tokens == 4 * TQ_TILE;
     /* Whole pages are faster once every multiprocessor has some. */
-    const bool whole = pages_of_128 && pages >= (int64_t)r.whole_from * device.processors;
+    const bool whole = pages_of_128 && pages >= (int64_t)RULES.whole_from * device.processors;
     const int sizes[] = {whole ? 4 : 2, whole || !pages_of_128 ? 2 : 4};
     /* codes of 2 bits are cheap to unpack, so more warps gain more than more rows for each */
     int row_quads = a.rows <= 4 ? 1 : a.rows <= 8 || width_with_own_kernels(plan) == 2 ? 2 : 4;
