@@ -183,7 +183,7 @@ static int32_t thread_count(const tq_append_params *p)
 tq_status tq_append_workspace_bytes(const tq_plan *plan, const tq_append_params *params, size_t *bytes, tq_error *error)
 {
     TQ_TRY(tq_check_append_sizes(plan, params, error));
-    if (!bytes) return tq_fail(error, TQ_E_VALUE, "bytes", -1, 0, "a pointer, not NULL");
+    if (!bytes) return tq_refuse(error, "bytes", 0, "a pointer, not NULL");
     *bytes = (size_t)(worker_bytes(plan) * thread_count(params) + 4 * tq_keys_floats(plan));
     return TQ_OK;
 }
@@ -424,10 +424,8 @@ tq_status tq_append(const tq_plan *plan, const tq_append_params *params, void *w
     int32_t threads = thread_count(params); /* once: another thread may change tq_num_threads meanwhile */
     TQ_NEED(error, {"workspace", workspace, 0});
     if (workspace_bytes < (size_t)(job.worker_bytes * threads + 4 * tq_keys_floats(plan)))
-        return tq_fail(error, TQ_E_VALUE, "workspace_bytes", -1, (double)workspace_bytes,
-                       "at least tq_append_workspace_bytes");
-    if ((uintptr_t)workspace % 64)
-        return tq_fail(error, TQ_E_VALUE, "workspace", -1, (double)((uintptr_t)workspace % 64), "64-byte aligned");
+        return tq_refuse(error, "workspace_bytes", workspace_bytes, "at least tq_append_workspace_bytes");
+    if ((uintptr_t)workspace % 64) return tq_refuse(error, "workspace", (uintptr_t)workspace % 64, "64-byte aligned");
     TQ_TRY(check_numbers(&job, 1, error));
     if (plan->value.tile_bytes) TQ_TRY(check_numbers(&job, 0, error));
     job.tables = tq_plan_tables_of(plan);

@@ -587,10 +587,8 @@ tq_status tq_attend(const tq_plan *plan, const tq_attend_params *params, void *w
     tq_attend_lay_out(&job);
     TQ_NEED(error, {"workspace", workspace, 0});
     if (workspace_bytes < (size_t)tq_attend_bytes(&job))
-        return tq_fail(error, TQ_E_VALUE, "workspace_bytes", -1, (double)workspace_bytes,
-                       "at least tq_attend_workspace_bytes");
-    if ((uintptr_t)workspace % 64)
-        return tq_fail(error, TQ_E_VALUE, "workspace", -1, (double)((uintptr_t)workspace % 64), "64-byte aligned");
+        return tq_refuse(error, "workspace_bytes", workspace_bytes, "at least tq_attend_workspace_bytes");
+    if ((uintptr_t)workspace % 64) return tq_refuse(error, "workspace", (uintptr_t)workspace % 64, "64-byte aligned");
     job.books = tq_plan_tables_of(plan)->books;
     if (plan->wave_pairs && params->query_tokens) turn_pages(&job);
     int64_t tasks = (int64_t)params->layer.batch * params->layer.kv_heads * job.chunks;

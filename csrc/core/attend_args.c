@@ -128,7 +128,7 @@ float *tq_attend_partial(const attend_job *job, int64_t task, int32_t row)
 tq_status tq_attend_workspace_bytes(const tq_plan *plan, const tq_attend_params *params, size_t *bytes, tq_error *error)
 {
     TQ_TRY(tq_check_attend_sizes(plan, params, error));
-    if (!bytes) return tq_fail(error, TQ_E_VALUE, "bytes", -1, 0, "a pointer, not NULL");
+    if (!bytes) return tq_refuse(error, "bytes", 0, "a pointer, not NULL");
     attend_job job = {.plan = plan, .a = params, .kernels = tq_get_kernels(error)};
     if (!job.kernels) return TQ_E_UNSUPPORTED;
     tq_attend_lay_out(&job);
@@ -161,9 +161,9 @@ static tq_status check_sequence(const tq_plan *plan, const tq_attend_params *a, 
     if (length) TQ_TRY(tq_check_rows(l, b, error));
     if (a->causal && a->query_tokens > 1 && tq_unpacked_window(l) && !a->fresh_k &&
         length > (int64_t)a->layer.sinks + a->layer.window)
-        return tq_fail(error, TQ_E_VALUE, "q", -1, a->query_tokens,
-                       "of one token a sequence: with a window, several causal queries need append_attend "
-                       "(operators: fresh_k)");
+        return tq_refuse(error, "q", a->query_tokens,
+                         "of one token a sequence: with a window, several causal queries need append_attend "
+                         "(operators: fresh_k)");
     if (a->starts && (a->starts[b] < 0 || a->starts[b] > length))
         return tq_fail(error, TQ_E_VALUE, "starts", b, a->starts[b], "in 0..lengths");
     if (a->ends && (a->ends[b] < 0 || a->ends[b] > length))

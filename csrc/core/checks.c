@@ -33,7 +33,7 @@ static const char a_pointer[] = "a pointer, not NULL", no_values[] = "absent, be
 static tq_status check_sizes(const size *sizes, size_t n, tq_error *error)
 {
     for (size_t i = 0; i < n; i++)
-        if (sizes[i].got < 0) return tq_fail(error, TQ_E_VALUE, sizes[i].name, -1, (double)sizes[i].got, "at least 0");
+        if (sizes[i].got < 0) return tq_refuse(error, sizes[i].name, sizes[i].got, "at least 0");
     return TQ_OK;
 }
 
@@ -52,7 +52,7 @@ static tq_status check_pointers(const pointer *pointers, size_t n, tq_error *err
 {
     for (size_t i = 0; i < n; i++) {
         const char *wants = pointers[i].at ? pointers[i].absent : pointers[i].given;
-        if (wants) return tq_fail(error, TQ_E_VALUE, pointers[i].name, -1, pointers[i].at != NULL, wants);
+        if (wants) return tq_refuse(error, pointers[i].name, pointers[i].at != NULL, wants);
     }
     return TQ_OK;
 }
@@ -75,8 +75,7 @@ static tq_status check_pages(const uint8_t *pages, int64_t n_pages, int32_t kv_h
 {
     if (n_pages && kv_heads) TQ_NEED(error, {"pages", pages, 0});
     if (!((uintptr_t)pages % 64)) return TQ_OK;
-    return tq_fail(error, TQ_E_VALUE, "pages", -1, (double)((uintptr_t)pages % 64),
-                   "64-byte aligned (got: bytes behind)");
+    return tq_refuse(error, "pages", (uintptr_t)pages % 64, "64-byte aligned (got: bytes behind)");
 }
 
 static tq_status check_dtype(int32_t dtype, tq_error *error)
@@ -117,13 +116,12 @@ tq_status tq_check_transform(const tq_plan *plan, const tq_transform *t, int is_
 static tq_status check_rows(const tq_plan *plan, const tq_layer *l, tq_error *error)
 {
     if (!tq_is_indexed(l)) return TQ_OK;
-    if (l->sinks && !l->sink_rows) return tq_fail(error, TQ_E_VALUE, "sink_rows", -1, 0, "given, because tail_rows is");
-    if (!l->tail_rows)
-        return l->window ? tq_fail(error, TQ_E_VALUE, "tail_rows", -1, 0, "given, because sink_rows is") : TQ_OK;
+    if (l->sinks && !l->sink_rows) return tq_refuse(error, "sink_rows", 0, "given, because tail_rows is");
+    if (!l->tail_rows) return l->window ? tq_refuse(error, "tail_rows", 0, "given, because sink_rows is") : TQ_OK;
     if (l->tail_slots > plan->page_tokens)
-        return tq_fail(error, TQ_E_VALUE, "window_k", -1, l->tail_slots, "of at most page_tokens tokens a row");
+        return tq_refuse(error, "window_k", l->tail_slots, "of at most page_tokens tokens a row");
     if (l->window > l->tail_slots)
-        return tq_fail(error, TQ_E_VALUE, "window", -1, l->window, "at most the tokens of a row of window_k");
+        return tq_refuse(error, "window", l->window, "at most the tokens of a row of window_k");
     return TQ_OK;
 }
 
@@ -143,8 +141,8 @@ static tq_status check_layer_sizes(const tq_plan *plan, const tq_layer *l, tq_er
     int64_t bytes;
     TQ_TRY(tq_product(l->kv_heads, plan->record_bytes, &bytes, "kv_heads", error));
     if (l->page_stride && (l->page_stride < bytes || l->page_stride % 64))
-        return tq_fail(error, TQ_E_VALUE, "page_stride", -1, (double)l->page_stride,
-                       "0, or a multiple of 64 and at least kv_heads * record_bytes");
+        return tq_refuse(error, "page_stride", l->page_stride,
+                         "0, or a multiple of 64 and at least kv_heads * record_bytes");
     if (l->page_stride) bytes = l->page_stride;
     return tq_product(l->n_pages, bytes, &bytes, "n_pages", error);
 }
@@ -210,7 +208,7 @@ tq_status tq_check_rotate(const tq_plan *plan, const float *matrix, int32_t dtyp
                                 {"y", y, rows ? a_pointer : NULL, NULL}};
     TQ_TRY(check_pointers(pointers, LENGTH(pointers), error));
     if (x != y && tq_overlap(x, bytes, y, bytes))
-        return tq_fail(error, TQ_E_VALUE, "y", -1, 0, "the array x itself or apart from it");
+        return tq_refuse(error, "y", 0, "the array x itself or apart from it");
     return TQ_OK;
 }
 
@@ -267,10 +265,10 @@ static tq_status check_append_overlap(const tq_plan *plan, const tq_append_param
     for (int i = 0; i < 5; i++) {
         if (tq_overlap(written[i].at, written[i].bytes, p->k, k_bytes) ||
             tq_overlap(written[i].at, written[i].bytes, p->v, v_bytes))
-            return tq_fail(error, TQ_E_VALUE, written[i].name, -1, 0, "apart from k and v");
+            return tq_refuse(error, written[i].name, 0, "apart from k and v");
         for (int j = 0; j < i; j++)
             if (tq_overlap(written[i].at, written[i].bytes, written[j].at, written[j].bytes))
-                return tq_fail(error, TQ_E_VALUE, written[i].name, -1, 0, "apart from the other arrays written");
+                return tq_refuse(error, written[i].name, 0, "apart from the other arrays written");
     }
     return TQ_OK;
 }
@@ -293,7 +291,7 @@ tq_status tq_check_attend_sizes(const tq_plan *plan, const tq_attend_params *a, 
 {
     TQ_TRY(tq_plan_check(plan, error));
     TQ_NEED(error, {"params", a, 0});
-    if (!plan->value.tile_bytes) return tq_fail(error, TQ_E_VALUE, "plan", -1, 0, "one with value bits");
+    if (!plan->value.tile_bytes) return tq_refuse(error, "plan", 0, "one with value bits");
     TQ_TRY(check_layer_sizes(plan, &a->layer, error));
     const int64_t tokens = a->query_start_loc ? a->total_tokens : a->query_tokens;
     const size sizes[] = {{"query_tokens", a->query_tokens},
@@ -308,19 +306,18 @@ tq_status tq_check_attend_sizes(const tq_plan *plan, const tq_attend_params *a, 
     TQ_TRY(check_strides(strides, LENGTH(strides), error));
     TQ_TRY(check_dtype(a->layer.dtype, error));
     if (a->layer.kv_heads ? a->query_heads % a->layer.kv_heads : a->query_heads)
-        return tq_fail(error, TQ_E_VALUE, "query_heads", -1, a->query_heads, "a multiple of kv_heads");
-    if (!isfinite(a->softmax_scale)) return tq_fail(error, TQ_E_VALUE, "softmax_scale", -1, a->softmax_scale, "finite");
+        return tq_refuse(error, "query_heads", a->query_heads, "a multiple of kv_heads");
+    if (!isfinite(a->softmax_scale)) return tq_refuse(error, "softmax_scale", a->softmax_scale, "finite");
     if (!isfinite(a->softcap) || a->softcap < 0)
-        return tq_fail(error, TQ_E_VALUE, "softcap", -1, a->softcap, "finite and at least 0");
+        return tq_refuse(error, "softcap", a->softcap, "finite and at least 0");
     if (!a->causal && a->sliding_window)
-        return tq_fail(error, TQ_E_VALUE, "sliding_window", -1, a->sliding_window, "0 when attention is not causal");
-    if (!a->causal && a->fresh_k)
-        return tq_fail(error, TQ_E_VALUE, "fresh_k", -1, 1, "absent when attention is not causal");
+        return tq_refuse(error, "sliding_window", a->sliding_window, "0 when attention is not causal");
+    if (!a->causal && a->fresh_k) return tq_refuse(error, "fresh_k", 1, "absent when attention is not causal");
     if (a->fresh_k && (a->query_start_loc || tq_is_indexed(&a->layer)))
-        return tq_fail(error, TQ_E_VALUE, "fresh_k", -1, 1, "absent with query_start_loc, sink_rows and tail_rows");
+        return tq_refuse(error, "fresh_k", 1, "absent with query_start_loc, sink_rows and tail_rows");
     if (a->query_start_loc && a->query_tokens > 1 && a->layer.window && !a->layer.tail_rows)
-        return tq_fail(error, TQ_E_VALUE, "tail_rows", -1, 0,
-                       "given: with query_start_loc and several queries there is no window without it");
+        return tq_refuse(error, "tail_rows", 0,
+                         "given: with query_start_loc and several queries there is no window without it");
     int64_t n;
     TQ_TRY(tq_product((int64_t)a->layer.batch * a->query_heads, (int64_t)a->query_tokens * plan->head_dim, &n, "batch",
                       error));
@@ -387,8 +384,7 @@ static tq_status check_attend_overlap(const tq_plan *plan, const tq_attend_param
     const tq_row_strides of_q = {a->q_stride_batch, a->q_stride_head, a->q_stride_token},
                          of_out = tq_strides_of_out(plan, a), of_lse = tq_strides_of_lse(a);
     if (!rows_are_apart(n, d, of_out) || (a->lse && !rows_are_apart(n, 1, of_lse)))
-        return tq_fail(error, TQ_E_VALUE, rows_are_apart(n, d, of_out) ? "lse" : "out", -1, 0,
-                       "of strides that keep its rows apart");
+        return tq_refuse(error, rows_are_apart(n, d, of_out) ? "lse" : "out", 0, "of strides that keep its rows apart");
     const tq_array written[] = {{"out", a->out, rows_bytes(n, e, d, of_out)},
                                 {"lse", a->lse, rows_bytes(n, (int64_t)sizeof *a->lse, 1, of_lse)}};
     const struct {
@@ -412,7 +408,7 @@ static tq_status check_attend_overlap(const tq_plan *plan, const tq_attend_param
     for (int w = 0; w < 2; w++)
         for (size_t r = 0; r < LENGTH(read) - (w == 0); r++)
             if (tq_overlap(written[w].at, written[w].bytes, read[r].array.at, read[r].array.bytes))
-                return tq_fail(error, TQ_E_VALUE, written[w].name, -1, 0, read[r].wants);
+                return tq_refuse(error, written[w].name, 0, read[r].wants);
     return TQ_OK;
 }
 
@@ -438,7 +434,7 @@ tq_status tq_check_dequantize_sizes(const tq_plan *plan, const tq_layer *l, int3
     TQ_TRY(check_layer_sizes(plan, l, error));
     TQ_TRY(check_sizes(&(size){"max_tokens", max_tokens}, 1, error));
     if ((int64_t)l->max_pages * plan->page_tokens < max_tokens)
-        return tq_fail(error, TQ_E_VALUE, "max_tokens", -1, max_tokens, "at most max_pages * page_tokens");
+        return tq_refuse(error, "max_tokens", max_tokens, "at most max_pages * page_tokens");
     int64_t n;
     TQ_TRY(tq_product((int64_t)l->batch * l->kv_heads, (int64_t)max_tokens * plan->head_dim, &n, "max_tokens", error));
     return tq_product(n, sizeof(float), &n, "max_tokens", error);
@@ -475,19 +471,18 @@ tq_status tq_check_recode(const tq_plan *plan, const tq_plan *target, const uint
 {
     TQ_TRY(tq_plan_check(plan, error));
     TQ_TRY(tq_plan_check(target, error));
-    if (plan->head_dim > TQ_MAX_HEAD_DIM)
-        return tq_fail(error, TQ_E_VALUE, "plan", -1, plan->head_dim, "of at most 512 channels");
+    if (plan->head_dim > TQ_MAX_HEAD_DIM) return tq_refuse(error, "plan", plan->head_dim, "of at most 512 channels");
     if (!plan->is_plain || plan->group_channels != TQ_TILE || plan->scale != TQ_SCALE_EDEN)
-        return tq_fail(error, TQ_E_VALUE, "plan", -1, plan->scale,
-                       "plain, with groups of 32 channels and EDEN scales (got: its scale)");
+        return tq_refuse(error, "plan", plan->scale,
+                         "plain, with groups of 32 channels and EDEN scales (got: its scale)");
     const int32_t ours[] = {plan->head_dim, plan->page_tokens, plan->group_channels, plan->codebook, plan->scale,
                             plan->rotation, plan->wave_pairs,  plan->metric,         plan->is_plain},
                   theirs[] = {target->head_dim,   target->page_tokens, target->group_channels,
                               target->codebook,   target->scale,       target->rotation,
                               target->wave_pairs, target->metric,      target->is_plain};
     for (size_t i = 0; i < LENGTH(ours); i++)
-        if (ours[i] != theirs[i]) return tq_fail(error, TQ_E_VALUE, "target", -1, theirs[i], a_target);
-    if (plan->seed != target->seed) return tq_fail(error, TQ_E_VALUE, "target", -1, (double)target->seed, a_target);
+        if (ours[i] != theirs[i]) return tq_refuse(error, "target", theirs[i], a_target);
+    if (plan->seed != target->seed) return tq_refuse(error, "target", target->seed, a_target);
     TQ_TRY(check_fewer_bits(&plan->key, &target->key, plan->groups, error));
     TQ_TRY(check_fewer_bits(&plan->value, &target->value, plan->groups, error));
     const size sizes[] = {{"n_pages", n_pages}, {"kv_heads", kv_heads}};
@@ -498,10 +493,8 @@ tq_status tq_check_recode(const tq_plan *plan, const tq_plan *target, const uint
     TQ_TRY(tq_product(records, target->record_bytes, &smaller, "n_pages", error));
     TQ_TRY(check_pages(pages, n_pages, kv_heads, error));
     if (records) TQ_NEED(error, {"out", out, 0});
-    if ((uintptr_t)out % 64)
-        return tq_fail(error, TQ_E_VALUE, "out", -1, (double)((uintptr_t)out % 64),
-                       "64-byte aligned (got: bytes behind)");
-    if (tq_overlap(out, smaller, pages, bytes)) return tq_fail(error, TQ_E_VALUE, "out", -1, 0, "apart from pages");
+    if ((uintptr_t)out % 64) return tq_refuse(error, "out", (uintptr_t)out % 64, "64-byte aligned (got: bytes behind)");
+    if (tq_overlap(out, smaller, pages, bytes)) return tq_refuse(error, "out", 0, "apart from pages");
     return TQ_OK;
 }
 
@@ -510,8 +503,8 @@ tq_status tq_check_recode(const tq_plan *plan, const tq_plan *target, const uint
 tq_status tq_check_merge(const float *outs, const float *lses, int32_t parts, int64_t rows, int32_t head_dim,
                          const float *out, const float *lse, tq_error *error)
 {
-    if (parts < 1) return tq_fail(error, TQ_E_VALUE, "parts", -1, parts, "at least 1");
-    if (head_dim < 1) return tq_fail(error, TQ_E_VALUE, "head_dim", -1, head_dim, "at least 1");
+    if (parts < 1) return tq_refuse(error, "parts", parts, "at least 1");
+    if (head_dim < 1) return tq_refuse(error, "head_dim", head_dim, "at least 1");
     TQ_TRY(check_sizes(&(size){"rows", rows}, 1, error));
     if (!rows) return TQ_OK;
     TQ_NEED(error, {"outs", outs, 0}, {"lses", lses, 0}, {"out", out, 0}, {"lse", lse, 0});
@@ -522,10 +515,10 @@ tq_status tq_check_merge(const float *outs, const float *lses, int32_t parts, in
     const tq_array written[] = {{"out", out, row_bytes}, {"lse", lse, lse_bytes}};
     for (int i = 0; i < 2; i++) {
         if (tq_overlap(written[i].at, written[i].bytes, outs, bytes))
-            return tq_fail(error, TQ_E_VALUE, written[i].name, -1, 0, "apart from outs");
+            return tq_refuse(error, written[i].name, 0, "apart from outs");
         if (tq_overlap(written[i].at, written[i].bytes, lses, lse_bytes * parts))
-            return tq_fail(error, TQ_E_VALUE, written[i].name, -1, 0, "apart from lses");
+            return tq_refuse(error, written[i].name, 0, "apart from lses");
     }
-    if (tq_overlap(out, row_bytes, lse, lse_bytes)) return tq_fail(error, TQ_E_VALUE, "lse", -1, 0, "apart from out");
+    if (tq_overlap(out, row_bytes, lse, lse_bytes)) return tq_refuse(error, "lse", 0, "apart from out");
     return TQ_OK;
 }

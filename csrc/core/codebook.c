@@ -53,11 +53,11 @@ static void expand(const tq_codebook_row *row, int32_t bits, tq_codebook *out)
 tq_status tq_get_codebook(tq_codebook_law law, int32_t head_dim, int32_t bits, tq_codebook *out, tq_error *error)
 {
     if (law != TQ_CODEBOOK_NORMAL && law != TQ_CODEBOOK_SPHERE && law != TQ_CODEBOOK_UNIFORM)
-        return tq_fail(error, TQ_E_VALUE, "law", -1, law, "0 (normal), 1 (sphere) or 2 (uniform)");
-    if (bits < 1 || bits > TQ_MAX_BITS) return tq_fail(error, TQ_E_VALUE, "bits", -1, bits, "in 1..6");
+        return tq_refuse(error, "law", law, "0 (normal), 1 (sphere) or 2 (uniform)");
+    if (bits < 1 || bits > TQ_MAX_BITS) return tq_refuse(error, "bits", bits, "in 1..6");
     if (law == TQ_CODEBOOK_SPHERE && (head_dim < 8 || head_dim > TQ_MAX_SPHERE_DIM || head_dim % 8))
-        return tq_fail(error, TQ_E_VALUE, "head_dim", -1, head_dim, "a multiple of 8 in 8..256 for the sphere law");
-    if (!out) return tq_fail(error, TQ_E_VALUE, "out", -1, 0, "a pointer, not NULL");
+        return tq_refuse(error, "head_dim", head_dim, "a multiple of 8 in 8..256 for the sphere law");
+    if (!out) return tq_refuse(error, "out", 0, "a pointer, not NULL");
     tq_codebook_row row = row_of(law, head_dim, bits);
     expand(&row, bits, out);
     return TQ_OK;

@@ -230,8 +230,8 @@ tq_status tq_dot_workspace_bytes(const tq_plan *plan, int64_t n_queries, size_t 
     TQ_TRY(tq_plan_check(plan, error));
     const tq_kernels *kernels = tq_get_kernels(error);
     if (!kernels) return TQ_E_UNSUPPORTED;
-    if (n_queries < 0) return tq_fail(error, TQ_E_VALUE, "n_queries", -1, (double)n_queries, "at least 0");
-    if (!bytes) return tq_fail(error, TQ_E_VALUE, "bytes", -1, 0, "a pointer, not NULL");
+    if (n_queries < 0) return tq_refuse(error, "n_queries", n_queries, "at least 0");
+    if (!bytes) return tq_refuse(error, "bytes", 0, "a pointer, not NULL");
     int64_t total;
     TQ_TRY(tq_product(n_queries, dot_operand_bytes(kernels, plan) + 64, &total, "n_queries", error));
     *bytes = (size_t)total + 64;
@@ -269,21 +269,17 @@ tq_status tq_dot(const tq_plan *plan, const tq_transform *key, const float *quer
     static const tq_transform plain;
     if (!key) key = &plain;
     if (plan->wave_pairs)
-        return tq_fail(error, TQ_E_VALUE, "plan", -1, plan->wave_pairs,
-                       "one without a wave, since vectors have no position");
+        return tq_refuse(error, "plan", plan->wave_pairs, "one without a wave, since vectors have no position");
     TQ_TRY(tq_check_transform(plan, key, 1, error));
     TQ_TRY(tq_wave_check_channels(plan, key, error));
     TQ_TRY(tq_check_steps(plan, key, 1, 1, error));
-    if (n < 0) return tq_fail(error, TQ_E_VALUE, "n", -1, (double)n, "at least 0");
+    if (n < 0) return tq_refuse(error, "n", n, "at least 0");
     if (!n || !n_queries) return TQ_OK;
     TQ_NEED(error, {"queries", queries, 0}, {"pages", pages, 0}, {"out", out, 0}, {"workspace", workspace, 0});
     if (workspace_bytes < wanted)
-        return tq_fail(error, TQ_E_VALUE, "workspace_bytes", -1, (double)workspace_bytes,
-                       "at least tq_dot_workspace_bytes");
-    if ((uintptr_t)workspace % 64)
-        return tq_fail(error, TQ_E_VALUE, "workspace", -1, (double)((uintptr_t)workspace % 64), "64-byte aligned");
-    if ((uintptr_t)pages % 64)
-        return tq_fail(error, TQ_E_VALUE, "pages", -1, (double)((uintptr_t)pages % 64), "64-byte aligned");
+        return tq_refuse(error, "workspace_bytes", workspace_bytes, "at least tq_dot_workspace_bytes");
+    if ((uintptr_t)workspace % 64) return tq_refuse(error, "workspace", (uintptr_t)workspace % 64, "64-byte aligned");
+    if ((uintptr_t)pages % 64) return tq_refuse(error, "pages", (uintptr_t)pages % 64, "64-byte aligned");
     const tq_codebook *books = tq_plan_tables_of(plan)->books;
     tq_coded_groups groups;
     tq_list_groups(&plan->key, &groups);

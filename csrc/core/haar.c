@@ -75,9 +75,8 @@ static void reflect_block(double *block, int64_t head_dim, int32_t k, gaussian_s
 tq_status tq_haar(uint64_t seed, int32_t head_dim, float *matrix, double *workspace, tq_error *error)
 {
     if (head_dim < 8 || head_dim > TQ_MAX_DIM || head_dim % 8)
-        return tq_fail(error, TQ_E_VALUE, "head_dim", -1, head_dim, "a multiple of 8 in 8..4096");
-    if (!matrix || !workspace)
-        return tq_fail(error, TQ_E_VALUE, matrix ? "workspace" : "matrix", -1, 0, "a pointer, not NULL");
+        return tq_refuse(error, "head_dim", head_dim, "a multiple of 8 in 8..4096");
+    if (!matrix || !workspace) return tq_refuse(error, matrix ? "workspace" : "matrix", 0, "a pointer, not NULL");
     int64_t n = head_dim;
     double *m = workspace, *v = workspace + n * n, *w = v + n;
     gaussian_source source = {.seed = seed, .stream = HAAR_STREAM, .next_word = 4};
@@ -89,10 +88,9 @@ tq_status tq_haar(uint64_t seed, int32_t head_dim, float *matrix, double *worksp
 
 tq_status tq_gaussian(uint64_t seed, int32_t rows, int32_t head_dim, float *matrix, tq_error *error)
 {
-    if (rows < 1 || rows > TQ_MAX_DIM) return tq_fail(error, TQ_E_VALUE, "rows", -1, rows, "in 1..4096");
-    if (head_dim < 1 || head_dim > TQ_MAX_DIM)
-        return tq_fail(error, TQ_E_VALUE, "head_dim", -1, head_dim, "in 1..4096");
-    if (!matrix) return tq_fail(error, TQ_E_VALUE, "matrix", -1, 0, "a pointer, not NULL");
+    if (rows < 1 || rows > TQ_MAX_DIM) return tq_refuse(error, "rows", rows, "in 1..4096");
+    if (head_dim < 1 || head_dim > TQ_MAX_DIM) return tq_refuse(error, "head_dim", head_dim, "in 1..4096");
+    if (!matrix) return tq_refuse(error, "matrix", 0, "a pointer, not NULL");
     gaussian_source source = {.seed = seed, .stream = SKETCH_STREAM, .next_word = 4};
     for (int64_t i = 0; i < (int64_t)rows * head_dim; i++) matrix[i] = (float)next_gaussian(&source);
     return TQ_OK;

@@ -263,9 +263,9 @@ tq_status tq_index_encode(const tq_index_space *space, const float *x, int64_t n
     encode_job job = {.x = x, .n = n, .codes = codes, .signs = signs, .scales = scales, .offsets = offsets};
     TQ_TRY(tq_index_begin(space, &job.use, error));
     if (!offsets && (space->mean || space->n_lists || space->metric == TQ_INDEX_L2))
-        return tq_fail(error, TQ_E_VALUE, "offsets", -1, 0, "given, with a mean, lists or l2");
+        return tq_refuse(error, "offsets", 0, "given, with a mean, lists or l2");
     if (!lists != !space->n_lists)
-        return tq_fail(error, TQ_E_VALUE, "lists", -1, space->n_lists, "given if there are lists, and only then");
+        return tq_refuse(error, "lists", space->n_lists, "given if there are lists, and only then");
     job.lists = lists;
     int64_t blocks = (n + TQ_INDEX_BLOCK - 1) / TQ_INDEX_BLOCK;
     threads = tq_effective_threads(tq_threads_for(threads, n, 4 * TQ_INDEX_BLOCK));

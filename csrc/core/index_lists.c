@@ -109,7 +109,7 @@ tq_status tq_index_assign(const tq_index_space *space, const float *x, int64_t n
 {
     assign_job job = {.x = x, .n = n, .lists = lists};
     TQ_TRY(tq_index_begin(space, &job.use, error));
-    if (!space->n_lists) return tq_fail(error, TQ_E_VALUE, "n_lists", -1, 0, "above 0");
+    if (!space->n_lists) return tq_refuse(error, "n_lists", 0, "above 0");
     threads = tq_effective_threads(tq_threads_for(threads, n, TQ_INDEX_BLOCK));
     size_t rows = (size_t)threads * TQ_INDEX_BLOCK;
     job.workspace = malloc(sizeof(float) * rows * (size_t)job.use.padded);

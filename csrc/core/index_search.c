@@ -104,7 +104,7 @@ static tq_status make_queries(tq_index_job *job, tq_error *error)
             if (error) error->argument = "queries";
             return TQ_E_VALUE;
         }
-    return tq_fail(error, TQ_E_VALUE, "queries", -1, 0, "left alone during the call");
+    return tq_refuse(error, "queries", 0, "left alone during the call");
 }
 
 /** Gives each array its place. Called without memory first, then with it. */
@@ -250,7 +250,7 @@ static int64_t find_tasks(tq_index_job *job)
 
 static tq_status search(tq_index_job *job, tq_error *error)
 {
-    if (!job->use.planes) return tq_fail(error, TQ_E_VALUE, "lead", -1, 0, "above 0 in a group, for a search");
+    if (!job->use.planes) return tq_refuse(error, "lead", 0, "above 0 in a group, for a search");
     look_at_rows(job);
     TQ_TRY(make_queries(job, error));
     if (job->probes) find_readers(job);
@@ -273,8 +273,8 @@ tq_status tq_index_search(const tq_index_space *space, const float *queries, int
                           tq_error *error)
 {
     tq_index_job job;
-    if (k < 1 || k > INT64_MAX / 64) return tq_fail(error, TQ_E_VALUE, "k", -1, (double)k, "at least 1");
-    if (space->n_lists && probe < 1) return tq_fail(error, TQ_E_VALUE, "probe", -1, probe, "at least 1");
+    if (k < 1 || k > INT64_MAX / 64) return tq_refuse(error, "k", k, "at least 1");
+    if (space->n_lists && probe < 1) return tq_refuse(error, "probe", probe, "at least 1");
     tq_status status = start(&job, space, queries, n, segments, n_segments, k, probe, threads, error);
     job.out_scores = scores;
     job.out_ids = ids;

@@ -35,7 +35,7 @@ float tq_index_step(int32_t bits) { return bits < 1 || bits > TQ_WIDE_BITS ? 0 :
 tq_status tq_index_row_bytes(const tq_index_layout *layout, int64_t *bytes, int32_t *planes, tq_error *error)
 {
     if (layout->channels < 8 || layout->channels > TQ_MAX_DIM || layout->channels % 8)
-        return tq_fail(error, TQ_E_VALUE, "channels", -1, layout->channels, "a multiple of 8 in 8..4096");
+        return tq_refuse(error, "channels", layout->channels, "a multiple of 8 in 8..4096");
     *bytes = 0;
     *planes = 0;
     for (int32_t g = 0; g < tq_index_groups(layout); g++) {
@@ -47,8 +47,7 @@ tq_status tq_index_row_bytes(const tq_index_layout *layout, int64_t *bytes, int3
         *bytes += (b - lead) * eighth;
         *planes += lead * eighth;
     }
-    if (*planes > TQ_INDEX_MAX_PLANES)
-        return tq_fail(error, TQ_E_VALUE, "lead", -1, *planes, "of at most 780 planes together");
+    if (*planes > TQ_INDEX_MAX_PLANES) return tq_refuse(error, "lead", *planes, "of at most 780 planes together");
     return TQ_OK;
 }
 
@@ -61,21 +60,20 @@ tq_status tq_index_begin(const tq_index_space *space, tq_index_use *use, tq_erro
     use->channels = space->layout.channels;
     use->padded = 32 * tq_index_groups(&space->layout);
     if (space->plan->head_dim != use->channels)
-        return tq_fail(error, TQ_E_VALUE, "head_dim", -1, space->plan->head_dim, "the layout's channels");
+        return tq_refuse(error, "head_dim", space->plan->head_dim, "the layout's channels");
     int dense = space->plan->rotation == TQ_ROTATION_DENSE;
     if (dense != (space->matrix != NULL))
-        return tq_fail(error, TQ_E_VALUE, "matrix", -1, space->plan->rotation,
-                       dense ? "given, because the plan's rotation is dense"
-                             : "absent, because the plan's rotation is not dense");
-    if (space->dim < 1 || space->dim > use->channels)
-        return tq_fail(error, TQ_E_VALUE, "dim", -1, space->dim, "in 1..channels");
-    if (!(space->sigmas >= 0)) return tq_fail(error, TQ_E_VALUE, "sigmas", -1, space->sigmas, "at least 0");
+        return tq_refuse(error, "matrix", space->plan->rotation,
+                         dense ? "given, because the plan's rotation is dense"
+                               : "absent, because the plan's rotation is not dense");
+    if (space->dim < 1 || space->dim > use->channels) return tq_refuse(error, "dim", space->dim, "in 1..channels");
+    if (!(space->sigmas >= 0)) return tq_refuse(error, "sigmas", space->sigmas, "at least 0");
     if (space->metric < TQ_INDEX_IP || space->metric > TQ_INDEX_L2)
-        return tq_fail(error, TQ_E_VALUE, "metric", -1, space->metric, "in 0..2");
+        return tq_refuse(error, "metric", space->metric, "in 0..2");
     if (space->n_lists < 0 || space->n_lists > TQ_INDEX_MAX_LISTS)
-        return tq_fail(error, TQ_E_VALUE, "n_lists", -1, space->n_lists, "in 0..2^20");
+        return tq_refuse(error, "n_lists", space->n_lists, "in 0..2^20");
     if (space->n_lists && (space->mean || !space->directions || !space->lengths))
-        return tq_fail(error, TQ_E_VALUE, "n_lists", -1, space->n_lists, "0 unless there are centres and no mean");
+        return tq_refuse(error, "n_lists", space->n_lists, "0 unless there are centres and no mean");
     use->list_stride = (space->n_lists + TQ_INDEX_CENTRES - 1) / TQ_INDEX_CENTRES * TQ_INDEX_CENTRES;
     memset(use->mean, 0, sizeof(float) * (size_t)use->padded);
     if (space->mean) memcpy(use->mean, space->mean, sizeof(float) * (size_t)space->dim);

@@ -9,6 +9,11 @@
 /** Fills *error (may be NULL) and returns status, so that a check is one line. index -1: the argument itself. */
 tq_status tq_fail(tq_error *error, tq_status status, const char *argument, int64_t index, double got,
                   const char *wants);
+/** Does so with TQ_E_VALUE, for an argument itself. */
+static inline tq_status tq_refuse(tq_error *error, const char *argument, double got, const char *wants)
+{
+    return tq_fail(error, TQ_E_VALUE, argument, -1, got, wants);
+}
 /** Multiplies sizes a, b >= 0. Fails with TQ_E_VALUE, naming `argument`, if the product does not fit int64. */
 tq_status tq_product(int64_t a, int64_t b, int64_t *out, const char *argument, tq_error *error);
 int tq_overlap(const void *a, int64_t a_bytes, const void *b, int64_t b_bytes);

@@ -132,7 +132,7 @@ int32_t tq_num_threads(void)
 
 tq_status tq_set_num_threads(int32_t n, tq_error *error)
 {
-    if (n < 1 || n > MAX_THREADS) return tq_fail(error, TQ_E_VALUE, "n", -1, n, "in 1..256");
+    if (n < 1 || n > MAX_THREADS) return tq_refuse(error, "n", n, "in 1..256");
     atomic_store(&configured_threads, n);
     return TQ_OK;
 }

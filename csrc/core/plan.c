@@ -21,7 +21,7 @@ typedef struct {
 static tq_status read_choice(int64_t word, int64_t last, int32_t *out, const char *name, const char *wants,
                              tq_error *error)
 {
-    if (word < 0 || word > last) return tq_fail(error, TQ_E_VALUE, name, -1, (double)word, wants);
+    if (word < 0 || word > last) return tq_refuse(error, name, word, wants);
     *out = (int32_t)word;
     return TQ_OK;
 }
@@ -95,8 +95,8 @@ static tq_status read_side(const int64_t *words, const side_words *where, const 
                        error));
     int is_gaussian = side->sketch == TQ_SKETCH_GAUSSIAN;
     if (head[3] < is_gaussian || head[3] > (is_gaussian ? plan->head_dim : 0))
-        return tq_fail(error, TQ_E_VALUE, where->sketch_rows, -1, (double)head[3],
-                       is_gaussian ? "in 1..head_dim" : "0 without a Gaussian sketch");
+        return tq_refuse(error, where->sketch_rows, head[3],
+                         is_gaussian ? "in 1..head_dim" : "0 without a Gaussian sketch");
     side->sketch_rows = side->sketch == TQ_SKETCH_SIGN ? plan->head_dim : (int32_t)head[3];
     TQ_TRY(read_groups(groups, where->bits, plan, side, error));
     lay_out_side(plan, side);
@@ -118,8 +118,7 @@ static tq_status read_absence(const int64_t *words, const side_words *where, int
     if (any) return tq_fail(error, TQ_E_VALUE, where->bits, 0, (double)any, "0, because no group of values has bits");
     for (int32_t i = 0; i < 4; i++)
         if (words[where->at + i])
-            return tq_fail(error, TQ_E_VALUE, names[i], -1, (double)words[where->at + i],
-                           "0, because no group of values has bits");
+            return tq_refuse(error, names[i], words[where->at + i], "0, because no group of values has bits");
     return TQ_OK;
 }
 
@@ -137,8 +136,8 @@ static tq_status check_kind(const tq_plan *plan, tq_error *error)
 {
     if (plan->is_plain) return TQ_OK;
     if (tq_tile_is_16(plan))
-        return tq_fail(error, TQ_E_VALUE, "group", -1, plan->group_channels,
-                       "32 where there are blocks, levels without a codebook, sketches or two rotations");
+        return tq_refuse(error, "group", plan->group_channels,
+                         "32 where there are blocks, levels without a codebook, sketches or two rotations");
     for (int32_t g = 0; g < plan->groups; g++)
         for (int i = 0; i < 1 + (plan->value.tile_bytes != 0); i++)
             if (!(i ? &plan->value : &plan->key)->bits[g])
@@ -158,7 +157,7 @@ static tq_status read_sides(const int64_t *words, tq_plan *p, tq_error *error)
                               "value_bits"};
     int no_values;
     TQ_TRY(read_side(words, &key, p, &p->key, error));
-    if (!p->key.tile_bytes) return tq_fail(error, TQ_E_VALUE, "key_bits", -1, 0, "more than 0 in at least one group");
+    if (!p->key.tile_bytes) return tq_refuse(error, "key_bits", 0, "more than 0 in at least one group");
     TQ_TRY(read_absence(words, &value, p->groups, &no_values, error));
     if (!no_values) TQ_TRY(read_side(words, &value, p, &p->value, error));
     p->rotation = p->key.rotation;
@@ -196,37 +195,35 @@ static void draw_signs(tq_plan *plan)
 static tq_status read_common(const int64_t *words, tq_plan *p, tq_error *error)
 {
     if (words[1] < 8 || words[1] > TQ_MAX_DIM || words[1] % 8)
-        return tq_fail(error, TQ_E_VALUE, "head_dim", -1, (double)words[1],
-                       "a multiple of 8 in 8..512 (8..4096 without values)");
+        return tq_refuse(error, "head_dim", words[1], "a multiple of 8 in 8..512 (8..4096 without values)");
     if (words[3] != TQ_TILE && words[3] != TQ_FINE_GROUP)
-        return tq_fail(error, TQ_E_VALUE, "group", -1, (double)words[3], "32 or 16 channels");
+        return tq_refuse(error, "group", words[3], "32 or 16 channels");
     p->head_dim = (int32_t)words[1];
     p->group_channels = (int32_t)words[3];
     p->tile_tokens = TQ_TILE * TQ_TILE / p->group_channels;
     p->groups = (p->head_dim + p->group_channels - 1) / p->group_channels;
     if (tq_tile_is_16(p) && p->head_dim > TQ_MAX_SPHERE_DIM)
-        return tq_fail(error, TQ_E_VALUE, "head_dim", -1, p->head_dim, "at most 256 with tiles of 16 channels");
+        return tq_refuse(error, "head_dim", p->head_dim, "at most 256 with tiles of 16 channels");
     if (words[2] < p->tile_tokens || words[2] > TQ_PAGE_TOKENS || words[2] % p->tile_tokens)
-        return tq_fail(error, TQ_E_VALUE, "page_tokens", -1, (double)words[2],
-                       tq_tile_is_16(p) ? "64 or 128 with tiles of 16 channels" : "32, 64, 96 or 128");
+        return tq_refuse(error, "page_tokens", words[2],
+                         tq_tile_is_16(p) ? "64 or 128 with tiles of 16 channels" : "32, 64, 96 or 128");
     p->page_tokens = (int32_t)words[2];
     TQ_TRY(read_choice(words[4], TQ_CODEBOOK_UNIFORM, &p->codebook, "codebook",
                        "a codebook law: 0 normal, 1 sphere, 2 uniform", error));
     TQ_TRY(read_choice(words[5], TQ_SCALE_LEAST_SQUARES, &p->scale, "scale",
                        "a scale: 0 eden, 1 norm, 2 norm_corrected, 3 least_squares", error));
-    if (words[6] < 0) return tq_fail(error, TQ_E_VALUE, "seed", -1, (double)words[6], "in 0..2^63 - 1");
+    if (words[6] < 0) return tq_refuse(error, "seed", words[6], "in 0..2^63 - 1");
     p->seed = (uint64_t)words[6];
     int32_t most_pairs = p->head_dim > TQ_MAX_HEAD_DIM ? 0 : (int32_t)tq_round_up(p->head_dim / 2, 8);
     if (words[15] < 0 || words[15] > most_pairs || words[15] % 8)
-        return tq_fail(error, TQ_E_VALUE, "wave_pairs", -1, (double)words[15],
-                       "a multiple of 8 up to head_dim / 2 (rounded up), 0 above 512 channels");
+        return tq_refuse(error, "wave_pairs", words[15],
+                         "a multiple of 8 up to head_dim / 2 (rounded up), 0 above 512 channels");
     if (words[16] < 0 || words[16] > 1 + TQ_MAX_METRIC_RANK)
-        return tq_fail(error, TQ_E_VALUE, "metric", -1, (double)words[16], "0 (none) or 1 + a rank in 0..4");
+        return tq_refuse(error, "metric", words[16], "0 (none) or 1 + a rank in 0..4");
     if (words[17] && (words[17] < 3 || words[17] > 7 || words[17] % 2 == 0))
-        return tq_fail(error, TQ_E_VALUE, "tries", -1, (double)words[17], "0, 3, 5 or 7");
+        return tq_refuse(error, "tries", words[17], "0, 3, 5 or 7");
     p->tries = (int32_t)words[17];
-    if (words[18] < 0 || words[18] > 1)
-        return tq_fail(error, TQ_E_VALUE, "variance_term", -1, (double)words[18], "0 or 1");
+    if (words[18] < 0 || words[18] > 1) return tq_refuse(error, "variance_term", words[18], "0 or 1");
     p->wave_pairs = (int32_t)words[15];
     p->metric = (int32_t)words[16];
     p->moments = 2 * p->wave_pairs + (p->metric ? p->metric * p->head_dim + TQ_MAX_METRIC_RANK : 0);
@@ -238,9 +235,9 @@ static tq_status add_variance_term(tq_plan *p, tq_error *error)
 {
     if (!p->is_plain || p->scale != TQ_SCALE_EDEN || p->codebook != TQ_CODEBOOK_NORMAL || !p->value.tile_bytes ||
         !p->key.one_width)
-        return tq_fail(error, TQ_E_VALUE, "variance_term", -1, 1,
-                       "0 unless the plan is plain, its scale EDEN and its codebook normal, there are values, and all "
-                       "groups of keys have the same bits");
+        return tq_refuse(error, "variance_term", 1,
+                         "0 unless the plan is plain, its scale EDEN and its codebook normal, there are values, and "
+                         "all groups of keys have the same bits");
     const int32_t bits = p->key.bits[0];
     const float *shares = tq_variance_table[bits == TQ_WIDE_BITS ? 6 : bits - 1][p->tries ? (p->tries - 1) / 2 : 0];
     int32_t low = 8, i = 0;
@@ -255,21 +252,21 @@ tq_status tq_plan_init(tq_plan *plan, const int64_t *words, size_t n_words, tq_e
 {
     tq_plan p;
     memset(&p, 0, sizeof p);
-    if (!plan) return tq_fail(error, TQ_E_VALUE, "plan", -1, 0, "a pointer, not NULL");
+    if (!plan) return tq_refuse(error, "plan", 0, "a pointer, not NULL");
     if (!words || n_words < TQ_PLAN_HEADER_WORDS + 2)
-        return tq_fail(error, TQ_E_VALUE, "n_words", -1, words ? (double)n_words : 0, "19 + 2 * groups plan words");
+        return tq_refuse(error, "n_words", words ? (double)n_words : 0, "19 + 2 * groups plan words");
     if (words[0] != TQ_FORMAT_VERSION)
         return tq_fail(error, TQ_E_VALUE, "words", 0, (double)words[0], "format version 2");
     TQ_TRY(read_common(words, &p, error));
     if (n_words != (size_t)(TQ_PLAN_HEADER_WORDS + 2 * p.groups))
-        return tq_fail(error, TQ_E_VALUE, "n_words", -1, (double)n_words, "19 + 2 * ceil(head_dim / group)");
+        return tq_refuse(error, "n_words", n_words, "19 + 2 * ceil(head_dim / group)");
     TQ_TRY(read_sides(words, &p, error));
     if (p.head_dim > TQ_MAX_HEAD_DIM && p.value.tile_bytes)
-        return tq_fail(error, TQ_E_VALUE, "head_dim", -1, p.head_dim, "at most 512 in a plan with values");
+        return tq_refuse(error, "head_dim", p.head_dim, "at most 512 in a plan with values");
     if (p.head_dim > TQ_MAX_SPHERE_DIM && p.codebook == TQ_CODEBOOK_SPHERE)
-        return tq_fail(error, TQ_E_VALUE, "head_dim", -1, p.head_dim, "at most 256 with the sphere codebook");
+        return tq_refuse(error, "head_dim", p.head_dim, "at most 256 with the sphere codebook");
     if (p.tries && (!p.is_plain || p.scale != TQ_SCALE_EDEN))
-        return tq_fail(error, TQ_E_VALUE, "tries", -1, p.tries, "0 unless the plan is plain and its scale EDEN");
+        return tq_refuse(error, "tries", p.tries, "0 unless the plan is plain and its scale EDEN");
     if (words[18]) TQ_TRY(add_variance_term(&p, error));
     lay_out_record(&p);
     draw_signs(&p);
@@ -279,10 +276,10 @@ tq_status tq_plan_init(tq_plan *plan, const int64_t *words, size_t n_words, tq_e
 
 tq_status tq_plan_check(const tq_plan *plan, tq_error *error)
 {
-    if (!plan) return tq_fail(error, TQ_E_VALUE, "plan", -1, 0, "a pointer, not NULL");
+    if (!plan) return tq_refuse(error, "plan", 0, "a pointer, not NULL");
     if (plan->head_dim < 8 || plan->head_dim > TQ_MAX_DIM || plan->group_channels < TQ_FINE_GROUP ||
         plan->groups != (plan->head_dim + plan->group_channels - 1) / plan->group_channels || !plan->record_bytes)
-        return tq_fail(error, TQ_E_VALUE, "plan", -1, plan->head_dim, "made by tq_plan_init");
+        return tq_refuse(error, "plan", plan->head_dim, "made by tq_plan_init");
     return TQ_OK;
 }
 
@@ -303,8 +300,8 @@ tq_status tq_transform_numbers(const tq_plan *plan, int is_value, const float *n
     int64_t at = has_centre ? plan->head_dim : 0;
     int has_steps = side->tile_bytes && steps && rest == at + steps;
     if (rest < 0 || rest != at + (has_steps ? steps : 0))
-        return tq_fail(error, TQ_E_VALUE, is_value ? "value_numbers" : "key_numbers", -1, (double)columns,
-                       "as wide as its parts: a centre or none, steps or none, the plan's moments");
+        return tq_refuse(error, is_value ? "value_numbers" : "key_numbers", columns,
+                         "as wide as its parts: a centre or none, steps or none, the plan's moments");
     t->centre = has_centre ? numbers : NULL;
     t->steps = has_steps ? numbers + at : NULL;
     t->moments = moments ? numbers + rest : NULL;

@@ -23,14 +23,13 @@ tq_status tq_fail(tq_error *error, tq_status status, const char *argument, int64
 tq_status tq_need(const tq_array *arrays, int32_t n, tq_error *error)
 {
     for (int32_t i = 0; i < n; i++)
-        if (!arrays[i].at) return tq_fail(error, TQ_E_VALUE, arrays[i].name, -1, 0, "a pointer, not NULL");
+        if (!arrays[i].at) return tq_refuse(error, arrays[i].name, 0, "a pointer, not NULL");
     return TQ_OK;
 }
 
 tq_status tq_product(int64_t a, int64_t b, int64_t *out, const char *argument, tq_error *error)
 {
-    if (__builtin_mul_overflow(a, b, out))
-        return tq_fail(error, TQ_E_VALUE, argument, -1, (double)a, "small enough that sizes fit 63 bits");
+    if (__builtin_mul_overflow(a, b, out)) return tq_refuse(error, argument, a, "small enough that sizes fit 63 bits");
     return TQ_OK;
 }
 
