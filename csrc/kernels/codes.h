@@ -277,6 +277,25 @@ TQ_INLINE void search_numbers(const tq_encoder *e, int32_t bits, float r, const 
     }
 }
 
+/** Encodes the numbers of all groups times `factor`: writes what is compared with thresholds to u, codes, and decoded
+ *  levels to c. */
+TQ_INLINE void encode_row(const tq_encoder *e, float factor, const float *numbers, float *u, uint8_t *codes, float *c,
+                          int32_t groups, int32_t channels)
+{
+    for (int32_t g = 0, next; g < groups; g = next) {
+        int32_t at = channels * g, bits = e->side->bits[g];
+        for (next = g + 1; next < groups && e->side->bits[next] == bits;) next++;
+        int32_t run = channels * next - at;
+        search_numbers(e, bits, factor, numbers + at, u + at, run);
+        if (bits) {
+            encode_groups(&e->books[bits], &e->cells[bits <= TQ_CELL_BITS ? bits : 0], u + at, codes + at, c + at, run);
+        } else {
+            memset(codes + at, 0, (size_t)run);
+            memset(c + at, 0, sizeof(float) * (size_t)run);
+        }
+    }
+}
+
 /** Replaces the codes of the first factor by those of the best one (docs/rounding.md, "Tries"). Returns their scale in
  *  units of rms(z). kept: as in encode_in; in settled rows with steps it is multiplied by them, so z has the numbers.
  *  c: levels in the units of in_units, overwritten. */
@@ -292,18 +311,7 @@ TQ_INLINE float search_scale(const tq_encoder *e, float r, const float *kept, co
     if (e->settled && e->steps) uu = uu * r * r;
     float best = cu * (cu / coded_dot(e, c, c, n)), factor = uu / cu * e->factor;
     for (int32_t k = 1; k < e->tries; k++) {
-        const float t = r * factors[k];
-        for (int32_t g = 0, next; g < groups; g = next) {
-            int32_t at = channels * g, bits = e->side->bits[g];
-            for (next = g + 1; next < groups && e->side->bits[next] == bits;) next++;
-            int32_t run = channels * next - at;
-            if (!bits) {
-                memset(tried + at, 0, (size_t)run);
-                continue;
-            }
-            search_numbers(e, bits, t, numbers + at, x + at, run);
-            encode_groups(&e->books[bits], &e->cells[bits <= TQ_CELL_BITS ? bits : 0], x + at, tried + at, c + at, run);
-        }
+        encode_row(e, r * factors[k], numbers, x, tried, c, groups, channels);
         memset(c + head_dim, 0, sizeof(float) * (size_t)(channels * groups - head_dim));
         for (int32_t i = 0; e->steps && i < head_dim; i++) c[i] *= e->steps[i / channels];
         cu = coded_dot(e, c, in_units, n);
@@ -335,18 +343,7 @@ TQ_INLINE void encode_in(const tq_encoder *e, const float *z, uint8_t *codes, ui
         return;
     }
     float s0 = sqrtf(ss / (float)e->side->coded_channels), r = 1.0f / s0;
-    for (int32_t g = 0, next; g < groups; g = next) {
-        int32_t at = channels * g, bits = e->side->bits[g];
-        for (next = g + 1; next < groups && e->side->bits[next] == bits;) next++;
-        int32_t run = channels * next - at;
-        search_numbers(e, bits, r, kept + at, u + at, run);
-        if (bits) {
-            encode_groups(&e->books[bits], &e->cells[bits <= TQ_CELL_BITS ? bits : 0], u + at, codes + at, c + at, run);
-        } else {
-            memset(codes + at, 0, (size_t)run);
-            memset(c + at, 0, sizeof(float) * (size_t)run);
-        }
-    }
+    encode_row(e, r, kept, u, codes, c, groups, channels);
     memset(codes + head_dim, 0, (size_t)(padded - head_dim));
     memset(c + head_dim, 0, sizeof(float) * (size_t)(padded - head_dim));
     float *in_units = e->settled ? kept : u;

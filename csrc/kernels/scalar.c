@@ -109,42 +109,37 @@ static float settled_factor(const tq_encoder *e, float r, const float *z, const 
     return quotient(e->scale, uu, coded_dot(e, c, z) * r, coded_dot(e, c, c)) * e->factor;
 }
 
+/** Encodes z * factor: writes codes, and decoded levels to c, in the units of x. Both are 0 in groups without bits. */
+static void encode_row(const tq_encoder *e, float factor, const float *z, uint8_t *codes, float *c)
+{
+    for (int32_t i = 0; i < e->head_dim; i++) {
+        int32_t g = i / e->group_channels, bits = e->side->bits[g];
+        codes[i] = 0, c[i] = 0.0f;
+        if (!bits) continue;
+        const tq_codebook *book = &e->books[bits];
+        int by_cells = e->settled && tq_is_searched_by_cells(bits);
+        codes[i] = tq_nearest_code(book, by_cells ? middle_of_cell(z[i], factor * TQ_SETTLED_UNITS) : z[i] * factor);
+        c[i] = (float)tq_level(book, codes[i]) * book->step;
+        if (e->steps) c[i] *= e->steps[g];
+    }
+}
+
 static void encode_scalar(const tq_encoder *e, const float *z, uint8_t *codes, uint16_t *scale)
 {
-    float u[TQ_MAX_DIM], c[TQ_MAX_DIM]; /* settled: u is z */
+    float u[TQ_MAX_DIM], c[TQ_MAX_DIM]; /* settled: u is z; the scale is found in the units of x */
     float ss = coded_dot(e, z, z);
     int is_zero = ss < 0x1p-126f; /* FLT_MIN: nothing to normalise */
     float s0 = sqrtf(ss / (float)e->side->coded_channels), r = is_zero ? 0.0f : 1.0f / s0;
     memset(codes, 0, (size_t)((e->head_dim + e->group_channels - 1) / e->group_channels * e->group_channels));
+    encode_row(e, r, z, codes, c);
     for (int32_t i = 0; i < e->head_dim; i++) {
-        float x = is_zero ? 0.0f : z[i] * r;
-        u[i] = e->settled ? z[i] : x;
-        c[i] = 0.0f;
-        int32_t bits = e->side->bits[i / e->group_channels];
-        if (!bits) continue;
-        const tq_codebook *book = &e->books[bits];
-        if (e->settled && tq_is_searched_by_cells(bits)) x = middle_of_cell(z[i], r * TQ_SETTLED_UNITS);
-        codes[i] = tq_nearest_code(book, x);
-        c[i] = (float)tq_level(book, codes[i]) * book->step;
-    }
-    for (int32_t i = 0; e->steps && i < e->head_dim; i++) { /* the scale is found in the units of x */
-        u[i] *= e->steps[i / e->group_channels];
-        c[i] *= e->steps[i / e->group_channels];
+        u[i] = e->settled ? z[i] : z[i] * r;
+        if (e->steps) u[i] *= e->steps[i / e->group_channels];
     }
     float s = 0.0f, best = 0.0f;
     for (int32_t k = 0; !is_zero && k < e->tries; k++) {
         uint8_t tried[TQ_MAX_DIM];
-        float t = r * tq_tries(e->tries)[k];
-        for (int32_t i = 0; i < e->head_dim; i++) {
-            int32_t bits = e->side->bits[i / e->group_channels];
-            tried[i] = 0, c[i] = 0.0f;
-            if (!bits) continue;
-            const tq_codebook *book = &e->books[bits];
-            int by_cells = e->settled && tq_is_searched_by_cells(bits);
-            tried[i] = tq_nearest_code(book, by_cells ? middle_of_cell(z[i], t * TQ_SETTLED_UNITS) : z[i] * t);
-            c[i] = (float)tq_level(book, tried[i]) * book->step;
-            if (e->steps) c[i] *= e->steps[i / e->group_channels];
-        }
+        encode_row(e, r * tq_tries(e->tries)[k], z, tried, c);
         float cu = coded_dot(e, c, u), gain = 0.0f;
         if (e->settled) cu *= r;
         gain = cu * (cu / coded_dot(e, c, c));
