@@ -29,8 +29,8 @@ LIBC = (
 ).split()
 CXX_STD = (
     "algorithm array atomic climits cmath cstddef cstdint cstdlib cstring exception functional initializer_list limits "
-    "memory mutex new numeric optional shared_mutex span sstream stdexcept string string_view tuple type_traits "
-    "unordered_map utility vector"
+    "map memory mutex new numeric optional shared_mutex span sstream stdexcept string string_view tuple type_traits "
+    "utility vector"
 ).split()
 INTRINSICS = ["immintrin.h", "x86intrin.h", "arm_neon.h", "arm_acle.h"]
 CUDA = "cuda.h cuda_*.h cooperative_groups.h cooperative_groups/* mma.h math_constants.h cuda/*".split()

@@ -22,6 +22,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <initializer_list>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -29,7 +30,6 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <vector>
 
 #include "errors.h"
@@ -171,17 +171,8 @@ public:
     }
 
 private:
-    struct Hash {
-        size_t operator()(const Words &words) const
-        {
-            uint64_t h = 0xcbf29ce484222325u; // FNV-1a, a word at a time
-            for (int64_t word : words) h = (h ^ static_cast<uint64_t>(word)) * 0x100000001b3u;
-            return static_cast<size_t>(h ^ h >> 32);
-        }
-    };
-
     std::shared_mutex mutex_;
-    std::unordered_map<Words, std::shared_ptr<const tq_plan>, Hash> plans_;
+    std::map<Words, std::shared_ptr<const tq_plan>> plans_;
 };
 
 /** The plan, device and dtype of a call, and checks against them. The first tensor, `like`, gives device and dtype. */
