@@ -32,6 +32,11 @@ static inline int failed(PyObject *null __attribute__((unused))) { return -1; }
 /** Returns `result` if the status is TQ_OK; else releases it, raises and returns NULL. */
 PyObject *result_of(const char *op, tq_status status, const tq_error *error, PyObject *result);
 
+/** Runs a call of the core while other threads may run Python. */
+#define WITHOUT_GIL(call)                                                                                              \
+    Py_BEGIN_ALLOW_THREADS call;                                                                                       \
+    Py_END_ALLOW_THREADS
+
 /* ---- numbers.c: 0, or -1 with an exception set ---- */
 int read_i64(const char *op, const char *name, PyObject *object, int64_t low, int64_t high, int64_t *out);
 int read_i32(const char *op, const char *name, PyObject *object, int32_t low, int32_t high, int32_t *out);

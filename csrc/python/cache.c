@@ -75,9 +75,7 @@ FUNCTION(append)
     tq_status status = tq_append_workspace_bytes(plan, &p, &workspace_bytes, &error);
     if (status == TQ_OK) {
         if (workspace_get(&workspace, workspace_bytes) < 0) goto done;
-        Py_BEGIN_ALLOW_THREADS;
-        status = tq_append(plan, &p, workspace.aligned, workspace_bytes, &error);
-        Py_END_ALLOW_THREADS;
+        WITHOUT_GIL(status = tq_append(plan, &p, workspace.aligned, workspace_bytes, &error));
     }
     result = result_of(op, status, &error, Py_NewRef(Py_None));
 done:
@@ -164,9 +162,7 @@ FUNCTION(attend)
     tq_status status = tq_attend_workspace_bytes(plan, &p, &workspace_bytes, &error);
     if (status == TQ_OK) {
         if (workspace_get(&workspace, workspace_bytes) < 0) goto done;
-        Py_BEGIN_ALLOW_THREADS;
-        status = tq_attend(plan, &p, workspace.aligned, workspace_bytes, &error);
-        Py_END_ALLOW_THREADS;
+        WITHOUT_GIL(status = tq_attend(plan, &p, workspace.aligned, workspace_bytes, &error));
     }
     result = status == TQ_OK ? PyTuple_Pack(2, out, lse) : raise_status(op, status, &error, NULL);
 done:
@@ -207,9 +203,7 @@ FUNCTION(merge)
     int64_t rows = PyArray_SIZE((PyArrayObject *)lse);
     tq_error error = {0};
     tq_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = tq_merge(from, from_lse, parts, rows, head_dim, to, to_lse, &error);
-    Py_END_ALLOW_THREADS;
+    WITHOUT_GIL(status = tq_merge(from, from_lse, parts, rows, head_dim, to, to_lse, &error));
     result = status == TQ_OK ? PyTuple_Pack(2, out, lse) : raise_status(op, status, &error, NULL);
 done:
     Py_XDECREF(out);
@@ -259,9 +253,7 @@ FUNCTION(dequantize)
     const table_argument copied[] = {{&layer.block_table, (size_t)PyArray_SIZE(table)},
                                      {&layer.lengths, (size_t)layer.batch}};
     if (copy_tables(&tables, copied, 2) < 0) goto done;
-    Py_BEGIN_ALLOW_THREADS;
-    status = tq_dequantize(plan, &layer, max_tokens, to_k, to_v, &error);
-    Py_END_ALLOW_THREADS;
+    WITHOUT_GIL(status = tq_dequantize(plan, &layer, max_tokens, to_k, to_v, &error));
     result = status == TQ_OK ? PyTuple_Pack(2, k, v) : raise_status(op, status, &error, NULL);
 done:
     Py_XDECREF(k);

@@ -103,9 +103,7 @@ FUNCTION(index_assign)
     int32_t *to = PyArray_DATA((PyArrayObject *)lists);
     tq_error error = {0};
     tq_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = tq_index_assign(&read.space, from, dims[0], to, threads, &error);
-    Py_END_ALLOW_THREADS;
+    WITHOUT_GIL(status = tq_index_assign(&read.space, from, dims[0], to, threads, &error));
     return result_of(op, status, &error, lists);
 }
 
@@ -145,9 +143,8 @@ FUNCTION(index_encode)
     float *exact = has_offsets ? PyArray_DATA((PyArrayObject *)offsets) : NULL;
     tq_error error = {0};
     tq_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = tq_index_encode(&read.space, from, shape[0], lists, to, leading, factors, exact, threads, &error);
-    Py_END_ALLOW_THREADS;
+    WITHOUT_GIL(status =
+                    tq_index_encode(&read.space, from, shape[0], lists, to, leading, factors, exact, threads, &error));
     result = status == TQ_OK ? PyTuple_Pack(4, codes, signs, scales, offsets) : raise_status(op, status, &error, NULL);
 done:
     Py_XDECREF(codes);
@@ -214,10 +211,8 @@ FUNCTION(index_decode)
     if (!z) return NULL;
     tq_error error = {0};
     tq_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status =
-        tq_index_decode(&layout, PyArray_DATA(codes), signs, scales, dims[0], PyArray_DATA((PyArrayObject *)z), &error);
-    Py_END_ALLOW_THREADS;
+    WITHOUT_GIL(status = tq_index_decode(&layout, PyArray_DATA(codes), signs, scales, dims[0],
+                                         PyArray_DATA((PyArrayObject *)z), &error));
     return result_of(op, status, &error, z);
 }
 
@@ -419,9 +414,8 @@ FUNCTION(index_search)
     int64_t *id = PyArray_DATA((PyArrayObject *)ids);
     tq_error error = {0};
     tq_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = tq_index_search(&read.space, x, dims[0], segments, n_segments, k, probe, score, id, threads, &error);
-    Py_END_ALLOW_THREADS;
+    WITHOUT_GIL(
+        status = tq_index_search(&read.space, x, dims[0], segments, n_segments, k, probe, score, id, threads, &error));
     result = status == TQ_OK ? PyTuple_Pack(2, scores, ids) : raise_status(op, status, &error, NULL);
 done:
     PyMem_Free(segments);
@@ -469,12 +463,9 @@ FUNCTION(index_scores_of)
     float *score = PyArray_DATA((PyArrayObject *)scores);
     tq_error error = {0};
     tq_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    if (!rows) status = tq_index_scores(&read.space, x, dims[0], segments, n_segments, score, threads, &error);
-    else
-        status =
-            tq_index_scores_of(&read.space, x, dims[0], segments, n_segments, wanted, dims[1], score, threads, &error);
-    Py_END_ALLOW_THREADS;
+    WITHOUT_GIL(status = rows ? tq_index_scores_of(&read.space, x, dims[0], segments, n_segments, wanted, dims[1],
+                                                   score, threads, &error)
+                              : tq_index_scores(&read.space, x, dims[0], segments, n_segments, score, threads, &error));
     scores = result_of(op, status, &error, scores);
 done:
     PyMem_Free(segments);

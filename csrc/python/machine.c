@@ -106,8 +106,6 @@ FUNCTION(set_num_threads)
     tq_error error = {0};
     const argument arguments[] = {ANY_INT32("n", &n)};
     if (READ_ARGUMENTS("set_num_threads", arguments, 1, 1) < 0) return NULL;
-    Py_BEGIN_ALLOW_THREADS;
-    status = tq_set_num_threads(n, &error);
-    Py_END_ALLOW_THREADS;
+    WITHOUT_GIL(status = tq_set_num_threads(n, &error));
     return result_of("set_num_threads", status, &error, Py_NewRef(Py_None));
 }

@@ -85,9 +85,7 @@ FUNCTION(haar)
     tq_error error = {0};
     tq_status status;
     float *data = PyArray_DATA((PyArrayObject *)matrix);
-    Py_BEGIN_ALLOW_THREADS;
-    status = tq_haar(seed, head_dim, data, workspace.aligned, &error);
-    Py_END_ALLOW_THREADS;
+    WITHOUT_GIL(status = tq_haar(seed, head_dim, data, workspace.aligned, &error));
     workspace_free(&workspace);
     return result_of(op, status, &error, matrix);
 done:
@@ -125,9 +123,7 @@ FUNCTION(rotate)
     int64_t rows = PyArray_SIZE(x) / read.plan.head_dim;
     tq_error error = {0};
     tq_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = tq_rotate(&read.plan, matrix, inverse, from, to, rows, &error);
-    Py_END_ALLOW_THREADS;
+    WITHOUT_GIL(status = tq_rotate(&read.plan, matrix, inverse, from, to, rows, &error));
     return result_of(op, status, &error, y);
 }
 
@@ -173,10 +169,8 @@ FUNCTION(dot)
     tq_status status = tq_dot_workspace_bytes(&read.plan, n_queries, &workspace_bytes, &error);
     if (status == TQ_OK) {
         if (workspace_get(&workspace, workspace_bytes) < 0) goto done;
-        Py_BEGIN_ALLOW_THREADS;
-        status = tq_dot(&read.plan, &layer.key, q, n_queries, bytes, n, to, threads, workspace.aligned, workspace_bytes,
-                        &error);
-        Py_END_ALLOW_THREADS;
+        WITHOUT_GIL(status = tq_dot(&read.plan, &layer.key, q, n_queries, bytes, n, to, threads, workspace.aligned,
+                                    workspace_bytes, &error));
     }
     result = result_of(op, status, &error, Py_NewRef(out));
 done:
