@@ -218,6 +218,18 @@ static int64_t pages_bytes(const tq_plan *plan, const tq_layer *l)
     return l->n_pages ? (l->n_pages - 1) * tq_page_stride(plan, l) + l->kv_heads * plan->record_bytes : 0;
 }
 
+/** An array of rows, [batch, heads, tokens]. */
+typedef struct {
+    int64_t batch, heads, tokens;
+} row_sizes;
+
+/** Returns the bytes from its first to its last element. Strides may leave gaps. */
+static int64_t rows_bytes(row_sizes n, int64_t element_bytes, int64_t row, tq_row_strides s)
+{
+    if (!n.batch || !n.heads || !n.tokens) return 0;
+    return element_bytes * ((n.batch - 1) * s.batch + (n.heads - 1) * s.head + (n.tokens - 1) * s.token + row);
+}
+
 /* ---- append ---- */
 
 tq_status tq_check_append_sizes(const tq_plan *plan, const tq_append_params *p, tq_error *error)
@@ -231,13 +243,6 @@ tq_status tq_check_append_sizes(const tq_plan *plan, const tq_append_params *p, 
     const stride strides[] = {STRIDES(p, k, p->layer.kv_heads, tokens), STRIDES(p, v, p->layer.kv_heads, tokens)};
     TQ_TRY(check_strides(strides, LENGTH(strides), error));
     return check_dtype(p->layer.dtype, error);
-}
-
-static int64_t append_span(const tq_append_params *p, int32_t head_dim, int64_t sb, int64_t sh, int64_t st)
-{
-    const int ragged = p->query_start_loc != NULL;
-    return tq_span_bytes(tq_dtype_bytes(p->layer.dtype), ragged ? 1 : p->layer.batch, p->layer.kv_heads,
-                         ragged ? p->total_tokens : p->tokens, head_dim, sb, sh, st);
 }
 
 /** Return the bytes of sink_k or sink_v, and of window_k or window_v. */
@@ -260,8 +265,12 @@ static tq_status check_append_overlap(const tq_plan *plan, const tq_append_param
                            {"sink_v", l->sink_v, sink_bytes(plan, l)},
                            {"window_k", l->window_k, window_bytes(plan, l)},
                            {"window_v", l->window_v, window_bytes(plan, l)}};
-    int64_t k_bytes = append_span(p, plan->head_dim, p->k_stride_batch, p->k_stride_head, p->k_stride_token);
-    int64_t v_bytes = append_span(p, plan->head_dim, p->v_stride_batch, p->v_stride_head, p->v_stride_token);
+    const int ragged = p->query_start_loc != NULL;
+    const row_sizes n = {ragged ? 1 : l->batch, l->kv_heads, ragged ? p->total_tokens : p->tokens};
+    const tq_row_strides of_k = {p->k_stride_batch, p->k_stride_head, p->k_stride_token},
+                         of_v = {p->v_stride_batch, p->v_stride_head, p->v_stride_token};
+    const int64_t e = tq_dtype_bytes(l->dtype), k_bytes = rows_bytes(n, e, plan->head_dim, of_k),
+                  v_bytes = rows_bytes(n, e, plan->head_dim, of_v);
     for (int i = 0; i < 5; i++) {
         if (tq_overlap(written[i].at, written[i].bytes, p->k, k_bytes) ||
             tq_overlap(written[i].at, written[i].bytes, p->v, v_bytes))
@@ -341,20 +350,11 @@ tq_row_strides tq_strides_of_lse(const tq_attend_params *a)
     return (tq_row_strides){a->query_heads * (int64_t)a->query_tokens, a->query_tokens, 1};
 }
 
-/** Rows of q, out and lse: [batch, query_heads, tokens]; a ragged batch counts as one sequence of all tokens. */
-typedef struct {
-    int64_t batch, heads, tokens;
-} row_sizes;
-
+/** Rows of q, out and lse; a ragged batch counts as one sequence of all tokens. */
 static row_sizes rows_of(const tq_attend_params *a)
 {
     if (a->query_start_loc) return (row_sizes){a->layer.batch != 0, a->query_heads, a->total_tokens};
     return (row_sizes){a->layer.batch, a->query_heads, a->query_tokens};
-}
-
-static int64_t rows_bytes(row_sizes n, int64_t element_bytes, int64_t row, tq_row_strides s)
-{
-    return tq_span_bytes(element_bytes, n.batch, n.heads, n.tokens, row, s.batch, s.head, s.token);
 }
 
 /** Whether no two rows of an array overlap, whatever the order of its dimensions. */
@@ -380,8 +380,10 @@ static tq_status check_attend_overlap(const tq_plan *plan, const tq_attend_param
 {
     int64_t d = plan->head_dim, e = tq_dtype_bytes(a->layer.dtype), sinks = sink_bytes(plan, &a->layer),
             window = window_bytes(plan, &a->layer);
-    const row_sizes n = rows_of(a);
+    const row_sizes n = rows_of(a), fresh = {a->layer.batch, a->layer.kv_heads, a->query_tokens};
     const tq_row_strides of_q = {a->q_stride_batch, a->q_stride_head, a->q_stride_token},
+                         of_fresh_k = {a->fresh_k_stride_batch, a->fresh_k_stride_head, a->fresh_k_stride_token},
+                         of_fresh_v = {a->fresh_v_stride_batch, a->fresh_v_stride_head, a->fresh_v_stride_token},
                          of_out = tq_strides_of_out(plan, a), of_lse = tq_strides_of_lse(a);
     if (!rows_are_apart(n, d, of_out) || (a->lse && !rows_are_apart(n, 1, of_lse)))
         return tq_refuse(error, rows_are_apart(n, d, of_out) ? "lse" : "out", 0, "of strides that keep its rows apart");
@@ -396,14 +398,8 @@ static tq_status check_attend_overlap(const tq_plan *plan, const tq_attend_param
                 {{"sink_v", a->layer.sink_v, sinks}, "apart from sink_v"},
                 {{"window_k", a->layer.window_k, window}, "apart from window_k"},
                 {{"window_v", a->layer.window_v, window}, "apart from window_v"},
-                {{"fresh_k", a->fresh_k,
-                  tq_span_bytes(e, a->layer.batch, a->layer.kv_heads, a->query_tokens, d, a->fresh_k_stride_batch,
-                                a->fresh_k_stride_head, a->fresh_k_stride_token)},
-                 "apart from fresh_k"},
-                {{"fresh_v", a->fresh_v,
-                  tq_span_bytes(e, a->layer.batch, a->layer.kv_heads, a->query_tokens, d, a->fresh_v_stride_batch,
-                                a->fresh_v_stride_head, a->fresh_v_stride_token)},
-                 "apart from fresh_v"},
+                {{"fresh_k", a->fresh_k, rows_bytes(fresh, e, d, of_fresh_k)}, "apart from fresh_k"},
+                {{"fresh_v", a->fresh_v, rows_bytes(fresh, e, d, of_fresh_v)}, "apart from fresh_v"},
                 {{"out", a->out, written[0].bytes}, "apart from out"}};
     for (int w = 0; w < 2; w++)
         for (size_t r = 0; r < LENGTH(read) - (w == 0); r++)

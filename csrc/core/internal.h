@@ -27,15 +27,6 @@ typedef struct {
 tq_status tq_need(const tq_array *arrays, int32_t n, tq_error *error);
 #define TQ_NEED(error, ...)                                                                                            \
     TQ_TRY(tq_need((const tq_array[]){__VA_ARGS__}, sizeof (const tq_array[]){__VA_ARGS__} / sizeof(tq_array), error))
-/** Returns the bytes from the first to the last element of an array [batch, heads, tokens, head_dim]. Strides are in
- *  elements and may leave gaps. */
-static inline int64_t tq_span_bytes(int64_t element_bytes, int64_t batch, int64_t heads, int64_t tokens,
-                                    int64_t head_dim, int64_t stride_batch, int64_t stride_head, int64_t stride_token)
-{
-    if (!batch || !heads || !tokens) return 0;
-    return element_bytes *
-           ((batch - 1) * stride_batch + (heads - 1) * stride_head + (tokens - 1) * stride_token + head_dim);
-}
 
 /* ---- dispatch.c ---- */
 /** Returns the table in use. Returns NULL and fills *error (TQ_E_UNSUPPORTED) if TURBOQUANT_ISA names none, or
