@@ -44,28 +44,21 @@ inline void fill_levels_by_code(const tq_codebook *books, LevelsByCode *to)
 
 inline void fill_level_tables(const tq_codebook *books, LevelTables *tables)
 {
-    uint8_t level3[8], offset3[8], plus4[8], minus4[8], magnitude4[8], magnitude5[16], magnitude6[16], change6[16];
+    const auto bytes = [](uint32_t *words) { return reinterpret_cast<uint8_t *>(words); };
     for (int m = 0; m < 8; m++) {
-        level3[m] = (uint8_t)books[3].levels[m];
-        offset3[m] = (uint8_t)(128 + books[3].levels[m]);
-        magnitude4[m] = (uint8_t)books[4].levels[m];
-        plus4[m] = (uint8_t)(magnitude4[m] + 1); /* 127 at most: tests/test_codebook.py */
-        minus4[7 - m] = (uint8_t)-magnitude4[m];
+        const int8_t magnitude = books[4].levels[m];
+        bytes(tables->level3)[m] = (uint8_t)books[3].levels[m];
+        bytes(tables->offset3)[m] = (uint8_t)(128 + books[3].levels[m]);
+        bytes(tables->magnitude4)[m] = (uint8_t)magnitude;
+        bytes(tables->plus4)[m] = (uint8_t)(magnitude + 1); /* 127 at most: tests/test_codebook.py */
+        bytes(tables->minus4)[7 - m] = (uint8_t)-magnitude;
     }
     for (int m = 0; m < 16; m++) {
         const int at = m < 8 ? m : 23 - m;
-        magnitude5[at] = (uint8_t)books[5].levels[m];
-        magnitude6[at] = (uint8_t)books[6].levels[m];
-        change6[at] = (uint8_t)(books[6].levels[m] ^ books[6].levels[16 + m]);
+        bytes(tables->magnitude5)[at] = (uint8_t)books[5].levels[m];
+        bytes(tables->magnitude6)[at] = (uint8_t)books[6].levels[m];
+        bytes(tables->change6)[at] = (uint8_t)(books[6].levels[m] ^ books[6].levels[16 + m]);
     }
-    memcpy(tables->level3, level3, 8);
-    memcpy(tables->offset3, offset3, 8);
-    memcpy(tables->plus4, plus4, 8);
-    memcpy(tables->minus4, minus4, 8);
-    memcpy(tables->magnitude4, magnitude4, 8);
-    memcpy(tables->magnitude5, magnitude5, 16);
-    memcpy(tables->magnitude6, magnitude6, 16);
-    memcpy(tables->change6, change6, 16);
     for (int by = 1; by < 8; by++) tables->right[by] = 1u << (32 - by);
     tables->right[0] = 1u << 16;
     tables->magic = MAGIC;
