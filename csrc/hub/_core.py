@@ -10,10 +10,6 @@ _LIBRARY = Path(__file__).with_name("OPERATORS_OF_THIS_BUILD.so")
 torch.ops.load_library(_LIBRARY)
 
 operators = torch.ops.OPERATORS_OF_THIS_BUILD
-append, append_attend, append_kernel = operators.append, operators.append_attend, operators.append_kernel
-attend, attend_kernel, attend_workspace = operators.attend, operators.attend_kernel, operators.attend_workspace
-quantize, dequantize, recode = operators.quantize, operators.dequantize, operators.recode
-merge, rotate, schedule = operators.merge, operators.rotate, operators.schedule
 
 _record_bytes = ctypes.CDLL(str(_LIBRARY)).tq_torch_record_bytes
 _record_bytes.restype = ctypes.c_int64
