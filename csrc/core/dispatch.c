@@ -197,18 +197,13 @@ const char *tq_kernel_name(const char *operation, const tq_plan *plan)
 {
     const tq_kernels *kernels = chosen_kernels();
     if (!kernels || !operation || !plan) return NULL;
-    static const char *const baselines[][2] = {{"append", "append_baseline"},
-                                               {"attend", "attend_baseline"},
-                                               {"dequantize", "dequantize_baseline"},
-                                               {"dot", "dot_baseline"}};
-    for (size_t i = 0; !tq_is_plain(plan) && i < sizeof baselines / sizeof *baselines; i++)
-        if (strcmp(operation, baselines[i][0]) == 0) return baselines[i][1];
-    const char *names[][2] = {{"rotate", kernels->names.rotate},
-                              {"append", kernels->names.append},
-                              {"attend", kernels->names.attend},
-                              {"dequantize", kernels->names.dequantize},
-                              {"dot", kernels->names.dot}};
+    static const char *const names[][2] = {{"rotate", NULL}, /* and the name for plans that are not plain */
+                                           {"append", "append_baseline"},
+                                           {"attend", "attend_baseline"},
+                                           {"dequantize", "dequantize_baseline"},
+                                           {"dot", "dot_baseline"}};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-        if (strcmp(operation, names[i][0]) == 0) return names[i][1];
+        if (strcmp(operation, names[i][0]) == 0)
+            return names[i][1] && !tq_is_plain(plan) ? names[i][1] : kernels->names[i];
     return NULL;
 }

@@ -199,10 +199,7 @@ typedef struct {
     void (*load)(int32_t dtype, const void *x, float *y, int64_t n);
     float (*dot)(const float *x, const float *y, int32_t n);
     void (*axpy)(float a, const float *x, float *y, int32_t n); /* y += a x */
-    /** Names for tq_kernel_name, by operation, such as "rotate_avx2". */
-    struct {
-        const char *rotate, *append, *attend, *dequantize, *dot;
-    } names;
+    const char *names[5]; /* for tq_kernel_name: of rotate, append, attend, dequantize and dot, such as "rotate_avx2" */
 } tq_kernels;
 
 extern const tq_kernels tq_kernels_scalar, tq_kernels_avx2, tq_kernels_avx2_vnni, tq_kernels_avx512,
