@@ -129,6 +129,8 @@ SANITIZING = TURBOQUANT_SANITIZE=1 TURBOQUANT_CUDA=0
 SANITIZED = PYTHONSAFEPATH=1 PYTHONMALLOC=malloc \
     ASAN_OPTIONS=detect_leaks=0:strict_string_checks=1:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
     LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so)"
+# Tests that run so. .ci/run leaves out `grid` too: cases of the same tests with other sizes.
+SANITIZE_MARKS ?= not slow
 sanitize: sanitize-core
 	$(MAKE) sanitize-torch  # not beside it: they share objects
 
@@ -144,7 +146,7 @@ sanitize-core: $(SANITIZE)/.ready
 	$(SANITIZE)/venv/bin/python setup.py -q build_py --build-lib $(SANITIZE)/core
 	$(SANITIZING) TURBOQUANT_TORCH=0 $(SANITIZE)/venv/bin/python setup.py -q build_ext --build-lib $(SANITIZE)/core
 	PYTHONPATH=$(abspath $(SANITIZE)/core) TURBOQUANT_SANITIZED=$(abspath $(SANITIZE)/core/turboquant/libturboquant.so) $(SANITIZED) \
-	    $(SANITIZE)/venv/bin/python -m pytest $(SHARED_OUT) -p no:cacheprovider --capture=sys -m 'not slow' $(NO_NATIVE) $(PYTEST_ARGS)
+	    $(SANITIZE)/venv/bin/python -m pytest $(SHARED_OUT) -p no:cacheprovider --capture=sys -m '$(SANITIZE_MARKS)' $(NO_NATIVE) $(PYTEST_ARGS)
 
 # The operators: csrc/torch and what it calls, inside a torch that knows nothing of sanitizers. Any tests run so:
 #   make sanitize-torch SANITIZE_TESTS='tests/test_cache.py tests/test_pages.py'
@@ -155,7 +157,7 @@ sanitize-torch: $(READY)
 	$(INTERPRETER) setup.py -q build_py --build-lib $(SANITIZE)/torch
 	$(SANITIZING) TURBOQUANT_TORCH=1 $(INTERPRETER) setup.py -q build_ext --build-lib $(SANITIZE)/torch
 	PYTHONPATH=$(abspath $(SANITIZE)/torch) $(SANITIZED) \
-	    $(INTERPRETER) -m pytest $(SHARED_OUT) -p no:cacheprovider --capture=sys $(SANITIZE_TESTS) $(PYTEST_ARGS)
+	    $(INTERPRETER) -m pytest $(SHARED_OUT) -p no:cacheprovider --capture=sys -m '$(SANITIZE_MARKS)' $(SANITIZE_TESTS) $(PYTEST_ARGS)
 
 # The C core and the readers of files under hostile input; needs clang with libFuzzer for those in C.
 FUZZ_SECONDS ?= 600
