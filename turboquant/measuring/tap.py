@@ -18,6 +18,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from ..models.attention import Call, MaskRequest, own_attention, request_mask
 from ..models.routing import TAP, evaluating, routed_configs, set_name, tap_lock
+from .half import float16_in_float32
 
 __all__ = ["Tap", "tapped"]
 
@@ -104,7 +105,7 @@ def tapped(model: Any) -> Iterator[Tap]:
         try:
             for config, _ in before:
                 set_name(config, TAP)
-            with evaluating(model):
+            with evaluating(model), float16_in_float32(model):
                 yield tap
         finally:
             for config, name in before:
