@@ -428,6 +428,18 @@ def test_a_cache_of_another_model():
     assert cache.get_seq_length() == 20
 
 
+def test_a_configuration_that_changes_after_patching():
+    model, plain = turboquant.patch(tiny(), EXACT), tiny()
+    old = generate(model)[names.CACHE]
+    if hasattr(model.config, "rope_parameters"):
+        model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 500000.0}
+    else:
+        model.config.rope_theta = 500000.0
+    assert torch.equal(generate(model).sequences, generate(plain).sequences)  # the rotary embedding is made already
+    with pytest.raises(ValueError, match="must be a cache of this model, .*: this one has rope .*500000"):
+        model(torch.tensor([[5], [6]]), **{names.CACHE: old})
+
+
 def test_custom_masks_are_refused():
     model = turboquant.patch(tiny(), EXACT)
     with pytest.raises(NotImplementedError, match="layer 0: `attention_mask` must be"):

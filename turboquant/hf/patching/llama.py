@@ -47,7 +47,7 @@ _INPUTS = ("input_ids", "inputs_embeds")
 class _Patch:
     """The state of a patched model, in model._turboquant."""
 
-    described: dict[str, Any]  # the model's configuration (`models.identity.describe`)
+    described: dict[str, Any]  # the model's configuration (`models.identity.describe`), as last seen
     spec: CacheSpec
     profile: Profile | None  # the one that was given
     calibration: Calibration | None  # what the spec takes from it
@@ -196,13 +196,16 @@ _METHODS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _compare(cache: TurboQuantCache, state: _Patch) -> None:
+def _compare(model: Any, cache: TurboQuantCache, state: _Patch) -> None:
     """Raises ValueError for a cache of a model of another configuration. Warns, once, if a cache quantises in another
     way than its model was patched to."""
-    if cache.fingerprint != state.described and (differs := differences(cache.fingerprint, state.described)):
-        raise ValueError(
-            f"`{state.cache_name}` must be a cache of this model, got one of another: this one has {', '.join(differs)}"
-        )
+    if cache.fingerprint != state.described and differences(cache.fingerprint, state.described):
+        state.described = describe(model.config)  # it may have changed since
+        if differs := differences(cache.fingerprint, state.described):
+            which = ", ".join(differs)
+            raise ValueError(
+                f"`{state.cache_name}` must be a cache of this model, got one of another: this one has {which}"
+            )
     if cache.compared_with is state.spec or "spec" in state.said:
         return
     cache.compared_with = state.spec
@@ -238,7 +241,7 @@ def _give_cache(
     ids = args[0] if args else kwargs.get("input_ids")
     if isinstance(passed, TurboQuantCache):
         continuation.remember_first(passed, ids)
-        _compare(passed, state)
+        _compare(model, passed, state)
         passed.was_read()
         passed.begin()
     elif passed is not None and "cache" not in state.said:
