@@ -68,6 +68,8 @@ def test_joint_marginals_refuse_bad_sets(model):
     context = ContextCache(model)
     context.encode(["MKTA"])
     for options, kind, message in (
+        (dict(sets=3), TypeError, "`sets` must be a list of lists of positions, got 3"),
+        (dict(sets=[[0], np.array(1)]), TypeError, r"`sets\[1\]` must be a list of integers, got array\(1\)"),
         (dict(sets=[[0], []]), ValueError, r"`sets\[1\]` must name at least one position"),
         (dict(sets=[[0, 1, 0]]), ValueError, r"`sets\[0\]` must name each position once, got \[0, 1, 0\]"),
         (dict(sets=[[0], [1, 4]]), IndexError, r"`sets\[1\]\[1\]` must be in 0..3, got 4"),

@@ -273,6 +273,8 @@ def test_a_failure_in_the_middle_of_a_layer_is_known(monkeypatch: pytest.MonkeyP
 def test_join_refuses() -> None:
     model = patched(PACKED)
     cache = prefixed(model, TurboQuantCache(model))
+    with pytest.raises(TypeError, match="join: `caches` must be a list of TurboQuantCaches, got TurboQuantCache"):
+        TurboQuantCache.join(cache)
     with pytest.raises(TypeError, match="`caches` must be TurboQuantCaches, at least one, got none"):
         TurboQuantCache.join([])
     with pytest.raises(TypeError, match="got DynamicCache"):

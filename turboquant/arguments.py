@@ -10,8 +10,8 @@ from operator import index
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["BOUNDS", "STANDARD_OUTPUT", "bounded", "check_options", "check_output", "integer", "integer_in", "quoted",
-           "standard_output"]  # fmt: skip
+__all__ = ["BOUNDS", "STANDARD_OUTPUT", "bounded", "check_options", "check_output", "integer", "integer_in", "listed",
+           "quoted", "standard_output"]  # fmt: skip
 
 _MOST = 2**31 - 1
 
@@ -130,6 +130,16 @@ def integer_in(value: Any, what: str, low: int, high: int) -> int:
 def bounded(what: str, value: Any) -> int:
     """As `integer_in`, with the BOUNDS of `what`. Errors name an option of a command without the command."""
     return integer_in(value, what.rpartition(": ")[2] if ": -" in what else what, *BOUNDS[what])
+
+
+def listed(values: Any, wants: str) -> list[Any]:
+    """Returns the entries of a list, an array or another iterable. TypeError, which begins with `wants`, for anything
+    else."""
+    try:
+        entries = iter(values)
+    except TypeError:
+        raise TypeError(f"{wants}, got {quoted(values)}") from None
+    return list(entries)
 
 
 def check_options(command: str, chosen: object) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..arguments import bounded, integer
+from ..arguments import bounded, integer, listed
 from ..files import file_name, path_called, write_whole
 from ..models.esm import CLS, EOS, checked_model, dropout_factor, letter_tokens, padded
 from ..models.esm import embed as embedded
@@ -154,7 +154,7 @@ def _job(
         raise ValueError(f"`sequences` must be a list of at least one protein, got {sequences!r:.80}")
     if residues not in ("none", "float16", "4bit"):
         raise ValueError(f"`residues` must be none, float16 or 4bit, got {residues!r}")
-    named = [str(i) for i in range(len(sequences))] if names is None else list(names)
+    named = list(map(str, range(len(sequences)))) if names is None else listed(names, "`names` must be a list of texts")
     if len(named) != len(sequences):
         raise ValueError(f"`names` must have one name for each of {len(sequences)} proteins, got {len(named)}")
     for i, name in enumerate(named):
@@ -174,7 +174,7 @@ def chosen_layers(layers: Sequence[int], count: int) -> list[int]:
     """Returns the numbers of layers, counted from 0, for a model that has `count`. ValueError if the model lacks one,
     if one is named twice, or if there are none."""
     chosen = []
-    for i, layer in enumerate(layers):
+    for i, layer in enumerate(listed(layers, "`layers` must be a list of integers")):
         number = integer(layer, f"`layers[{i}]`")
         if not -count - 1 <= number <= count:
             raise ValueError(f"`layers[{i}]` must be in {-count - 1}..{count}, got {number}")

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..arguments import quoted
+from ..arguments import listed, quoted
 from ..measured import Profile
 from ..models.attention import Call
 from ..models.esm import ALPHABET, AMINO_ACIDS, MASK, check_batch_size, checked_model, integers, tokenise
@@ -114,7 +114,8 @@ def joint_marginals(
     base = _scannable(model)
     check_batch_size(batch_size)
     tokens = tokenise(sequence, model.config)
-    chosen = [_chosen(tokens, positions, f"sets[{i}]") for i, positions in enumerate(sets)]
+    each = listed(sets, "`sets` must be a list of lists of positions")
+    chosen = [_chosen(tokens, positions, f"sets[{i}]") for i, positions in enumerate(each)]
     for i, at in enumerate(chosen):
         if len(set(at)) != len(at):
             raise ValueError(f"`sets[{i}]` must name each position once, got {list(at)}")

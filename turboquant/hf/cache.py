@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from transformers.cache_utils import Cache
 
-from ..arguments import bounded
+from ..arguments import bounded, listed
 from ..kvcache.limit import MemoryLimit, can_fall
 from ..kvcache.pieces import pieces_spec
 from ..kvcache.report import CacheReport, LayerReport, bytes_by_part, layer_report, layer_tensors
@@ -329,11 +329,11 @@ class TurboQuantCache(Cache):  # type: ignore[misc]
         Raises ValueError for caches of other models, specs, moments, dtypes or devices than the first, for empty ones
         and for damaged ones; NotImplementedError for latents, outliers="prompt" and a `memory_limit`.
         """
-        caches = list(caches)
+        caches = listed(caches, "join: `caches` must be a list of TurboQuantCaches")
         _check_joined(caches)
         if any(cache.memory_limit is not None for cache in caches):
             raise NotImplementedError("join: caches with a `memory_limit` cannot be put together: make them without")
-        first = caches[0]
+        first: TurboQuantCache = caches[0]
         joined = first.fork()
         for i, layer in enumerate(joined.layers):
             parts = [cache.layers[i] for cache in caches]

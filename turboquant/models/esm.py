@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..arguments import bounded, integer, quoted
+from ..arguments import bounded, integer, listed
 
 __all__ = ["ALPHABET", "AMINO_ACIDS", "CLS", "EOS", "MASK", "PAD", "attentions", "base_of", "check_batch_size",
            "checked_model", "dropout_factor", "embed", "integers", "letter_tokens", "padded", "positioned",
@@ -92,7 +92,7 @@ def letter_tokens(sequence: str | Sequence[str], argument: str = "sequence") -> 
     if not sequence:
         raise ValueError(f"`{argument}` must have at least one residue, got none")
     for i, letter in enumerate(sequence):
-        if letter not in _LETTERS:
+        if not isinstance(letter, str) or letter not in _LETTERS:
             allowed = "".join(sorted(token for token in _LETTERS if len(token) == 1))
             raise ValueError(f"`{argument}[{i}]` must be a letter of the ESM-2 alphabet, {allowed}, got {letter!r}")
     return [_LETTERS[letter] for letter in sequence]
@@ -100,9 +100,8 @@ def letter_tokens(sequence: str | Sequence[str], argument: str = "sequence") -> 
 
 def integers(numbers: Iterable[Any], argument: str) -> list[int]:
     """Converts whatever counts as an integer (NumPy's, tensors of one) to int. Raises TypeError for anything else."""
-    if not isinstance(numbers, Iterable):
-        raise TypeError(f"`{argument}` must be a list of integers, got {quoted(numbers)}")
-    return [integer(number, f"`{argument}[{i}]`") for i, number in enumerate(numbers)]
+    entries = listed(numbers, f"`{argument}` must be a list of integers")
+    return [integer(number, f"`{argument}[{i}]`") for i, number in enumerate(entries)]
 
 
 def check_batch_size(size: Any) -> None:
