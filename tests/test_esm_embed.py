@@ -312,10 +312,13 @@ def test_bad_arguments(model, tmp_path):
         (dict(residues="float32"), ValueError, "`residues` must be none, float16 or 4bit"),
         (dict(memory=5), ValueError, "embed: `memory` must be in 1048576"),
         (dict(out=3), TypeError, "`out` must be a str or a path"),
+        (dict(out=""), FileNotFoundError, "`out` must be a file in a folder that is there, got ''"),
+        (dict(out=str(tmp_path)), IsADirectoryError, f"`out` must be a file, got '{tmp_path}', a folder"),
         (dict(model=torch.nn.Linear(2, 2)), TypeError, "`model` must be a transformers model"),
     ):
         with pytest.raises(kind, match=message):
             esm.embed(**{**dict(model=model, sequences=["MK", "AC"]), **options})
+    assert not [*tmp_path.parent.glob(f"{tmp_path.name}.part*")]  # a folder is refused before proteins are read
     with pytest.raises(FileNotFoundError, match="a file of embeddings"):
         esm.Embeddings.load(tmp_path / "none")
     found = esm.embed(model, ["MK", "AC"], residues="float16")

@@ -151,6 +151,8 @@ def test_where_a_file_cannot_be_written(tmp_path):
     cache, nowhere = new("default"), tmp_path / "none" / "c"
     with pytest.raises(FileNotFoundError, match=f"`path` must be a file in a folder that is there, got '{nowhere}'$"):
         cache.save(nowhere)
+    with pytest.raises(FileNotFoundError, match="`path` must be a file in a folder that is there, got ''$"):
+        cache.save("")
     with pytest.raises(IsADirectoryError, match=f"`path` must be a file, got '{tmp_path}', a folder$"):
         cache.save(tmp_path)
     with pytest.raises(OSError, match=": '/proc/c'$"):

@@ -26,8 +26,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Tensor", "array_bytes", "cache_folder", "crc32", "existing_file", "file_name", "header_of", "layout",
-           "read_arrays", "read_header", "tensor", "write_arrays", "write_tensors", "write_whole"]  # fmt: skip
+__all__ = ["Tensor", "array_bytes", "cache_folder", "crc32", "existing_file", "file_name", "file_to_write",
+           "header_of", "layout", "read_arrays", "read_header", "tensor", "write_arrays",
+           "write_tensors", "write_whole"]  # fmt: skip
 
 _ALIGNMENT = 64
 _MOST_HEADER_BYTES = 100_000_000  # the limit of safetensors
@@ -67,17 +68,24 @@ def existing_file(path: object, what: str) -> str:
     return name
 
 
+def file_to_write(path: object, argument: str = "path") -> str:
+    """Returns `path` as text. IsADirectoryError for a folder, FileNotFoundError if the file's folder does not exist;
+    both name the argument."""
+    name = file_name(path, argument)
+    if os.path.isdir(name):
+        raise IsADirectoryError(f"`{argument}` must be a file, got {name!r}, a folder")
+    if not name or not os.path.isdir(os.path.dirname(name) or "."):
+        raise FileNotFoundError(f"`{argument}` must be a file in a folder that is there, got {name!r}")
+    return name
+
+
 def write_whole(path: str | bytes | os.PathLike[str] | os.PathLike[bytes], parts: Iterable[bytes | memoryview]) -> None:
     """Writes `parts`, one after the other, to a file beside `path` and then moves it there: after a crash, a full disk
     or an exception, `path` is as it was. If `path` is a link, the file that it names is written.
 
     Raises IsADirectoryError for a folder, FileNotFoundError if the file's folder does not exist, and OSError, which
     names `path`, if the file cannot be written."""
-    target = file_name(path)
-    if os.path.isdir(target):
-        raise IsADirectoryError(f"`path` must be a file, got {target!r}, a folder")
-    if not os.path.isdir(os.path.dirname(target) or "."):
-        raise FileNotFoundError(f"`path` must be a file in a folder that is there, got {target!r}")
+    target = file_to_write(path)
     if os.path.islink(target):
         target = os.path.realpath(target)
     temporary = f"{target}.{os.getpid()}-{secrets.token_hex(4)}.tmp"

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..arguments import bounded, integer, listed
-from ..files import file_name, path_called, write_whole
+from ..files import file_to_write, write_whole
 from ..models.esm import CLS, EOS, checked_model, dropout_factor, letter_tokens, padded
 from ..models.esm import embed as embedded
 from ..models.identity import fingerprint
@@ -112,7 +112,7 @@ def embed(
     plan = None if quantizer is None else quantizer.plan
     meta = {"layers": list(job.layers), "residues": residues, "plan": None if plan is None else list(plan.words)}
     tensors = described(job.names, lengths, job.layers, base.config.hidden_size, residues, plan)
-    part = None if out is None else f"{file_name(out, 'out')}.part"
+    part = None if out is None else f"{file_to_write(out, 'out')}.part"
     steps = job.steps()
     note = _Note(part, job, model)
     arrays = placed(part, meta, tensors, fresh=not note.done)
@@ -287,8 +287,7 @@ class _Note:
         told = [job.names, job.tokens, job.layers, job.residues, job.window, job.overlap, job.budget, dtype]
         self.run = hashlib.sha256(json.dumps([told, fingerprint(model)], sort_keys=True).encode()).hexdigest()
         if not os.path.exists(part) and not os.path.exists(self.path):
-            with path_called("`out`"):
-                self._write(0)  # before `part` is there, so that no other file is taken for it
+            self._write(0)  # before `part` is there, so that no other file is taken for it
             return
         try:
             with open(self.path, encoding="utf-8") as file:
