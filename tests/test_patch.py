@@ -103,6 +103,8 @@ def test_a_number_of_bits_instead_of_a_spec():
     assert not turboquant.is_patched(model)
     assert turboquant.patch(model, 3)._turboquant.spec == CacheSpec(3, 3) and turboquant.is_patched(model)
     assert turboquant.patch(model, bits=3)._turboquant.spec == CacheSpec(3, 3)
+    with pytest.raises(ValueError, match="`key_bits` must be whole or .* between 1 and 6, got nan"):
+        turboquant.patch(model, bits=float("nan"))
     assert not turboquant.is_patched(turboquant.unpatch(model))
 
 

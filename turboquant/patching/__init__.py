@@ -110,7 +110,7 @@ def _chosen(spec: CacheSpec | str | float, bits: float | None, uniform: bool, pr
             raise TypeError(f"`bits` must be a number or None, got {quoted(bits)}")
         if chosen.budget is not None:
             raise ValueError(f"`bits` must be None for a spec with a budget of {chosen.budget:g} bits, got {bits!r}")
-        bits = int(bits) if bits == int(bits) else float(bits)
+        bits = int(bits) if float(bits).is_integer() else float(bits)
         chosen = chosen.with_(key_bits=bits, value_bits=bits)
     if uniform is not False:
         chosen = chosen.with_(uniform=uniform)
