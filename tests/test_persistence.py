@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import tracemalloc
 import zlib
 from types import SimpleNamespace
@@ -94,6 +95,13 @@ def test_the_default_device_is_not_where_files_are_read(tmp_path):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("device", ["gpu", "", "cuda:99", 1.5, []])
+def test_a_device_that_torch_lacks(tmp_path, device):
+    new("default").save(tmp_path / "c")
+    with pytest.raises(ValueError, match=f"`device` must be one that .* can use, got {re.escape(repr(device))}"):
+        TurboQuantCache.load(tmp_path / "c", device=device)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_a_prefix_from_a_gpu_goes_on_on_a_cpu(tmp_path, spec, monkeypatch, device="cuda"):

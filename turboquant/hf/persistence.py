@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..arguments import bounded
+from ..arguments import bounded, quoted
 from ..files import Tensor, array_bytes, crc32, existing_file, layout, read_header, tensor, write_tensors
 from ..fingerprints import differences
 from ..kvcache.exact import exact_rows, laid_out
@@ -245,7 +245,7 @@ def load(
     name = existing_file(path, "a cache file")
     own_profile = None if profile is None else Profile.of(profile)
     mark = None if model is None else _mark(model)
-    where = None if device is None else torch.device(device)
+    where = None if device is None else _device(device)
     try:
         with open(name, "rb") as file:
             reader = _Reader(file)
@@ -491,6 +491,15 @@ class _Reader:
         for i, (one, claimed) in enumerate(zip(computed, sums)):
             _want(one == claimed, f"`{name}` is damaged" if len(computed) == 1 else f"page {i} of `{name}` is damaged")
         return buffer
+
+
+def _device(wanted: Any) -> torch.device:
+    """The device called `wanted`. Raises ValueError for one that this torch does not have."""
+    try:
+        return torch.empty(0, device=wanted).device
+    except (AssertionError, RuntimeError, TypeError) as error:  # torch without CUDA asserts
+        said = str(error).partition("\n")[0]
+        raise ValueError(f"`device` must be one that this torch can use, got {quoted(wanted)}: {said}") from None
 
 
 def _devices(model: Any, n_layers: int) -> list[torch.device]:
