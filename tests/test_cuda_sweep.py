@@ -438,7 +438,8 @@ class Sequence:
         )
         scale = options.get("softmax_scale", self.plan.head_dim**-0.5)
         product = scale * float(q.nan_to_num().float().norm(dim=-1).max()) * self.longest_key
-        accuracy, wave = 1e-4, self.plan.wave_pairs > 0
+        product *= 1 if self.plan.metric is None else 2  # it lengthens keys or queries
+        accuracy, wave = 2e-4, self.plan.wave_pairs > 0
         if self.plan.is_plain:
             accuracy = 1e-3 * max(1.0, product * self.plan.head_dim**-0.5) + 2e-7 * options.get("softcap", 0.0)
             accuracy += (1e-3 if half else 2e-5) + ((1e-2 if wave else 4e-3) if "chunk" in name else 0)
@@ -458,7 +459,7 @@ class Sequence:
         given: dict[str, Any] = {"block_table": self.table, "lengths": packed, **self.transforms}
         given |= {name: x for name, x in self.fixed.items() if name == "position_offset"}
         given |= {"max_tokens": int(packed.max()), "sinks": 0 if self.by_index else d.sinks}
-        for dtype in (torch.float32, self.type):
+        for dtype in [torch.float32] + [self.type] * (not d.awkward):  # the largest numbers may decode to infinity
             found = [tq.dequantize(self.words, s["pages"], dtype=dtype, **on(w, given)) for w, s in self.state.items()]
             accuracy = 1e-4 if dtype == torch.float32 else 4e-3 + 2 * ROUNDING[d.dtype]
             for want, got in zip(*found):

@@ -61,10 +61,10 @@ TQ_API tq_status tq_cuda_append_kernel(const tq_plan *plan, const tq_append_para
 
 /** tq_attend on the device.
  *  Accuracy:  within 1e-3 of float64 over the same bytes for 16-bit dtypes and 4e-4 for float32, relative to the
- *             largest output, while softmax_scale |q| |k| is at most sqrt(head_dim). The rotated query is rounded to
- *             16 bits, so above that the error grows in proportion. A soft-cap adds 2e-7 of the cap. On 9.x, for
- *             many 16-bit query rows a KV head (attend/loop/team.cuh), weights are rounded to fp16; values keep
- *             their levels.
+ *             largest output, while softmax_scale |q| |k| of query and key, transformed, is at most sqrt(head_dim).
+ *             The rotated query is rounded to 16 bits, so above that the error grows in proportion. A soft-cap adds
+ *             2e-7 of the cap. On 9.x, for many 16-bit query rows a KV head (attend/loop/team.cuh), weights are rounded
+ *             to fp16; values keep their levels.
  *             Plans that are not plain: float32 throughout, within 2e-5.
  *  Cost:      launch shapes depend on the sizes in params alone; the work follows the lengths found on the device. In
  *             general three kernels overlap, and the work is cut into equal pieces whatever the lengths are. On 9.x one
