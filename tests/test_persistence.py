@@ -94,7 +94,6 @@ def test_the_default_device_is_not_where_files_are_read(tmp_path):
     same_tensors(cache, other)
 
 
-@pytest.mark.cuda
 @pytest.mark.parametrize("device", ["gpu", "", "cuda:99", 1.5, []])
 def test_a_device_that_torch_lacks(tmp_path, device):
     new("default").save(tmp_path / "c")
@@ -102,6 +101,7 @@ def test_a_device_that_torch_lacks(tmp_path, device):
         TurboQuantCache.load(tmp_path / "c", device=device)
 
 
+@pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_a_prefix_from_a_gpu_goes_on_on_a_cpu(tmp_path, spec, monkeypatch, device="cuda"):
