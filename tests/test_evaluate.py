@@ -7,6 +7,8 @@ import io
 import json
 import math
 import os
+import subprocess
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from pathlib import Path
@@ -452,6 +454,14 @@ def test_bad_command_lines_end_before_any_work(arguments, message, book, capsys,
     assert left.value.code == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["calibrate", "measure"])
+def test_a_wrong_model_is_refused_before_torch_is_loaded(command):
+    arguments = [command, "./nowhere", "--out", "x"]
+    code = "import sys; sys.modules.update(torch=None, transformers=None); from turboquant.cli import main; "
+    done = subprocess.run([sys.executable, "-c", f"{code}main({arguments})"], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr.endswith("MODEL must be a folder or a name on the Hugging Face hub, got './nowhere'\n")
 
 
 OUTPUTS = {

@@ -154,9 +154,9 @@ def calibrate(chosen: argparse.Namespace) -> int:
     check_output(chosen.out, "--out", {"--text": chosen.text, "--fasta": chosen.fasta}, moved=True)
     if chosen.text is chosen.fasta is None and chosen.tokens is not None:
         raise ValueError(f"--tokens must be given with --text or --fasta only, got {chosen.tokens}")
-    from ..models.checkpoint import digest_of
-
     text, proteins = _checked_files(chosen)
+    from ..models.checkpoint import digest_of  # after the checks, because it loads torch
+
     checkpoint = f"{chosen.out}.part"
     if chosen.fasta is None:
         profile = _calibrated_on_text(chosen, text, checkpoint)
