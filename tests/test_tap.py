@@ -62,7 +62,7 @@ class ProductDtypes(TorchDispatchMode):
         self.found = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(name in str(func) for name in ("mm", "flash_attention_for_cpu_backward")):
+        if any(name in str(func) for name in ("mm", "matmul", "linear", "flash_attention_for_cpu_backward")):
             self.found.append(args[1].dtype)
         return func(*args, **(kwargs or {}))
 
@@ -79,3 +79,12 @@ def test_matrix_products_of_float16_are_in_float32_on_a_cpu(dtype):
     assert {*seen.found} == {torch.float32 if dtype == torch.float16 else dtype} and len(seen.found) > 2 * products
     assert got.dtype == gradient.dtype == dtype and gradient.isfinite().all()
     torch.testing.assert_close(got, plain, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2, soft-cap and sliding"])
+def test_products_in_inference_mode_are_in_float32_too(kind):
+    """There `linear` and `matmul` reach the kernels whole."""
+    model = tiny(kind, dtype=torch.float16)
+    with torch.inference_mode(), ProductDtypes() as seen, tapped(model):
+        model(prompts(1, TOKENS)["input_ids"], use_cache=False)
+    assert {*seen.found} == {torch.float32}

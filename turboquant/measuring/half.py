@@ -18,6 +18,8 @@ _PRODUCTS = (
     _aten.addmm.default,
     _aten.bmm.default,
     _aten.baddbmm.default,
+    _aten.linear.default,  # this and matmul come whole in inference mode
+    _aten.matmul.default,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
 
