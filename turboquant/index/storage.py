@@ -115,13 +115,12 @@ class Segment:
         return lists
 
     def each(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> dict[str, Any]:
-        """Applies `change` to the arrays that have an entry for each row, beside the ids: codes, scales, offsets and
-        lists, by name. None stays None."""
+        """Returns `codes`, `scales`, `offsets` and `lists`, by name, each after `change`. None stays None."""
         arrays = {name: getattr(self, name) for name in _BY_ROW}
         return {name: None if array is None else change(array) for name, array in arrays.items()}
 
     def put(self, where: Any, other: Segment, rows: Any = slice(None)) -> None:
-        """Copies these arrays of some rows of another segment, or of all, to the rows `where` of this one."""
+        """Copies the codes, scales, offsets and lists of `rows` of another segment to the rows `where` of this one."""
         for name in _BY_ROW:
             if (array := getattr(self, name)) is not None:
                 array[where] = getattr(other, name)[rows]
@@ -186,7 +185,7 @@ class Segment:
         return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
 
 
-_BY_ROW = ("codes", "scales", "offsets", "lists")
+_BY_ROW = ("codes", "scales", "offsets", "lists")  # arrays with an entry for each row, except ids and allowed
 
 
 def rows_like(array: NDArray[Any], n: int) -> NDArray[Any]:
