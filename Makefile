@@ -15,6 +15,8 @@ WORKERS ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 # Threads of OpenMP that wait leave their core to others: waiting busily, tests with small models take twice the CPU time.
 export OMP_WAIT_POLICY ?= PASSIVE
+# pip takes this for its option --no-compile, and means: do not compile (0: no). Modules that are imported are compiled then.
+export PIP_NO_COMPILE := 0
 # Tests that run no native code in this process: once is enough.
 NO_NATIVE := $(foreach name,layering stub calculator_page site,--ignore=tests/test_$(name).py)
 # Every kind of GPU that the kernels are meant for: code for 8.0 runs on 8.6 and 8.9 too.
