@@ -4,6 +4,8 @@ k-means, except in the test of k-means. test_index_states.py changes an index wi
 from __future__ import annotations
 
 import pickle
+import resource
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -434,3 +436,23 @@ def test_centres_are_those_of_k_means(package, metric, monkeypatch):
 
     assert recall(index.search(queries, 10)[1]) > recall(flat.search(queries, 10)[1]) + 0.02
     assert recall(index.search(queries, 10, probe=6)[1]) > recall(index.search(queries, 10)[1]) - 0.05
+
+
+def test_a_query_needs_little_memory_with_many_lists_and_threads(few_means):
+    """Each thread would have work, but one query is made by one thread."""
+    index, many, x = turboquant.Index(8, 3, lists=1), 2**18, rows(3, 2**16)[:, :8].copy()
+    index.train(x[:200])
+    centres = np.zeros((many // 16, 8, 16), np.float32), np.ones(many, np.float32)
+    space, of_rows = (*index._space(index._contents)[:9], centres), np.zeros(len(x), np.int32)
+    codes = _core.index_encode(space, x, lists=of_rows)
+    segment = (*codes, 0, None, _core.index_factors(codes[2], codes[3]), of_rows)
+    alone = _core.index_search(space, x[7:8], (segment,), 1, threads=1)
+    before, limits = _core.num_threads(), resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    _core.set_num_threads(64)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**27, limits[1]))
+        assert same(_core.index_search(space, x[7:8], (segment,), 1), alone)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        _core.set_num_threads(before)

@@ -30,7 +30,7 @@ typedef struct {
     int near;              /* whether only the lists that a query reads have values, and `most` has none */
     int32_t *probes;       /* [n, probe], the best first; NULL: all queries read all segments */
     uint8_t *skipped;      /* [n_lists]: lists without allowed rows */
-    hit *best_lists;       /* [threads, probe]: of the query that a thread makes */
+    hit *best_lists;       /* [min(threads, n), probe]: of the query that a thread makes */
     int64_t *segment_of;   /* [n_lists]: the first segment whose rows are all of the list */
     int64_t *first_reader; /* [n_lists + 1]: the first of each list in `readers` */
     int32_t *readers;      /* queries that read each list, ascending */

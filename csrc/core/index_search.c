@@ -127,7 +127,7 @@ static void place_arrays(tq_index_job *job, tq_index_arrays *arrays)
     }
     if (n_lists) {
         job->skipped = tq_index_array(arrays, n_lists, 1, 1);
-        job->best_lists = tq_index_array(arrays, threads, job->probe, sizeof *job->best_lists);
+        job->best_lists = tq_index_array(arrays, n < threads ? n : threads, job->probe, sizeof *job->best_lists);
         job->segment_of = tq_index_array(arrays, n_lists, 1, sizeof *job->segment_of);
         job->probes = tq_index_array(arrays, n, job->probe, sizeof *job->probes);
         job->readers = tq_index_array(arrays, n, job->probe, sizeof *job->readers);
