@@ -32,7 +32,7 @@ typedef struct {
 
 /* Workspace:  | worker 0 | worker 1 | ..  each:
  *              | query operands | weight operands | q | scores | packed | exact | tile_k | tile_v | rotated | coded |
- *              merged | | scales | logits | states | visible | decoded | wave rows |
+ *              merged | scales | logits | states | visible | decoded | wave rows |
  *           | partial rows [tasks * splits][chunk_rows] of | max, sum, packed_sum, unused | packed | exact |, if splits
  *           > 1 | the wave's table | nodes | turns [max_pages] | */
 typedef struct {

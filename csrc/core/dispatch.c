@@ -197,7 +197,8 @@ const char *tq_kernel_name(const char *operation, const tq_plan *plan)
 {
     const tq_kernels *kernels = chosen_kernels();
     if (!kernels || !operation || !plan) return NULL;
-    static const char *const names[][2] = {{"rotate", NULL}, /* and the name for plans that are not plain */
+    /* Operations in the order of kernels->names, and what runs for a plan that is not plain; NULL: the same kernel. */
+    static const char *const names[][2] = {{"rotate", NULL},
                                            {"append", "append_baseline"},
                                            {"attend", "attend_baseline"},
                                            {"dequantize", "dequantize_baseline"},

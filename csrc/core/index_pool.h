@@ -6,7 +6,7 @@
 #include <string.h>
 
 typedef struct {
-    double score;
+    double score; /* of a row, in float32, or the value of a list */
     int64_t id;
 } hit;
 
@@ -29,6 +29,7 @@ static inline void sift_down(hit *hits, int64_t n, int64_t at)
     hits[at] = moved;
 }
 
+/** Removes the worst hit of a heap that is not empty, and returns it. */
 static inline hit take_worst(heap *h)
 {
     hit worst = h->hits[0];
@@ -37,6 +38,7 @@ static inline hit take_worst(heap *h)
     return worst;
 }
 
+/** Adds a hit, if it is among the best k so far. */
 static inline void keep(heap *h, int64_t k, hit new_hit)
 {
     if (h->n == k) {

@@ -277,8 +277,8 @@ TQ_INLINE void search_numbers(const tq_encoder *e, int32_t bits, float r, const 
     }
 }
 
-/** Encodes the numbers of all groups times `factor`: writes what is compared with thresholds to u, codes, and decoded
- *  levels to c. */
+/** Encodes the numbers of all groups times `factor`. Writes codes, to u what is compared with thresholds, and to c the
+ *  decoded levels. */
 TQ_INLINE void encode_row(const tq_encoder *e, float factor, const float *numbers, float *u, uint8_t *codes, float *c,
                           int32_t groups, int32_t channels)
 {

@@ -166,7 +166,7 @@ TQ_INLINE float tq_largest_magnitude(const float *x, int32_t n)
     return tq_max_lanes(tq_select(largest > infinite, (tq_floats)infinite, (tq_floats)largest));
 }
 
-/** Writes codes and decoded levels of n channels at 8 bits, as tq_wide_code (kernels.h) does. */
+/** Writes codes and decoded levels of n channels at 8 bits, as tq_wide_code (kernels.h) does. c may be u. */
 TQ_INLINE void tq_encode_wide(const float *u, uint8_t *codes, float *c, int32_t n)
 {
     for (int32_t i = 0; i < n; i += TQ_LANES) {

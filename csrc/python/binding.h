@@ -32,7 +32,7 @@ static inline int failed(PyObject *null __attribute__((unused))) { return -1; }
 /** Returns `result` if the status is TQ_OK; else releases it, raises and returns NULL. */
 PyObject *result_of(const char *op, tq_status status, const tq_error *error, PyObject *result);
 
-/** Runs a call of the core while other threads may run Python. */
+/** Runs a call of the core, one statement, while other threads may run Python. */
 #define WITHOUT_GIL(call)                                                                                              \
     Py_BEGIN_ALLOW_THREADS call;                                                                                       \
     Py_END_ALLOW_THREADS
@@ -137,13 +137,15 @@ int read_arguments(const char *op, PyObject *args, PyObject *kwargs, const argum
     read_arguments(op, args, kwargs, list, (int)(sizeof(list) / sizeof *(list)), required, keywords)
 
 /* ---- the functions of the module; PyDoc texts stand with them ---- */
+/** Heads the declaration or definition of a function. */
 #define FUNCTION(name) PyObject *py_##name(PyObject *module __attribute__((unused)), PyObject *args, PyObject *kwargs)
+/** Writes _(name) for each function of the module: below for its declaration, in module.c for its row of methods. */
 /* clang-format off */
 #define EACH_FUNCTION(_)                                                                                               \
     _(status_message) _(codebook) _(random) _(haar) _(gaussian) _(record_bytes) _(plan_info) _(new_pages)              \
     _(rotate) _(append) _(attend) _(merge) _(dequantize) _(dot) _(index_assign) _(index_encode)                        \
-    _(index_decode) _(index_step) _(index_lead_error) _(index_factors) _(index_search)                 \
-    _(index_scores_of) _(isa) _(isa_available) _(set_isa) _(kernel_name) _(num_threads) _(set_num_threads)
+    _(index_decode) _(index_step) _(index_lead_error) _(index_factors) _(index_search) _(index_scores_of)              \
+    _(isa) _(isa_available) _(set_isa) _(kernel_name) _(num_threads) _(set_num_threads)
 /* clang-format on */
 #define DECLARE(name)                                                                                                  \
     FUNCTION(name);                                                                                                    \

@@ -1,4 +1,4 @@
-/* The facts about a GPU that the choice of a kernel depends on. */
+/* What the choice of a kernel depends on: thresholds, and facts about a GPU. */
 #ifndef TQ_CUDA_ATTEND_CHOOSE_RULES_H
 #define TQ_CUDA_ATTEND_CHOOSE_RULES_H
 #include "cuda/device/host.h"
@@ -22,10 +22,9 @@ struct Rules {
     /* the most half pages of a warp for which fewer blocks at once are tried, with exact tokens */
     int most_in_turns = 32;
     /* sequences of any lengths; in segments per 100 multiprocessors */
-    /* without a wave, from so many on they run here even without exact tokens and not all at once */
-    int ragged_many = 300;
-    int ragged_few = 50;  /* above so many, 8 rows of 2 bits with a wave and no exact tokens run in SPLIT */
-    int ragged_two = 400; /* up to so many have two large blocks per multiprocessor, more have small ones */
+    int ragged_many = 300; /* from so many on, all without a wave run here, with or without exact tokens */
+    int ragged_few = 50;   /* above so many, 8 rows of 2 bits with a wave and no exact tokens run in SPLIT */
+    int ragged_two = 400;  /* up to so many have two large blocks per multiprocessor, more have small ones */
     int half_cost = 10, merge_cost = 10; /* time of half a page for a warp, and of merge_parts, in any unit */
     int page_cost[2] = {15, 18};         /* time of a page: head_dim up to 64, above */
     /* CHUNK */
