@@ -418,14 +418,18 @@ def test_modules_of_the_tests_load_without_torch(tmp_path):
     assert done.returncode == 0, done.stdout
 
 
-def test_what_the_hub_kernel_exports_is_there():
+def test_the_hub_kernel_exports_all_operators_by_their_names():
     """Its modules are not imported by the quick tests: they need a build of their own."""
-    trees = [ast.parse((ROOT / "csrc" / "hub" / name).read_text()).body for name in ("__init__.py", "_core.py")]
-    wanted = {alias.name for node in trees[0] if isinstance(node, ast.ImportFrom) and node.module == "_core"
-              for alias in node.names}  # fmt: skip
-    made = {name.id for node in trees[1] for name in ast.walk(node)
-            if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)}  # fmt: skip
-    assert wanted and wanted <= made
+    names = {}
+    for node in ast.parse((ROOT / "csrc" / "hub" / "__init__.py").read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
+            assert isinstance(node.value, ast.Tuple)
+            names |= dict(zip(map(ast.unparse, node.targets[0].elts), map(ast.unparse, node.value.elts), strict=True))
+        elif isinstance(node, ast.Assign):
+            exported = set(ast.literal_eval(node.value))  # __all__
+    operators = set(re.findall(r'm\.def\("(\w+)', (ROOT / "csrc" / "torch" / "ops.cpp").read_text()))
+    assert operators and names == {name: f"_operators.{name}" for name in operators}
+    assert exported == operators | {"Plan", "Side"}
 
 
 def test_version_is_written_once():
