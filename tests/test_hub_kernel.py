@@ -41,6 +41,9 @@ def test_two_versions_and_the_package_give_the_same_numbers(loaded):
     for kernel in loaded:
         plan = kernel.Plan(64, 4, 3)
         assert plan.words == packed.plan.words and plan.record_bytes == packed.plan.record_bytes
+        for given in ((64, 4, 3), (64, (4, 3), (3, 4)), (128, 4, 4, 128, 32, "normal", "eden", 0, 64, 4)):
+            mine, theirs = kernel.Plan(*given), Plan(*given)
+            assert (mine.is_plain, mine.key_moments) == (theirs.is_plain, theirs.key_moments)
         pages = kernel.quantize(plan.words, k, v)
         assert torch.equal(pages, packed.pages)
         out = kernel.attend(plan.words, q, pages, packed.block_table, packed.lengths)

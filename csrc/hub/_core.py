@@ -11,14 +11,18 @@ torch.ops.load_library(_LIBRARY)
 
 operators = torch.ops.OPERATORS_OF_THIS_BUILD
 
-_record_bytes = ctypes.CDLL(str(_LIBRARY)).tq_torch_record_bytes
-_record_bytes.restype = ctypes.c_int64
-_record_bytes.argtypes = [ctypes.POINTER(ctypes.c_int64), ctypes.c_size_t]
+_plan_info = ctypes.CDLL(str(_LIBRARY)).tq_torch_plan_info
+_plan_info.argtypes = [ctypes.POINTER(ctypes.c_int64), ctypes.c_size_t, ctypes.POINTER(ctypes.c_int64)]
+
+
+def plan_info(words: Sequence[int]) -> dict[str, int]:
+    """The bytes of one page of one KV head, and what `Plan` asks for. ValueError for words that are no plan."""
+    info = (ctypes.c_int64 * 3)()
+    if not _plan_info((ctypes.c_int64 * len(words))(*words), len(words), info):
+        raise ValueError(f"`plan` must be one that turboquant.h allows, got {tuple(words)}")
+    return dict(zip(("record_bytes", "is_plain", "key_moments"), info))
 
 
 def record_bytes(words: Sequence[int]) -> int:
     """Bytes of one page of one KV head. ValueError for words that are no plan."""
-    found = int(_record_bytes((ctypes.c_int64 * len(words))(*words), len(words)))
-    if found < 0:
-        raise ValueError(f"`plan` must be one that turboquant.h allows, got {tuple(words)}")
-    return found
+    return plan_info(words)["record_bytes"]

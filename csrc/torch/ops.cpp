@@ -679,13 +679,16 @@ const char *tq_torch_kernels_on(const char *gpu, const int64_t *words, size_t n_
 #endif
 }
 
-/** Returns the bytes of one page of one KV head, or -1 for words that are no plan. Python without _core calls it. */
-extern "C" TQ_API int64_t tq_torch_record_bytes(const int64_t *words, size_t n_words);
-int64_t tq_torch_record_bytes(const int64_t *words, size_t n_words)
+/** Returns whether words are a plan. info: the bytes of one page of one KV head, whether the plan is plain, and the
+ *  numbers of a KV head's moments. Python without _core calls it. */
+extern "C" TQ_API int32_t tq_torch_plan_info(const int64_t *words, size_t n_words, int64_t info[3]);
+int32_t tq_torch_plan_info(const int64_t *words, size_t n_words, int64_t info[3])
 {
     tq_plan plan;
     tq_error error = {};
-    return tq_plan_init(&plan, words, n_words, &error) == TQ_OK ? plan.record_bytes : -1;
+    if (tq_plan_init(&plan, words, n_words, &error) != TQ_OK) return 0;
+    info[0] = plan.record_bytes, info[1] = plan.is_plain, info[2] = plan.moments;
+    return 1;
 }
 
 #define TRANSFORMS_SCHEMA                                                                                              \
