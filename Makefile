@@ -17,8 +17,11 @@ unexport PYTHONDONTWRITEBYTECODE
 export OMP_WAIT_POLICY ?= PASSIVE
 # pip takes this for its option --no-compile, and means: do not compile (0: no). Modules that are imported are compiled then.
 export PIP_NO_COMPILE := 0
+# Tests that run everywhere. The others of `not slow`, the grid, are more cases of the same tests, and run in test-slow alone.
+# `make sanitize QUICK='not slow'` runs them there too.
+QUICK ?= not slow and not grid
 # Tests that run no native code in this process: once is enough.
-NO_NATIVE := $(foreach name,layering stub calculator_page site,--ignore=tests/test_$(name).py)
+NO_NATIVE := $(foreach name,layering stub calculator_page site dispatch fragments,--ignore=tests/test_$(name).py)
 # Every kind of GPU that the kernels are meant for: code for 8.0 runs on 8.6 and 8.9 too.
 CHECK_ARCHS ?= 80 90a 100 120
 
@@ -49,7 +52,7 @@ demo: build
 
 # What one runs while one works. The rest, exhaustive or long, is test-slow; .ci/run runs both.
 test: build
-	$(RUN) -m pytest $(SHARED_OUT) -m 'not slow and not grid' $(PYTEST_ARGS)
+	$(RUN) -m pytest $(SHARED_OUT) -m '$(QUICK)' $(PYTEST_ARGS)
 
 test-slow: build
 	$(RUN) -m pytest $(SHARED_OUT:worksteal=loadfile) -m 'slow or grid' $(PYTEST_ARGS)
@@ -63,7 +66,7 @@ LEVEL_TESTS := $(wildcard $(foreach name,append attend merge_dot rotation quanti
 OTHER_LEVELS = from turboquant import _core; print(*(name for name in _core.isa_available() if name != _core.isa()))
 test-levels: build
 	for level in $$($(RUN) -c '$(OTHER_LEVELS)'); do \
-	    TURBOQUANT_ISA=$$level $(RUN) -m pytest $(SHARED_OUT) -m 'not slow' $(LEVEL_TESTS) $(PYTEST_ARGS) || exit 1; \
+	    TURBOQUANT_ISA=$$level $(RUN) -m pytest $(SHARED_OUT) -m '$(QUICK)' $(LEVEL_TESTS) $(PYTEST_ARGS) || exit 1; \
 	done
 
 # ninja is the judge of what changed, also when only a variable did, so this always runs; with nothing to do it is quick.
@@ -131,12 +134,10 @@ SANITIZING = TURBOQUANT_SANITIZE=1 TURBOQUANT_CUDA=0
 SANITIZED = PYTHONSAFEPATH=1 PYTHONMALLOC=malloc \
     ASAN_OPTIONS=detect_leaks=0:strict_string_checks=1:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
     LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so)"
-# Tests that run so. .ci/run leaves out `grid` too: cases of the same tests with other sizes.
-SANITIZE_MARKS ?= not slow
 sanitize: sanitize-core
 	$(MAKE) sanitize-torch  # not beside it: they share objects
 
-# What is not slow of the suite on the C core and its Python binding, and the programs of tests/c on the same library, in an environment
+# The quick tests of the C core and its Python binding, and the programs of tests/c on the same library, in an environment
 # without torch, so this is also the test that the package does without (tests/conftest.py leaves out what needs it).
 $(SANITIZE)/.ready: $(CONSTRAINTS)
 	$(PYTHON) -m venv $(SANITIZE)/venv
@@ -148,7 +149,7 @@ sanitize-core: $(SANITIZE)/.ready
 	$(SANITIZE)/venv/bin/python setup.py -q build_py --build-lib $(SANITIZE)/core
 	$(SANITIZING) TURBOQUANT_TORCH=0 $(SANITIZE)/venv/bin/python setup.py -q build_ext --build-lib $(SANITIZE)/core
 	PYTHONPATH=$(abspath $(SANITIZE)/core) TURBOQUANT_SANITIZED=$(abspath $(SANITIZE)/core/turboquant/libturboquant.so) $(SANITIZED) \
-	    $(SANITIZE)/venv/bin/python -m pytest $(SHARED_OUT) -p no:cacheprovider --capture=sys -m '$(SANITIZE_MARKS)' $(NO_NATIVE) $(PYTEST_ARGS)
+	    $(SANITIZE)/venv/bin/python -m pytest $(SHARED_OUT) -p no:cacheprovider --capture=sys -m '$(QUICK)' $(NO_NATIVE) $(PYTEST_ARGS)
 
 # The operators: csrc/torch and what it calls, inside a torch that knows nothing of sanitizers. Any tests run so:
 #   make sanitize-torch SANITIZE_TESTS='tests/test_cache.py tests/test_pages.py'
@@ -159,7 +160,7 @@ sanitize-torch: $(READY)
 	$(INTERPRETER) setup.py -q build_py --build-lib $(SANITIZE)/torch
 	$(SANITIZING) TURBOQUANT_TORCH=1 $(INTERPRETER) setup.py -q build_ext --build-lib $(SANITIZE)/torch
 	PYTHONPATH=$(abspath $(SANITIZE)/torch) $(SANITIZED) \
-	    $(INTERPRETER) -m pytest $(SHARED_OUT) -p no:cacheprovider --capture=sys -m '$(SANITIZE_MARKS)' $(SANITIZE_TESTS) $(PYTEST_ARGS)
+	    $(INTERPRETER) -m pytest $(SHARED_OUT) -p no:cacheprovider --capture=sys -m '$(QUICK)' $(SANITIZE_TESTS) $(PYTEST_ARGS)
 
 # The C core and the readers of files under hostile input; needs clang with libFuzzer for those in C.
 FUZZ_SECONDS ?= 600
@@ -213,7 +214,7 @@ test-newest: build
 OLDEST_NUMPY := 2.0.0
 test-numpy: build
 	$(INTERPRETER) -m pip install -q --upgrade --no-deps --target build/numpy-$(OLDEST_NUMPY) numpy==$(OLDEST_NUMPY)
-	PYTHONPATH=$(abspath build)/numpy-$(OLDEST_NUMPY):. $(INTERPRETER) -m pytest $(wildcard tests/test_index*.py tests/test_documents.py) $(PYTEST_ARGS)
+	PYTHONPATH=$(abspath build)/numpy-$(OLDEST_NUMPY):. $(INTERPRETER) -m pytest -m '$(QUICK)' $(wildcard tests/test_index*.py tests/test_documents.py) $(PYTEST_ARGS)
 
 # Adapters to LangChain, Haystack and LlamaIndex, and lists of vectors, in an environment of their own: these bring a hundred packages.
 ADAPTERS := build/adapters
@@ -342,7 +343,7 @@ test-wheel: $(WHEEL_TOOLS)/.ready
 	$(INSTALLED) turboquant doctor demo/turboquant_demo
 	$(INSTALLED) turboquant demo
 	wheel=$$(echo dist/turboquant_attention-*_$$(uname -m).whl) && $(INSTALLED) TURBOQUANT_WHEEL=$$wheel TURBOQUANT_WHEEL_TOOLS=$(WHEEL_TOOLS) \
-	    python -m pytest -p no:cacheprovider -m 'not slow' -k 'not compile' $(WHEEL_TESTS) $(PYTEST_ARGS)
+	    python -m pytest -p no:cacheprovider -m '$(QUICK)' -k 'not compile' $(WHEEL_TESTS) $(PYTEST_ARGS)
 
 # The same for aarch64 on any machine: cross-compiled, with the core and the operators for CPUs. Debian's Python for arm64, in
 # a folder of its own, has the headers and runs the tests of the core under qemu-user, two files a process, two processes
@@ -372,7 +373,7 @@ test-wheel-aarch64: $(WHEEL_TOOLS)/.ready $(AARCH64)/.ready
 	$(INTERPRETER) -m pip install -q $(AARCH64_PIP) --no-deps --upgrade --target $(AARCH64)/site dist/*_aarch64.whl
 	PYTHONSAFEPATH=1 PYTHONPATH=$(abspath $(AARCH64))/site $(AARCH64)/python -m turboquant doctor
 	printf '%s\n' $(AARCH64_TESTS) | PYTHONSAFEPATH=1 PYTHONPATH=$(abspath $(AARCH64))/site xargs -P 2 -n 2 $(AARCH64)/python \
-	    -m pytest -p no:cacheprovider --assert=plain -m 'not slow' $(AARCH64_PYTEST_ARGS)
+	    -m pytest -p no:cacheprovider --assert=plain -m '$(QUICK)' $(AARCH64_PYTEST_ARGS)
 
 # The wheel on another Python than the one that built it, without torch: Debian's, in a folder of its own. x86_64 only.
 OTHER_DEBIAN ?= trixie
@@ -389,7 +390,7 @@ test-python: $(OTHER_PYTHON)/.ready
 	    dist/turboquant_attention-*_x86_64.whl pytest hypothesis scipy
 	PYTHONSAFEPATH=1 PYTHONPATH=$(abspath $(OTHER_PYTHON))/site $(OTHER_PYTHON)/python -m turboquant doctor
 	PYTHONSAFEPATH=1 PYTHONPATH=$(abspath $(OTHER_PYTHON))/site $(OTHER_PYTHON)/python \
-	    -m pytest -p no:cacheprovider -m 'not slow' $(OTHER_TESTS) $(PYTEST_ARGS)
+	    -m pytest -p no:cacheprovider -m '$(QUICK)' $(OTHER_TESTS) $(PYTEST_ARGS)
 
 # The CUDA harnesses (tests/cuda): the kernels without Python, against the C core and float64. Needs nvcc and a GPU. The
 # answers in float64 take longest, so the cases of attend_harness are shared by as many processes as there are cores.

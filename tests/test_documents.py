@@ -221,7 +221,7 @@ def test_a_fork_waits_for_changes(monkeypatch):
     began.wait(60)
     child = os.fork()
     if not child:
-        signal.alarm(10)
+        signal.alarm(120)  # a deadlock
         code = 1
         try:
             found = made.search(X[30], 1)[0][0].id

@@ -355,7 +355,7 @@ def test_a_forked_child_has_threads_of_its_own(rng: np.random.Generator) -> None
     queue = context.SimpleQueue()
     child = context.Process(target=lambda: queue.put(_core.attend(**case.arguments)[0]))
     child.start()
-    child.join(30)
+    child.join(120)
     hung = child.is_alive()
     if hung:
         child.kill()
