@@ -128,10 +128,11 @@ static uint32_t noise_class(const encode_job *job, int32_t bound, float factor, 
         weight += weights[k];
         sum += sums[k];
     }
-    uint32_t found = 0;
-    while (found + 1 < TQ_INDEX_NOISE_CLASSES && sum > weight * job->expected[bound] * NOISE[found] * NOISE[found])
-        found++;
-    return found;
+    uint32_t noise_class = 0;
+    while (noise_class + 1 < TQ_INDEX_NOISE_CLASSES &&
+           sum > weight * job->expected[bound] * NOISE[noise_class] * NOISE[noise_class])
+        noise_class++;
+    return noise_class;
 }
 
 /** Returns the float nearest to `scale` whose lowest 9 bits hold k and the noise class. */

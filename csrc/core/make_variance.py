@@ -47,20 +47,20 @@ def mean_error(made: dict[float, tuple[np.ndarray, np.ndarray]], tries: int, d: 
 
 
 def main() -> None:
-    found = np.zeros((len(BITS), len(TRIES), len(DIMS)))
+    table = np.zeros((len(BITS), len(TRIES), len(DIMS)))
     for k, d in enumerate(DIMS):
         u = np.random.default_rng(d).standard_normal((NUMBERS // d, d))
         u /= np.sqrt((u * u).mean(-1, keepdims=True))
         for i, bits in enumerate(BITS):
-            made = {factor: sums(u, levels(bits), factor) for factor in sorted(set(sum(TRIES.values(), ())))}
-            found[i, :, k] = [mean_error(made, tries, int(d)) for tries in TRIES]
+            by_factor = {factor: sums(u, levels(bits), factor) for factor in sorted(set(sum(TRIES.values(), ())))}
+            table[i, :, k] = [mean_error(by_factor, tries, int(d)) for tries in TRIES]
     lines = [
         "/* Mean squared errors of packed vectors. Made by csrc/core/make_variance.py; do not edit. */\n",
         "#ifndef TURBOQUANT_VARIANCE_TABLE_H\n#define TURBOQUANT_VARIANCE_TABLE_H\n\n",
         "/** Of a channel, for a scale of 1: by bits (1..6, then 8), tries (0, 3, 5, 7), channels (8, 16 .. 512). */\n",
         "/* clang-format off */\nstatic const float tq_variance_table[7][4][7] = {\n",
     ]
-    for of_bits in found:
+    for of_bits in table:
         rows = [", ".join(f"{x:.4g}f" for x in row) for row in of_bits]
         lines.append("    {{" + "},\n     {".join(rows) + "}},\n")
     TABLE.write_text("".join(lines) + "};\n/* clang-format on */\n#endif\n")

@@ -117,14 +117,14 @@ __device__ __forceinline__ void recode_whole(bool is_key, int n, const uint32_t 
 {
 #pragma unroll 4
     for (int k = 0; k < n; k++) {
-        Rows made = {}, codes = unpack_lane(FROM, words + TQ_TILE * FROM * k);
+        Rows target = {}, codes = unpack_lane(FROM, words + TQ_TILE * FROM * k);
         uint32_t (&x)[4] = codes.low;
 #pragma unroll
         for (int r = 0; r < 4; r++) {
-            made.low[r] = eight_fewer<FROM, TO>(x[r], codes.high[r]);
+            target.low[r] = eight_fewer<FROM, TO>(x[r], codes.high[r]);
             if (FROM < 5) x[r] &= 0x77777777u;
         }
-        store_whole(out + TQ_TILE * TO * k, TO, made);
+        store_whole(out + TQ_TILE * TO * k, TO, target);
         if (is_key) {
 #pragma unroll
             for (int r = 0; r < 4; r++) {
@@ -155,7 +155,7 @@ __device__ __forceinline__ void recode_any(const RecodeArgs &a, bool is_key, con
 {
     for (int k = 0; k < run.n; k++, words += TQ_TILE * run.from, out += TQ_TILE * run.to) {
         const Rows rows = unpack_lane(run.from, words);
-        Rows made = {};
+        Rows target = {};
 #pragma unroll
         for (int r = 0; r < 4; r++)
 #pragma unroll
@@ -167,10 +167,10 @@ __device__ __forceinline__ void recode_any(const RecodeArgs &a, bool is_key, con
                 const int both = level * a.books.levels[run.to][fewer];
                 if (is_key) sums.before[r] += level * level, sums.between[r] += both; // constant r, n: registers
                 else sums.before[n] += level * level, sums.between[n] += both;
-                made.low[r] |= (uint32_t)(fewer & 15) << 4 * n;
-                made.high[r] |= (uint32_t)(fewer >> 4) << 4 * n;
+                target.low[r] |= (uint32_t)(fewer & 15) << 4 * n;
+                target.high[r] |= (uint32_t)(fewer >> 4) << 4 * n;
             }
-        store_lane(out, run.to, made);
+        store_lane(out, run.to, target);
     }
 }
 
@@ -187,8 +187,8 @@ __device__ __forceinline__ int sum_lanes(bool is_key, const int (&x)[8], int lan
         const int by = is_key ? half : 4 * half;
 #pragma unroll
         for (int i = 0; i < half; i++) {
-            const int kept = lane & by ? y[i + half] : y[i], given = lane & by ? y[i] : y[i + half];
-            y[i] = kept + __shfl_xor_sync(ALL_LANES, given, by);
+            const int kept = lane & by ? y[i + half] : y[i], other = lane & by ? y[i] : y[i + half];
+            y[i] = kept + __shfl_xor_sync(ALL_LANES, other, by);
         }
     }
     return y[0];

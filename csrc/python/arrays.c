@@ -149,9 +149,10 @@ int read_dtype(const char *op, PyObject *dtype, const char *name, PyObject *firs
     if (dtype != Py_None && !PyUnicode_Check(dtype))
         return failed(raise_type(op, "dtype", "None, \"float32\", \"float16\" or \"bfloat16\"", dtype));
     for (int i = 0; i < 3; i++) {
-        int named = dtype != Py_None && PyUnicode_CompareWithASCIIString(dtype, known[i].name) == 0;
-        int found = dtype == Py_None && known[i].dtype != TQ_BF16 && is_type((PyArrayObject *)first, known[i].type);
-        if (!named && !found) continue;
+        int is_named = dtype != Py_None && PyUnicode_CompareWithASCIIString(dtype, known[i].name) == 0;
+        int is_of_type =
+            dtype == Py_None && known[i].dtype != TQ_BF16 && is_type((PyArrayObject *)first, known[i].type);
+        if (!is_named && !is_of_type) continue;
         *out = (int32_t)known[i].dtype;
         *type = known[i].type;
         return 0;

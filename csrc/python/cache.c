@@ -34,7 +34,7 @@ const char doc_append[] = PyDoc_STR(
 FUNCTION(append)
 {
     PyObject *k_object, *v_object, *dtype = Py_None, *result = NULL;
-    layer_arguments given = NO_LAYER;
+    layer_arguments objects = NO_LAYER;
     read_plan_result read;
     const tq_plan *plan = &read.plan;
     tq_append_params p;
@@ -45,11 +45,11 @@ FUNCTION(append)
     const argument arguments[] = {PLAN(&read),
                                   OBJECT("k", &k_object),
                                   OBJECT("v", &v_object),
-                                  OBJECT("lengths", &given.lengths),
-                                  OBJECT("pages", &given.pages),
-                                  OBJECT("block_table", &given.table),
-                                  EXACT(given),
-                                  TRANSFORMS(given.transforms),
+                                  OBJECT("lengths", &objects.lengths),
+                                  OBJECT("pages", &objects.pages),
+                                  OBJECT("block_table", &objects.table),
+                                  EXACT(objects),
+                                  TRANSFORMS(objects.transforms),
                                   OBJECT("dtype", &dtype),
                                   ANY_INT32("threads", &p.threads)};
     if (READ_ARGUMENTS(op, arguments, 6, 6) < 0 || read_dtype(op, dtype, "k", k_object, &p.layer.dtype, &type) < 0)
@@ -63,7 +63,7 @@ FUNCTION(append)
         read_length(op, "k", k, 2, &p.tokens) < 0 ||
         (v_object != Py_None && !read_tokens(op, "v", v_object, type, PyArray_DIMS(k), &p.v, &p.v_stride_batch,
                                              &p.v_stride_head, &p.v_stride_token)) ||
-        read_layer(op, plan, &given, type, WRITE, p.layer.kv_heads, &p.layer) < 0)
+        read_layer(op, plan, &objects, type, WRITE, p.layer.kv_heads, &p.layer) < 0)
         return NULL;
 
     const size_t batch = (size_t)p.layer.batch;
@@ -98,7 +98,7 @@ FUNCTION(attend)
 {
     PyObject *q_object, *starts = Py_None, *fresh[2] = {Py_None, Py_None}, *scale = Py_None, *dtype = Py_None;
     PyObject *out_object = Py_None, *out = NULL, *lse = NULL, *result = NULL;
-    layer_arguments given = NO_LAYER;
+    layer_arguments objects = NO_LAYER;
     read_plan_result read;
     const tq_plan *plan = &read.plan;
     tq_attend_params p;
@@ -108,14 +108,14 @@ FUNCTION(attend)
     memset(&p, 0, sizeof p);
     const argument arguments[] = {PLAN(&read),
                                   OBJECT("q", &q_object),
-                                  OBJECT("pages", &given.pages),
-                                  OBJECT("block_table", &given.table),
-                                  OBJECT("lengths", &given.lengths),
+                                  OBJECT("pages", &objects.pages),
+                                  OBJECT("block_table", &objects.table),
+                                  OBJECT("lengths", &objects.lengths),
                                   OBJECT("starts", &starts),
-                                  EXACT(given),
+                                  EXACT(objects),
                                   OBJECT("fresh_k", &fresh[0]),
                                   OBJECT("fresh_v", &fresh[1]),
-                                  TRANSFORMS(given.transforms),
+                                  TRANSFORMS(objects.transforms),
                                   BOOL("causal", &causal),
                                   ANY_INT32("sliding_window", &p.sliding_window),
                                   OBJECT("softmax_scale", &scale),
@@ -135,7 +135,8 @@ FUNCTION(attend)
     PyArrayObject *q =
         read_tokens(op, "q", q_object, type, dims, &p.q, &p.q_stride_batch, &p.q_stride_head, &p.q_stride_token);
     if (!q || read_length(op, "q", q, 0, &p.layer.batch) < 0 || read_length(op, "q", q, 1, &p.query_heads) < 0 ||
-        read_length(op, "q", q, 2, &p.query_tokens) < 0 || read_layer(op, plan, &given, type, DENSE, ANY, &p.layer) < 0)
+        read_length(op, "q", q, 2, &p.query_tokens) < 0 ||
+        read_layer(op, plan, &objects, type, DENSE, ANY, &p.layer) < 0)
         return NULL;
 
     npy_intp batch = p.layer.batch, of_fresh[4] = {batch, p.layer.kv_heads, p.query_tokens, plan->head_dim};
@@ -220,7 +221,7 @@ const char doc_dequantize[] = PyDoc_STR(
 FUNCTION(dequantize)
 {
     PyObject *k = NULL, *v = NULL, *result = NULL;
-    layer_arguments given = NO_LAYER;
+    layer_arguments objects = NO_LAYER;
     read_plan_result read;
     const tq_plan *plan = &read.plan;
     tq_layer layer;
@@ -229,17 +230,17 @@ FUNCTION(dequantize)
     const char *op = "dequantize";
     memset(&layer, 0, sizeof layer);
     const argument arguments[] = {PLAN(&read),
-                                  OBJECT("pages", &given.pages),
-                                  OBJECT("block_table", &given.table),
-                                  OBJECT("lengths", &given.lengths),
+                                  OBJECT("pages", &objects.pages),
+                                  OBJECT("block_table", &objects.table),
+                                  OBJECT("lengths", &objects.lengths),
                                   ANY_INT32("max_tokens", &max_tokens),
-                                  TRANSFORMS(given.transforms),
+                                  TRANSFORMS(objects.transforms),
                                   ANY_INT32("sinks", &sinks)};
     if (READ_ARGUMENTS(op, arguments, 5, 5) < 0) return NULL;
     npy_intp dims[2] = {ANY, ANY};
-    PyArrayObject *table = read_array(op, "block_table", given.table, NPY_INT32, DENSE, 2, dims);
+    PyArrayObject *table = read_array(op, "block_table", objects.table, NPY_INT32, DENSE, 2, dims);
     if (!table || read_length(op, "block_table", table, 0, &layer.batch) < 0 ||
-        read_layer(op, plan, &given, NPY_FLOAT32, DENSE, ANY, &layer) < 0)
+        read_layer(op, plan, &objects, NPY_FLOAT32, DENSE, ANY, &layer) < 0)
         return NULL;
     layer.sinks = sinks;
     tq_error error = {0};

@@ -358,15 +358,15 @@ static tq_index_rows *get_segments(const char *op, PyObject *object, const read_
         raise_type(op, "segments", "a tuple of segments", object);
         return NULL;
     }
-    Py_ssize_t n = 0, given = PyTuple_Size(object);
-    for (Py_ssize_t i = 0; i < given; i++) n += parts_of(PyTuple_GetItem(object, i), &read->space);
+    Py_ssize_t n = 0, items = PyTuple_Size(object);
+    for (Py_ssize_t i = 0; i < items; i++) n += parts_of(PyTuple_GetItem(object, i), &read->space);
     tq_index_rows *segments = PyMem_Calloc((size_t)n + 1, sizeof *segments);
     if (!segments) {
         PyErr_NoMemory();
         return NULL;
     }
     *n_segments = 0;
-    for (Py_ssize_t i = 0; i < given; i++) {
+    for (Py_ssize_t i = 0; i < items; i++) {
         PyObject *own = PyTuple_GetItem(object, i);
         if (get_rows(op, own, read, &segments[*n_segments]) < 0) {
             PyMem_Free(segments);

@@ -125,16 +125,16 @@ void read_packed(const Call &call, const Tensor &pages, const Tensor &block_tabl
 /** Refuses the call's first tensor, rather than sinks and window, if all of these agree on another dtype. */
 void check_exact_dtype(const Call &call, int32_t dtype, const Exact &exact)
 {
-    int32_t held = dtype;
+    int32_t exact_dtype = dtype;
     for (const Maybe *t : {&exact.sink_k, &exact.sink_v, &exact.window_k, &exact.window_v}) {
         if (!given(*t)) continue;
-        if (dtype_of(**t) == dtype || (held != dtype && dtype_of(**t) != held)) return;
-        held = dtype_of(**t);
+        if (dtype_of(**t) == dtype || (exact_dtype != dtype && dtype_of(**t) != exact_dtype)) return;
+        exact_dtype = dtype_of(**t);
     }
-    const bool can_be =
-        held == aoti_torch_dtype_float32() || held == aoti_torch_dtype_float16() || held == aoti_torch_dtype_bfloat16();
-    if (can_be && held != dtype)
-        call.refuse_first(dtype_name(held) + " like sinks and window", dtype_name(dtype), Error::TYPE);
+    const bool can_be = exact_dtype == aoti_torch_dtype_float32() || exact_dtype == aoti_torch_dtype_float16() ||
+                        exact_dtype == aoti_torch_dtype_bfloat16();
+    if (can_be && exact_dtype != dtype)
+        call.refuse_first(dtype_name(exact_dtype) + " like sinks and window", dtype_name(dtype), Error::TYPE);
 }
 
 /** Reads a call's layer; layer->batch is set. like: has the dtype of exact tokens. window: 0 without tail_rows. */

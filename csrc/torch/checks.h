@@ -109,11 +109,11 @@ inline const Tensor *autograd_probe()
     torch_check(
         aoti_torch_empty_strided(1, &size, &size, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, &handle),
         "empty_strided");
-    auto made = std::make_unique<Tensor>(handle);
-    if (ask_torch<bool>("aten::is_inference", *made)) return nullptr;
+    auto tensor = std::make_unique<Tensor>(handle);
+    if (ask_torch<bool>("aten::is_inference", *tensor)) return nullptr;
     torch_check(torch_set_requires_grad(handle, true), "set_requires_grad");
     const Tensor *first = nullptr;
-    return probe.compare_exchange_strong(first, made.get()) ? made.release() : first;
+    return probe.compare_exchange_strong(first, tensor.get()) ? tensor.release() : first;
 }
 
 /** Whether a view of a tensor that requires grad would have a grad_fn. It has none without grad mode, none in inference
@@ -153,15 +153,15 @@ public:
     {
         {
             std::shared_lock lock(mutex_);
-            auto found = plans_.find(words);
-            if (found != plans_.end()) return found->second;
+            auto entry = plans_.find(words);
+            if (entry != plans_.end()) return entry->second;
         }
-        auto made = std::make_shared<tq_plan>();
+        auto plan = std::make_shared<tq_plan>();
         *status = tq_plan_init(made.get(), words.data(), words.size(), error);
         if (*status != TQ_OK) return nullptr;
         std::unique_lock lock(mutex_);
         if (plans_.size() >= MOST) plans_.clear();
-        return plans_.emplace(words, made).first->second;
+        return plans_.emplace(words, plan).first->second;
     }
 
     static KnownPlans &of_process()

@@ -60,10 +60,10 @@ constexpr size_t NAME_BYTES = 64; // of a kernel, with a final 0
 /** Writes the kernel's name. On a CPU it depends on the plan alone. */
 tq_status name_of(const char *operation, const tq_plan *plan, char *name, tq_error *error)
 {
-    const char *found = tq_kernel_name(operation, plan);
-    std::snprintf(name, NAME_BYTES, "%s", found ? found : "");
+    const char *kernel = tq_kernel_name(operation, plan);
+    std::snprintf(name, NAME_BYTES, "%s", kernel ? kernel : "");
     size_t bytes;
-    return found ? TQ_OK : tq_dot_workspace_bytes(plan, 0, &bytes, error); // fails where TURBOQUANT_ISA names no level
+    return kernel ? TQ_OK : tq_dot_workspace_bytes(plan, 0, &bytes, error); // fails where TURBOQUANT_ISA names no level
 }
 
 const Backend cpu = {
@@ -547,9 +547,9 @@ std::tuple<Tensor, Tensor> dequantize(const Words &words, const Tensor &pages, c
     tq_dtype number = call.dtype_named("dtype", wanted);
 
     Launch launch(call);
-    int32_t made = launch->dequantizes_any_dtype ? wanted : f32, value_tokens = call.has_values() ? tokens : 0;
-    Tensor k = call.allocate({layer.batch, layer.kv_heads, tokens, call.plan().head_dim}, made);
-    Tensor v = call.allocate({layer.batch, layer.kv_heads, value_tokens, call.plan().head_dim}, made);
+    int32_t output_dtype = launch->dequantizes_any_dtype ? wanted : f32, value_tokens = call.has_values() ? tokens : 0;
+    Tensor k = call.allocate({layer.batch, layer.kv_heads, tokens, call.plan().head_dim}, output_dtype);
+    Tensor v = call.allocate({layer.batch, layer.kv_heads, value_tokens, call.plan().head_dim}, output_dtype);
     size_t bytes = 0;
     call.check(launch->dequantize_workspace_bytes(&call.plan(), layer.kv_heads, number, &bytes, &call.error));
     std::optional<Tensor> workspace;
@@ -557,7 +557,7 @@ std::tuple<Tensor, Tensor> dequantize(const Words &words, const Tensor &pages, c
     call.check(launch->dequantize(launch.stream, &call.plan(), &layer, tokens, number, k.mutable_data_ptr(),
                                   call.has_values() ? v.mutable_data_ptr() : nullptr,
                                   workspace ? workspace->mutable_data_ptr() : nullptr, bytes, &call.error));
-    if (made == wanted) return {k, v};
+    if (output_dtype == wanted) return {k, v};
     return {converted(call, k, wanted), converted(call, v, wanted)};
 }
 

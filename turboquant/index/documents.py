@@ -138,9 +138,9 @@ class Documents:
                 shape = [len(vectors[i]), -1]
             if shape != [self.index.d]:
                 raise ValueError(f"add: `vectors[{i}]` must be of shape [{self.index.d}], got {shape}")
-        given = inputs.vectors("add", "vectors", [vectors[i] for i in which], self.index.d)
-        rows = inputs.as_float32(given)
-        inputs.check("add", "vectors", rows, self.index.metric, np.array(which), given)
+        matrix = inputs.vectors("add", "vectors", [vectors[i] for i in which], self.index.d)
+        rows = inputs.as_float32(matrix)
+        inputs.check("add", "vectors", rows, self.index.metric, np.array(which), matrix)
         return rows
 
     def remove(self, ids: Sequence[str]) -> int:
@@ -164,8 +164,8 @@ class Documents:
     def update(self, filter: Filter, metadata: dict[str, Any]) -> int:
         """Set some of the metadata of the documents that match; returns how many."""
         with self._lock:
-            found = self._selected(filter)
-            new = [replace(d, metadata={**d.metadata, **copy.deepcopy(metadata)}) for d in found]
+            documents = self._selected(filter)
+            new = [replace(d, metadata={**d.metadata, **copy.deepcopy(metadata)}) for d in documents]
             with self._change():
                 self._by_id.update((document.id, document) for document in new)
                 self._by_number.update((document.number, document) for document in new if document.number >= 0)
@@ -196,9 +196,9 @@ class Documents:
             before = self._changes
             if before % 2 == 0:
                 try:
-                    found = look()
+                    result = look()
                     if self._changes == before:
-                        return found
+                        return result
                 except Exception:
                     if self._changes == before:
                         raise
@@ -242,8 +242,8 @@ class Documents:
             if test is not None:
                 among = [number for number, document in list(self._by_number.items()) if test(document)]
             scores, ids = self.index.search(vector, k, filter=among, **options)
-            found = [self._of_number(number) for number in ids[ids >= 0].tolist()]
-            return list(zip(self._copies(found, vectors), scores.tolist(), strict=False))
+            documents = [self._of_number(number) for number in ids[ids >= 0].tolist()]
+            return list(zip(self._copies(documents, vectors), scores.tolist(), strict=False))
 
         return self._read(look)
 
@@ -299,17 +299,17 @@ def ids_by_number(index: Index) -> dict[int, str]:
     """Returns the ids of documents by the ids of their vectors, for a loaded index whose file may have documents.
     ValueError if they are damaged."""
     assert index._loaded is not None
-    held = index._loaded[1].get("documents")
+    data = index._loaded[1].get("documents")
     try:
-        rows = [] if held is None else _rows_in(held)
+        rows = [] if data is None else _rows_in(data)
     except (ValueError, RecursionError):
         raise ValueError("`path` must be a file of an index, got one whose documents are damaged") from None
     return {row[4]: row[0] for row in rows}
 
 
-def _rows_in(held: Any) -> list[list[Any]]:
+def _rows_in(data: Any) -> list[list[Any]]:
     """Returns the rows of a file's documents. ValueError or RecursionError if they are damaged."""
-    rows = json.loads(memoryview(held).tobytes())
+    rows = json.loads(memoryview(data).tobytes())
     if not isinstance(rows, list) or not all(map(_is_row, rows)):
         raise ValueError("it has no documents, or they are damaged")
     numbers = [row[4] for row in rows if row[4] >= 0]

@@ -103,12 +103,12 @@ class Calibration:
         if self.side_costs is not None:
             wanted["side_costs"] = [(self.layers, 2)] * len(self.windows)
         for name, expected in wanted.items():
-            held = getattr(self, name)
-            if _shapes(held) != expected:
+            value = getattr(self, name)
+            if _shapes(value) != expected:
                 alike = len({*expected}) == 1
                 shape = (len(expected), *expected[0]) if alike else expected
-                raise ValueError(f"`{name}` must have shape {shape}, got {_told(held)}")
-            for array in held if isinstance(held, tuple) else (held,):
+                raise ValueError(f"`{name}` must have shape {shape}, got {_told(value)}")
+            for array in value if isinstance(value, tuple) else (value,):
                 if array.dtype != np.float32 or not np.isfinite(array).all():
                     raise ValueError(f"`{name}` must be finite float32")
                 if name in ("variance", "sensitivity", "side_costs") and array.min() < 0:
@@ -129,9 +129,9 @@ class Calibration:
             if [t.method for t in here].count("none") != 1 or sum(t.chosen for t in here) != 1:
                 raise ValueError("`trials` must have the method 'none' once, and one that is chosen, for each window "
                                  f"and average, got others for {at[0]} tokens and {at[1]:g} bits")  # fmt: skip
-        for name, held in self.moments.items():
-            if len(held.layers) != self.layers:
-                raise ValueError(f"`moments` must have {self.layers} layers, got {len(held.layers)} of the {name}")
+        for name, moments in self.moments.items():
+            if len(moments.layers) != self.layers:
+                raise ValueError(f"`moments` must have {self.layers} layers, got {len(moments.layers)} of the {name}")
         bounded("Calibration: `tokens`", self.tokens)
         bounded("Calibration: `seed`", self.seed)
 
@@ -221,13 +221,13 @@ class Calibration:
         self._check_average("average", average, group)
         # Rare keys of ESM-2 lie far out, at 8 steps, along axes of little variance; zero bits would lose them.
         whole_keys = self.fingerprint.get("model_type") == "esm"
-        found: dict[int, NDArray[np.int64]] = {}
+        bits_of_layer: dict[int, NDArray[np.int64]] = {}
         for layers in self.alike():
             # The Hadamard of a group spreads its error evenly: every axis has the group's mean variance times E(bits).
             costs = [(self.group_variance(i, group) * _sums(self.sensitivity[i], group)).sum(1) for i in layers]
             budget = group_bits_of(average, len(layers), self.groups(group)[layers[0]])
-            found |= zip(layers, allocate(np.stack(costs), budget, whole_keys, widths_of(group)))
-        bits: NDArray[np.int64] = layered([found[i] for i in range(self.layers)])
+            bits_of_layer |= zip(layers, allocate(np.stack(costs), budget, whole_keys, widths_of(group)))
+        bits: NDArray[np.int64] = layered([bits_of_layer[i] for i in range(self.layers)])
         return bits
 
     def method(self, spec: CacheSpec) -> tuple[str, int]:
@@ -308,11 +308,11 @@ class Calibration:
         Moments of the text are under "moments.text.i.NAME"."""
         arrays: dict[str, NDArray[Any]] = {}
         for name in (*_ARRAYS, *_OPTIONAL):
-            held = getattr(self, name)
-            if isinstance(held, tuple):
-                arrays |= {f"{name}.{i}": array for i, array in enumerate(held)}
-            elif held is not None:
-                arrays[name] = held
+            value = getattr(self, name)
+            if isinstance(value, tuple):
+                arrays |= {f"{name}.{i}": array for i, array in enumerate(value)}
+            elif value is not None:
+                arrays[name] = value
         if (text := self._of_text()) is not None:
             arrays |= {f"moments.text.{name}": array for name, array in text.arrays().items()}
         return arrays
@@ -327,9 +327,9 @@ class Calibration:
             if name == "moments":
                 continue
             own[name] = {**own.get(name, {}), int(layer): array} if layer else array
-        for name, held in own.items():
-            if isinstance(held, dict):
-                own[name] = tuple(held[i] for i in range(len(held)))
+        for name, layers in own.items():
+            if isinstance(layers, dict):
+                own[name] = tuple(layers[i] for i in range(len(layers)))
         moments = {"model": model} if described["windows"] else {}
         if (told := described["text"]) is not None:
             start = "moments.text."
@@ -338,9 +338,9 @@ class Calibration:
         elif moments:
             moments["text"] = model
         trials = tuple(Trial(**told) for told in described["trials"])
-        given: dict[str, Any] = {**own, **{key: described[key] for key in _DESCRIBED}}
-        given["windows"] = tuple(given["windows"])
-        return cls(**given, moments=moments, trials=trials)
+        arguments: dict[str, Any] = {**own, **{key: described[key] for key in _DESCRIBED}}
+        arguments["windows"] = tuple(arguments["windows"])
+        return cls(**arguments, moments=moments, trials=trials)
 
     def _of_text(self) -> Moments | None:
         """Moments of the text, where these are others than the model's."""
@@ -354,14 +354,14 @@ _DESCRIBED = ("fingerprint", "tokens", "seed", "source", "windows")
 assert {*_ARRAYS, *_OPTIONAL, *_DESCRIBED, "moments", "trials"} == {field.name for field in fields(Calibration)}
 
 
-def _shapes(held: Layered) -> list[tuple[int, ...]]:
+def _shapes(layers: Layered) -> list[tuple[int, ...]]:
     """The shape of each layer's array."""
-    arrays = held if isinstance(held, tuple) or held.ndim else ()
+    arrays = layers if isinstance(layers, tuple) or layers.ndim else ()
     return [array.shape for array in arrays]
 
 
-def _told(held: Layered) -> str:
-    return str(_shapes(held) if isinstance(held, tuple) else held.shape)
+def _told(layers: Layered) -> str:
+    return str(_shapes(layers) if isinstance(layers, tuple) else layers.shape)
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -34,7 +34,7 @@ def side_costs(model: Any, ids: torch.Tensor, moments: Moments, seed: int, windo
     the mean of products is not the product of means.
     """
     skip, costs = family_of(model).skipped, np.zeros((len(moments.layers), 2))
-    found = set()
+    layers = set()
     positions = np.arange(skip, ids.shape[1])
     with tapped(model) as tap:
         for layer, side, x, gradient in gradients(model, tap, {"input_ids": ids}, seed, window):
@@ -46,10 +46,10 @@ def side_costs(model: Any, ids: torch.Tensor, moments: Moments, seed: int, windo
             rows = gradient * x.norm(dim=-1, keepdim=True)
             if (layer, side) == (0, 1):
                 rows = of_tokens(rows, ids[:, skip:], None)
-            found.add(layer)
+            layers.add(layer)
             costs[layer, side] = float(rows.square().sum()) / (2 * x.shape[-1])
-    if len(found) != len(costs):
-        raise NotImplementedError(f"the attention of {len(found)} of its {len(costs)} layers goes through "
+    if len(layers) != len(costs):
+        raise NotImplementedError(f"the attention of {len(layers)} of its {len(costs)} layers goes through "
                                   "AttentionInterface")  # fmt: skip
     return costs / max(len(positions), 1)
 

@@ -75,12 +75,12 @@ def profile_file(digest: str) -> Path | None:
 def _object(path: Path, text: bytes) -> dict[str, Any]:
     """The JSON object that a file holds as `text`. Raises ValueError for anything else."""
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        content = None
+    if not isinstance(content, dict):
         raise ValueError(f"{str(path)!r} must hold a JSON object, got a damaged file")
-    return found
+    return content
 
 
 def _tensors(root: Path) -> Iterator[tuple[str, bytes]]:

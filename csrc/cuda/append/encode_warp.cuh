@@ -221,13 +221,13 @@ template <bool FINE> struct SliceBooks {
     /** Returns rank and level. u: from `searched`, for up to 5 bits; exact: z * times, for 6 bits. */
     __device__ __forceinline__ Ranked look_up(float u, float exact, int lane) const
     {
-        Ranked found = ranked(bits[0] == 6 ? exact : u, book[0]);
+        Ranked nearest = ranked(bits[0] == 6 ? exact : u, book[0]);
         if constexpr (FINE) {
-            if (bits[1] == bits[0]) return found;
+            if (bits[1] == bits[0]) return nearest;
             const Ranked high = ranked(bits[1] == 6 ? exact : u, book[1]);
-            if (lane >= 16) found = high;
+            if (lane >= 16) nearest = high;
         }
-        return found;
+        return nearest;
     }
 };
 

@@ -29,10 +29,10 @@ __global__ void __launch_bounds__(32 * WARPS)
               b = blockIdx.x / a.parts / heads % a.batch, is_value = blockIdx.x / a.parts / heads / a.batch;
     const BaselineSide &side = plan.side[is_value];
     const int first = TOKENS * part, d = plan.head_dim, stride = TQ_TILE * side.tiles + 16,
-              held = max(0, min(min(a.lengths[b], a.max_tokens) - first, TOKENS)),
+              tokens = max(0, min(min(a.lengths[b], a.max_tokens) - first, TOKENS)),
               wanted = min(TOKENS, a.max_tokens - first);
-    const uint8_t *record = held ? record_of(plan, b, h, first) : nullptr;
-    const int stored = record ? held : 0;
+    const uint8_t *record = tokens ? record_of(plan, b, h, first) : nullptr;
+    const int stored = record ? tokens : 0;
     float *rows = memory + LEVEL_TABLE;
     RestoredRows restored = {};
     if (stored) { // all threads of a block agree

@@ -59,8 +59,8 @@ __device__ __forceinline__ void encode_codebook(const AppendArgs &a, const Basel
         if (bits == TQ_WIDE_BITS) {
             coded = wide_coded(scaled);
         } else {
-            const Ranked found = ranked(scaled, lane_book(a.books[bits], span.lane));
-            coded = {code_of_rank(found.rank, bits), found.level};
+            const Ranked nearest = ranked(scaled, lane_book(a.books[bits], span.lane));
+            coded = {code_of_rank(nearest.rank, bits), nearest.level};
         }
         if (span.has(k)) u[k] = scaled, c[k] = coded.level;
         to.put(span, k, (int)coded.code, coded.level);

@@ -464,7 +464,7 @@ private:
     {
         constexpr int AT_ONCE = 4;
         const int32_t batch = a.p.layer.batch;
-        int4 found = {};
+        int4 entry = {};
 #pragma unroll 1
         for (int32_t first = 0; first < batch; first += 32 * AT_ONCE) {
             int4 row[AT_ONCE];
@@ -475,13 +475,13 @@ private:
             for (int j = 0; j < AT_ONCE; j++) {
                 const int n = __popc(__ballot_sync(ALL_LANES, first + 32 * j + lane < batch && row[j].x <= index));
                 if (n)
-                    found = make_int4(__shfl_sync(ALL_LANES, row[j].x, n - 1), __shfl_sync(ALL_LANES, row[j].y, n - 1),
+                    entry = make_int4(__shfl_sync(ALL_LANES, row[j].x, n - 1), __shfl_sync(ALL_LANES, row[j].y, n - 1),
                                       __shfl_sync(ALL_LANES, row[j].z, n - 1), __shfl_sync(ALL_LANES, row[j].w, n - 1));
                 last |= n < 32;
             }
             if (last) break;
         }
-        return found;
+        return entry;
     }
 };
 

@@ -129,12 +129,12 @@ template <bool APART = false> __device__ __forceinline__ int4 look_up_sequence(c
 
 template <bool APART = false> __device__ __forceinline__ Sequence load_sequence(const AttendArgs &a, int32_t b)
 {
-    int4 found = look_up_sequence<APART>(a, b);
+    int4 sequence = look_up_sequence<APART>(a, b);
     if (a.schedule) {
         int4 head = __ldcg(a.schedule), then = __ldcg(scheduled_sequences(a, a.schedule) + b);
-        if (is_schedule_of(a, head)) found = then;
+        if (is_schedule_of(a, head)) sequence = then;
     }
-    return sequence_of(a, found);
+    return sequence_of(a, sequence);
 }
 
 /** Returns the positions that a query at position p may see, exact or packed; `ends` is left out. */
