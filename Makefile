@@ -144,12 +144,14 @@ $(SANITIZE)/.ready: $(CONSTRAINTS)
 	$(SANITIZE)/venv/bin/python -m pip install -q -c $(CONSTRAINTS) setuptools ninja numpy pytest pytest-xdist hypothesis scipy
 	@touch $@
 
+# Statistics of many vectors: the calls of other tests again.
+STATISTICS := mean_error or on_average or recall or does_not_hurt
 sanitize-core: $(SANITIZE)/.ready
 	rm -rf $(SANITIZE)/core
 	$(SANITIZE)/venv/bin/python setup.py -q build_py --build-lib $(SANITIZE)/core
 	$(SANITIZING) TURBOQUANT_TORCH=0 $(SANITIZE)/venv/bin/python setup.py -q build_ext --build-lib $(SANITIZE)/core
 	PYTHONPATH=$(abspath $(SANITIZE)/core) TURBOQUANT_SANITIZED=$(abspath $(SANITIZE)/core/turboquant/libturboquant.so) $(SANITIZED) \
-	    $(SANITIZE)/venv/bin/python -m pytest $(SHARED_OUT) -p no:cacheprovider --capture=sys -m '$(QUICK)' $(NO_NATIVE) $(PYTEST_ARGS)
+	    $(SANITIZE)/venv/bin/python -m pytest $(SHARED_OUT) -p no:cacheprovider --capture=sys -m '$(QUICK)' -k 'not ($(STATISTICS))' $(NO_NATIVE) $(PYTEST_ARGS)
 
 # The operators: csrc/torch and what it calls, inside a torch that knows nothing of sanitizers. Any tests run so:
 #   make sanitize-torch SANITIZE_TESTS='tests/test_cache.py tests/test_pages.py'
