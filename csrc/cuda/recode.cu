@@ -274,13 +274,13 @@ SideArgs side_of(const tq_plan &plan, const tq_side &from, const tq_side &to)
 Magnitudes magnitudes_of(const LevelsByCode &books, int from, int to)
 {
     uint8_t bytes[16] = {};
-    Magnitudes made;
+    Magnitudes magnitudes;
     for (int code = 0; code < (from == 5 ? 16 : 8); code++) {
         const int level = books.levels[to][fewer_bits(code, from, to)];
         bytes[code] = (uint8_t)(level < 0 ? -level : level);
     }
-    memcpy(&made, bytes, sizeof made);
-    return made;
+    memcpy(&magnitudes, bytes, sizeof magnitudes);
+    return magnitudes;
 }
 
 } // namespace

@@ -105,15 +105,15 @@ TQ_INLINE void recode_in(int from, int to, int is_key, const tq_recoding *recodi
         vec tokens[2][4] = {{{0}}};
         for (int32_t k = 0; k < n; k++) {
             vec rows[4], turned[4];
-            tq_words signs, made[4];
+            tq_words signs, fewer[4];
             ask_for(words, TQ_LANES * from, lane / TQ_LANES * n + k, 0);
             ask_for(out, TQ_LANES * to, lane / TQ_LANES * n + k, 1);
             recode_read(from, words + TQ_TILE * from * k + lane, rows, &signs);
             TQ_UNROLL
             for (int r = 0; r < 4; r++) {
                 const vec even = vec_low_nibbles(rows[r]), odd = vec_high_nibbles(rows[r]);
-                made[r] = (tq_words)vec_look_up(code, even) | (tq_words)vec_look_up(code, odd) << 4;
-                if (from == 5) made[r] ^= (signs >> r & 0x11111111) * flip;
+                fewer[r] = (tq_words)vec_look_up(code, even) | (tq_words)vec_look_up(code, odd) << 4;
+                if (from == 5) fewer[r] ^= (signs >> r & 0x11111111) * flip;
                 if (!is_key) continue;
                 const vec even_before = vec_look_up(before, even), odd_before = vec_look_up(before, odd);
                 tokens[0][r] = vec_add_dots(tokens[0][r], even_before, even_before);
@@ -121,7 +121,7 @@ TQ_INLINE void recode_in(int from, int to, int is_key, const tq_recoding *recodi
                 tokens[1][r] = vec_add_dots(tokens[1][r], even_before, vec_look_up(after, even));
                 tokens[1][r] = vec_add_dots(tokens[1][r], odd_before, vec_look_up(after, odd));
             }
-            recode_write(to, made, out + TQ_TILE * to * k + lane);
+            recode_write(to, fewer, out + TQ_TILE * to * k + lane);
             if (is_key) continue;
             transpose_bytes(rows, turned);
             TQ_UNROLL

@@ -157,7 +157,7 @@ public:
             if (entry != plans_.end()) return entry->second;
         }
         auto plan = std::make_shared<tq_plan>();
-        *status = tq_plan_init(made.get(), words.data(), words.size(), error);
+        *status = tq_plan_init(plan.get(), words.data(), words.size(), error);
         if (*status != TQ_OK) return nullptr;
         std::unique_lock lock(mutex_);
         if (plans_.size() >= MOST) plans_.clear();

@@ -16,7 +16,7 @@ namespace tq
 template <class T> const T &of_codebooks(const tq_plan &plan, void (*fill)(const tq_codebook *books, T *to))
 {
     constexpr int SPHERES = TQ_MAX_SPHERE_DIM / 8;
-    static T made[2 + SPHERES];
+    static T tables[2 + SPHERES];
     static std::once_flag once[2 + SPHERES];
     const int i = plan.codebook == TQ_CODEBOOK_SPHERE ? 1 + plan.head_dim / 8 : plan.codebook == TQ_CODEBOOK_UNIFORM;
     std::call_once(once[i], [&] {
@@ -24,9 +24,9 @@ template <class T> const T &of_codebooks(const tq_plan &plan, void (*fill)(const
         books[TQ_WIDE_BITS].step = TQ_WIDE_STEP;
         for (int bits = 1; bits <= TQ_MAX_BITS; bits++) /* cannot fail for a checked plan */
             tq_get_codebook((tq_codebook_law)plan.codebook, plan.head_dim, bits, &books[bits], nullptr);
-        fill(books, &made[i]);
+        fill(books, &tables[i]);
     });
-    return made[i];
+    return tables[i];
 }
 
 /** Steps by width, and levels by width and code. Levels are in units of the step. */
