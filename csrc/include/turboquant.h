@@ -448,7 +448,8 @@ TQ_API tq_status tq_attend_workspace_bound(const tq_plan *plan, const tq_attend_
  *            arrays that are only read may overlap. workspace overlaps nothing (not checked).
  *  Accuracy: relative to the largest output, within 2e-5 of float64 over the same bytes for float32 queries and within
  *            1e-3 for 16-bit ones, whose kernels may keep 15 bits of a query, for logits up to 400 in magnitude (above,
- *            in proportion to them); plus the rounding of `out`. */
+ *            in proportion to them); plus the rounding of `out`. A value centre far from the mean of the values
+ *            cancels in the output, and its rounding stays: 1.2e-4 at 20,000 tokens with a random centre. */
 TQ_API tq_status tq_attend(const tq_plan *plan, const tq_attend_params *params, void *workspace, size_t workspace_bytes,
                            tq_error *error);
 
