@@ -52,8 +52,9 @@ RINGS = {
     "torch": Ring(["include/*"], [*LIBC, "cstdio", *CXX_STD, *TORCH, "dlfcn.h"]),
 }
 # Folders of csrc/cuda/attend, and which of the others each may include; all may include the files beside them.
-ATTEND = {"choose": [], "rows": [], "loop": ["rows"], "split": ["rows", "loop", "choose/cut.h"],
-          "fused": ["rows", "loop", "choose/cut.h"], "chunk": ["choose/cut.h"]}  # fmt: skip
+CHOICE = ["choose/cut.h", "choose/cost.h"]
+ATTEND = {"choose": [], "rows": [], "loop": ["rows"], "split": ["rows", "loop", *CHOICE],
+          "fused": ["rows", "loop", *CHOICE], "chunk": CHOICE}  # fmt: skip
 CODE = {".c", ".h", ".cpp", ".cu", ".cuh", ".inc"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*(?:<([^>]+)>|"([^"]+)")', re.MULTILINE)
 

@@ -52,8 +52,10 @@ extern "C" {
  *           runs, but the name is append_prefill.
  *  name     TQ_CUDA_KERNEL_NAME_BYTES bytes, written, with a final 0
  *  The environment variable TURBOQUANT_CUDA_PATH, read at each call, forces how pages of plain plans are loaded: hopper
- *  (bulk copies, compute capability 9.x), hopper-line (the same, but never fused) or portable (cp.async, 8.0 and
- *  newer). Without it, hopper on 9.x, if the kernels were compiled for that, and portable elsewhere. */
+ *  (bulk copies, compute capability 9.x), hopper-line (the same, but never fused), hopper-N (the same, but way N of
+ *  those that csrc/cuda/attend/choose compares, counted from 0; TQ_E_UNSUPPORTED if a call has fewer) or portable
+ *  (cp.async, 8.0 and newer). Without it, hopper on 9.x, if the kernels were compiled for that, and portable
+ *  elsewhere. */
 TQ_API tq_status tq_cuda_attend_kernel(const tq_plan *plan, const tq_attend_params *params, const char *gpu, char *name,
                                        tq_error *error);
 TQ_API tq_status tq_cuda_append_kernel(const tq_plan *plan, const tq_append_params *params, char *name,
@@ -71,11 +73,11 @@ TQ_API tq_status tq_cuda_append_kernel(const tq_plan *plan, const tq_append_para
  *             fused kernel may run instead: every (sequence, KV head) gets equally many thread blocks, and a second
  *             kernel merges if few heads have long caches. It needs a plain plan with tiles of 32 and no dense
  *             rotation, head_dim up to 128, and at most 16 query rows a KV head (128 rows with head_dim 97..128).
- *             It runs if batch is 1, the schedule is TQ_SCHEDULE_EQUAL or max_pages is small, where it measured faster
- *             (attend/fused/cut.cu); from 9 rows on only if there are not many more blocks than multiprocessors. With
- *             head_dim 97..128 and up to 8 rows it also runs if up to 1,024 sequences differ in length. Then each
- *             (sequence, KV head) gets as many blocks as its length needs, by tq_cuda_schedule or, in a call without a
- *             schedule, by one more small kernel (csrc/cuda/measured.md: FUSED before SPLIT).
+ *             With head_dim 97..128, up to 8 rows and up to 1,024 sequences there are fused kernels for lengths that
+ *             differ: each (sequence, KV head) gets as many blocks as its length needs, by tq_cuda_schedule or, in a
+ *             call without a schedule, by one more small kernel. Costs of all these, measured on an H200, decide
+ *             (attend/choose/cost.h). They take it that max_pages is needed: where all sequences are shorter, another
+ *             kernel may be faster.
  *  Moments:   with amplitudes of norm 1,000 and softmax_scale * |q| = 1, the wave's part of a logit is within 1e-3 of
  *             float64, at any position (attend/rows/wave.cuh).
  *  Alignment: q, out, sinks, window and fresh tokens to four of their numbers (8 or 16 bytes), their strides to

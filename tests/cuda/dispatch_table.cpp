@@ -5,12 +5,14 @@
 //   dispatch_table overlaps  pairs of its rows that are for the same case
 //   dispatch_table gpus      a line for each GPU that has a name, then one with all names as an error has them
 //   dispatch_table NAME      as below on that GPU: the first three integers are not used
+//   dispatch_table ways      as below, a line for each way that the choice compares, by number, and an empty line
 //   dispatch_table           for each line of integers on stdin
 //                                processors hopper (1; 0: compute capability 8.0, 2: 8.6) large_clusters batch
 //                                query_tokens query_heads kv_heads max_pages sinks window sliding_window causal dtype
 //                                schedule_kind words...
 //                            a line: the name of the kernel, thread blocks, threads, shared bytes, blocks that share a
-//                            segment, cluster, rows of a tile, of a block of prepare, of one of combine
+//                            segment, cluster, what the call costs in nanoseconds, rows of a tile, of a block of
+//                            prepare, of one of combine
 #include <cstdio>
 #include <cstring>
 #include <iostream>
@@ -73,7 +75,7 @@ static void print_overlaps()
         }
 }
 
-static std::string choose(const std::vector<int64_t> &x, const Gpu *gpu)
+static std::string choose(const std::vector<int64_t> &x, const Gpu *gpu, int wanted)
 {
     constexpr size_t PARAMS = 14;
     tq_error error = {};
@@ -82,6 +84,7 @@ static std::string choose(const std::vector<int64_t> &x, const Gpu *gpu)
         return std::string("refused: ") + (error.argument ? error.argument : "too few numbers");
     Device device = device_of({"", x[1] == 1 ? 9 : 8, (int)x[0], x[1] == 1 ? 228 : x[1] ? 100 : 164, (int)x[2]});
     if (gpu) device = device_of(*gpu);
+    device.wanted = wanted;
     tq_attend_params p = {};
     p.layer.batch = (int)x[3], p.query_tokens = (int)x[4], p.query_heads = (int)x[5], p.layer.kv_heads = (int)x[6];
     p.layer.max_pages = (int)x[7], p.layer.sinks = (int)x[8], p.layer.window = (int)x[9], p.sliding_window = (int)x[10];
@@ -92,10 +95,11 @@ static std::string choose(const std::vector<int64_t> &x, const Gpu *gpu)
     if (fill_args(plan, p, &l, &error) != TQ_OK) return std::string("refused: ") + error.argument;
     if (choose_kernel(plan, device, &l, &error) != TQ_OK) return std::string("refused: ") + error.argument;
     name_kernel(l.kernel, name);
-    if (chooses_chunk(plan, p, device, KERNELS[l.kernel.row].strategy)) name_chunk(plan, p, name);
+    if (chooses_chunk(plan, p, device, l)) name_chunk(plan, p, name);
     std::ostringstream line;
     line << name << ' ' << l.blocks << ' ' << l.threads << ' ' << l.shared_bytes << ' ' << l.args.fused.sharing << ' '
-         << l.args.fused.cluster << ' ' << l.args.tile_rows << ' ' << l.args.prepare_rows << ' ' << l.args.combine_rows;
+         << l.args.fused.cluster << ' ' << (int64_t)(1000 * l.us) << ' ' << l.args.tile_rows << ' '
+         << l.args.prepare_rows << ' ' << l.args.combine_rows;
     return line.str();
 }
 
@@ -114,6 +118,9 @@ int main(int argc, char **argv)
         std::istringstream words(line);
         std::vector<int64_t> x;
         for (int64_t word; words >> word;) x.push_back(word);
-        std::cout << choose(x, gpu) << '\n';
+        const bool ways = argc > 1 && !std::strcmp(argv[1], "ways");
+        std::string one = choose(x, gpu, ways ? 0 : -1);
+        for (int way = 1; ways && one.find("refused"); one = choose(x, gpu, way++)) std::cout << one << '\n';
+        std::cout << (ways ? "" : one) << '\n';
     }
 }

@@ -1,4 +1,5 @@
 /* tq_cuda_attend: checks the arguments that the host can see, chooses a kernel, cuts the work and queues it. */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -84,9 +85,12 @@ tq_status look_at_device(Device *d, tq_error *error)
     if (!path || !*path) path = d->bulk ? "hopper" : "portable";
     bool portable = !strcmp(path, "portable");
     d->never_fused = !strcmp(path, "hopper-line");
-    if (!portable && !d->never_fused && strcmp(path, "hopper"))
+    char rest;
+    const bool wants = sscanf(path, "hopper-%d%c", &d->wanted, &rest) == 1 && d->wanted >= 0;
+    if (!wants) d->wanted = -1;
+    if (!portable && !d->never_fused && !wants && strcmp(path, "hopper"))
         return fail(error, TQ_E_UNSUPPORTED, "TURBOQUANT_CUDA_PATH", -1, 0,
-                    "\"hopper\", \"hopper-line\" or \"portable\"");
+                    "\"hopper\", \"hopper-line\", \"hopper-0\", \"hopper-1\", .. or \"portable\"");
     if (!portable && !d->bulk)
         return fail(error, TQ_E_UNSUPPORTED, "TURBOQUANT_CUDA_PATH", -1, d->major,
                     "\"portable\" but on compute capability 9.0, with kernels compiled for it");
@@ -223,8 +227,7 @@ tq_status tq_cuda_attend_prepare(const tq_plan *plan, const tq_attend_params *pa
         TQ_CUDA_TRY(look_at_device(&device, error));
         TQ_CUDA_TRY(prepare(plan, params, device, &call.launch, error));
         call.bytes = call.launch.blocks ? lay_out(&call.launch, nullptr) : 0;
-        if (call.launch.blocks && chooses_chunk(*plan, *params, device, KERNELS[call.launch.kernel.row].strategy))
-            call.route = Call::CHUNK;
+        if (call.launch.blocks && chooses_chunk(*plan, *params, device, call.launch)) call.route = Call::CHUNK;
     }
     if (call.route != Call::PACKED) {
         call.plan = *plan;

@@ -1,4 +1,5 @@
-/* Chooses the kernel: conditions -> strategy -> a row of KERNELS (table.h). csrc/cuda/README.md explains it. */
+/* Chooses the kernel: what the conditions allow -> what costs least -> a row of KERNELS (table.h). csrc/cuda/README.md
+ * explains it. */
 #include <stdio.h>
 
 #include "cuda/attend/choose/cut.h"
@@ -17,16 +18,16 @@ struct Condition {
     int first_groups, last_groups;
     bool whole_pages_of_16_bits; /* only pages of 128 tokens, and fp16 or bf16, because weights are rounded to fp16 */
     bool dense, tile_16;         /* whether it takes dense rotations, and tiles of 16 channels */
-    bool (*cut)(const tq_plan &plan, const Device &device, Launch *launch); /* false: the strategy does not run */
+    void (*offer)(const tq_plan &plan, const Device &device, const Launch &launch, Offers *offers);
 };
 
-/** Strategies in the order in which they are tried. The first whose conditions hold and whose cut succeeds runs. */
+/** All fused strategies whose conditions hold, and the first other one, offer ways to run the call. The cheapest runs. */
 constexpr Condition CONDITIONS[] = {
     /* strategy                hopper rows (own, any, most)  groups  128 tokens, 16 bits  dense  tile_16 */
-    {Strategy::FUSED_MANY_ROWS, true, 9, 9, FUSED_ROWS, 4, 4, true, false, false, cut_fused_many_rows},
-    {Strategy::FUSED, true, 1, 1, 16, 1, 4, false, false, false, cut_fused},
-    {Strategy::MANY_ROWS, true, 9, 17, INT32_MAX, 4, 4, true, true, false, choose_many_rows},
-    {Strategy::SPLIT, false, 1, 1, INT32_MAX, 1, 16, false, true, true, choose_split},
+    {Strategy::FUSED_MANY_ROWS, true, 9, 9, FUSED_ROWS, 4, 4, true, false, false, offer_fused_many_rows},
+    {Strategy::FUSED, true, 1, 1, 16, 1, 4, false, false, false, offer_fused},
+    {Strategy::MANY_ROWS, true, 9, 17, INT32_MAX, 4, 4, true, true, false, offer_many_rows},
+    {Strategy::SPLIT, false, 1, 1, INT32_MAX, 1, 16, false, true, true, offer_split},
 };
 
 bool holds(const Condition &c, const tq_plan &plan, const Device &device, const AttendArgs &a)
@@ -68,11 +69,25 @@ KernelChoice find_kernel(Strategy strategy, bool hopper, const tq_plan &plan, in
 
 tq_status choose_kernel(const tq_plan &plan, const Device &device, Launch *launch, tq_error *error)
 {
-    for (const Condition &c : CONDITIONS)
-        if (holds(c, plan, device, launch->args) && c.cut(plan, device, launch)) break;
+    Offers offers;
+    offers.wanted = device.wanted;
+    for (const Condition &c : CONDITIONS) {
+        if (!holds(c, plan, device, launch->args)) continue;
+        c.offer(plan, device, *launch, &offers);
+        if (!is_fused(c.strategy)) break;
+    }
+    if (!(offers.best.us < INFINITY))
+        return fail(error, TQ_E_UNSUPPORTED, "TURBOQUANT_CUDA_PATH", -1, offers.wanted,
+                    "hopper-N, where the call has a way N");
+    const Strategy strategy = offers.best.strategy;
+    launch->us = offers.best.us;
+    if (is_fused(strategy)) cut_fused(plan, device, offers.best, launch);
+    else
+        launch->kernel = strategy == Strategy::SPLIT ? split_kernel(plan, device, launch->args)
+                                                     : many_rows_kernel(plan, launch->args);
     fill_factors(plan, launch);
     if (launch->args.fused.ragged) return use_shares(device, launch, error);
-    return is_fused(KERNELS[launch->kernel.row].strategy) ? TQ_OK : cut_split(plan, device, launch, error);
+    return is_fused(strategy) ? TQ_OK : cut_split(plan, device, launch, error);
 }
 
 size_t workspace_bound(const AttendArgs &a, const DeviceFacts &device)
@@ -110,7 +125,7 @@ tq_status name_of_choice(const tq_plan &plan, const tq_attend_params &params, co
     TQ_CUDA_TRY(fill_args(plan, params, &launch, error));
     if (!launch.args.rows) return TQ_OK;
     TQ_CUDA_TRY(choose_kernel(plan, device, &launch, error));
-    if (chooses_chunk(plan, params, device, KERNELS[launch.kernel.row].strategy)) name_chunk(plan, params, name);
+    if (chooses_chunk(plan, params, device, launch)) name_chunk(plan, params, name);
     else if (launch.blocks) name_kernel(launch.kernel, name);
     return TQ_OK;
 }

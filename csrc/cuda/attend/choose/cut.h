@@ -1,6 +1,8 @@
 /* The choice of a kernel and the cut of its work into thread blocks, from what the host knows: plan, sizes, device. */
 #ifndef TQ_CUDA_ATTEND_CHOOSE_CUT_H
 #define TQ_CUDA_ATTEND_CHOOSE_CUT_H
+#include <math.h>
+
 #include "core/plan_kind.h"
 #include "cuda/attend/choose/rules.h"
 #include "cuda/attend/choose/table.h"
@@ -11,9 +13,32 @@ namespace tq
 struct Launch {
     KernelChoice kernel;
     AttendArgs args;
+    double us; /* what the call costs (cost.h) */
     int blocks, threads, shared_bytes;
     int prepare_blocks, prepare_threads, prepare_bytes, combine_blocks, combine_threads, combine_bytes;
     int64_t segments;
+};
+
+/** One way to run a call. */
+struct Offer {
+    Strategy strategy;
+    bool is_ragged; /* FUSED for any lengths */
+    int size;       /* FUSED: token tiles of a unit; FUSED_MANY_ROWS: rows of a tile; otherwise 0 */
+    int at_once;    /* FUSED: blocks for which a multiprocessor is divided; otherwise 0 */
+    double us;      /* what it costs (cost.h); INFINITY: impossible */
+};
+
+/** Keeps the offer that costs least; with `wanted`, the one of this number, counted from 0. */
+struct Offers {
+    Offer best = {Strategy::SPLIT, false, 0, 0, INFINITY};
+    int wanted = -1, count = 0;
+
+    void add(const Offer &offer)
+    {
+        if (!(offer.us < INFINITY)) return;
+        if (wanted < 0 ? offer.us < best.us : count == wanted) best = offer;
+        count++;
+    }
 };
 
 /** Returns the strategy's kernel for 4 * row_quads rows and units of `tiles` token tiles. The first row of KERNELS that
@@ -26,8 +51,8 @@ tq_status choose_kernel(const tq_plan &plan, const Device &device, Launch *launc
 tq_status name_of_choice(const tq_plan &plan, const tq_attend_params &params, const Device &device, char *name,
                          tq_error *error);
 
-/** Whether CHUNK takes a call and is faster than `otherwise`, the strategy that would run without it. */
-bool chooses_chunk(const tq_plan &plan, const tq_attend_params &params, const Device &device, Strategy otherwise);
+/** Whether CHUNK takes a call and costs less than `otherwise`, which choose_kernel has chosen. */
+bool chooses_chunk(const tq_plan &plan, const tq_attend_params &params, const Device &device, const Launch &otherwise);
 /** Writes to `name` (TQ_CUDA_KERNEL_NAME_BYTES) the kernel of CHUNK. */
 void name_chunk(const tq_plan &plan, const tq_attend_params &params, char *name);
 
@@ -121,13 +146,16 @@ inline int lay_out_wave(const KernelChoice &kernel, int warps, int rows, int byt
     return (int)at;
 }
 
-/** Choose a kernel of the strategy and cut the work for it. Return false and do nothing if there is none for the plan,
- *  if it has no room, or if another strategy is faster. */
-bool cut_fused(const tq_plan &plan, const Device &device, Launch *launch);
-bool cut_fused_many_rows(const tq_plan &plan, const Device &device, Launch *launch);
-/** Choose a kernel of the strategy, for any plan and sizes that the strategy takes. Always return true. */
-bool choose_split(const tq_plan &plan, const Device &device, Launch *launch);
-bool choose_many_rows(const tq_plan &plan, const Device &device, Launch *launch);
+/** Add the ways of a strategy to run a call. launch: from fill_args. */
+void offer_fused(const tq_plan &plan, const Device &device, const Launch &launch, Offers *offers);
+void offer_fused_many_rows(const tq_plan &plan, const Device &device, const Launch &launch, Offers *offers);
+void offer_many_rows(const tq_plan &plan, const Device &device, const Launch &launch, Offers *offers);
+void offer_split(const tq_plan &plan, const Device &device, const Launch &launch, Offers *offers);
+/** Chooses the kernel of an offer of FUSED or FUSED_MANY_ROWS, and cuts the work for it. */
+void cut_fused(const tq_plan &plan, const Device &device, const Offer &offer, Launch *launch);
+/** Choose the kernel for any plan and sizes that the strategy takes. */
+KernelChoice split_kernel(const tq_plan &plan, const Device &device, const AttendArgs &args);
+KernelChoice many_rows_kernel(const tq_plan &plan, const AttendArgs &args);
 /** Cuts the work for launch->kernel, which is SPLIT or MANY_ROWS. */
 tq_status cut_split(const tq_plan &plan, const Device &device, Launch *launch, tq_error *error);
 

@@ -34,7 +34,7 @@ inline Device device_of(const Gpu &gpu)
     d.major = gpu.major, d.processors = gpu.processors;
     d.shared_bytes_per_processor = gpu.shared_kb * 1024;
     d.shared_bytes_per_block = d.shared_bytes_per_processor - 1024;
-    d.bulk = gpu.major == 9, d.large_clusters = gpu.large_clusters;
+    d.bulk = gpu.major == 9, d.large_clusters = gpu.large_clusters, d.wanted = -1;
     return d;
 }
 

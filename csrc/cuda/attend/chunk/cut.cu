@@ -6,7 +6,7 @@
 #include <initializer_list>
 
 #include "core/plan_kind.h"
-#include "cuda/attend/choose/cut.h"
+#include "cuda/attend/choose/cost.h"
 #include "cuda/attend/chunk/sizes.h"
 
 namespace tq
@@ -40,20 +40,36 @@ bool chunk_can_attend(const tq_plan &plan, const tq_attend_params &p)
     return chunk::wave_bytes(plan, l) <= chunk::MOST_WAVE_BYTES;
 }
 
-bool chooses_chunk(const tq_plan &plan, const tq_attend_params &p, const Device &device, Strategy otherwise)
+/** Returns the rows of a KV head that share decoded pages. */
+static int rows_at_once(const tq_attend_params &p)
 {
-    if (!device.bulk || device.never_fused || !chunk_can_attend(plan, p)) return false;
     const int64_t rows = (int64_t)p.query_heads / p.layer.kv_heads * p.query_tokens;
-    if (otherwise == Strategy::FUSED_MANY_ROWS)
-        return rows > RULES.chunk_fused_rows && p.layer.max_pages >= RULES.chunk_fused_pages;
-    return rows > RULES.chunk_rows;
+    return rows <= chunk::TEAM_ROWS ? chunk::TEAM_ROWS : 2 * chunk::TEAM_ROWS;
+}
+
+constexpr Costs CHUNK_COSTS = chunk_costs();
+
+bool chooses_chunk(const tq_plan &plan, const tq_attend_params &p, const Device &device, const Launch &otherwise)
+{
+    if (!device.bulk || device.never_fused || device.wanted >= 0 || !chunk_can_attend(plan, p)) return false;
+    const AttendArgs &a = otherwise.args;
+    const double heads = (double)p.layer.kv_heads / device.processors;
+    KernelChoice kernel = {};
+    kernel.rows = rows_at_once(p);
+    const double us = of_lengths(a, [&](int sequences) {
+        Load load;
+        load.bytes = bytes_of(a, sequences);
+        load.half_pages = half_pages_of(a) * sequences * heads * ((a.rows + kernel.rows - 1) / kernel.rows);
+        load.rows = a.rows * p.layer.batch * heads;
+        return microseconds(CHUNK_COSTS, plan, a, kernel, load);
+    });
+    return us < otherwise.us;
 }
 
 void name_chunk(const tq_plan &plan, const tq_attend_params &p, char *name)
 {
-    const bool is_small = p.query_heads / p.layer.kv_heads * (int64_t)p.query_tokens <= chunk::TEAM_ROWS;
-    snprintf(name, TQ_CUDA_KERNEL_NAME_BYTES, "attend_chunk_d%d_%dx%d%s", TQ_TILE * plan.groups,
-             is_small ? chunk::TEAM_ROWS : 2 * chunk::TEAM_ROWS, chunk::PAGE, plan.wave_pairs ? "_wave" : "");
+    snprintf(name, TQ_CUDA_KERNEL_NAME_BYTES, "attend_chunk_d%d_%dx%d%s", TQ_TILE * plan.groups, rows_at_once(p),
+             chunk::PAGE, plan.wave_pairs ? "_wave" : "");
 }
 
 } // namespace tq

@@ -1,5 +1,5 @@
 /* The cut of SPLIT and MANY_ROWS: teams of warps, stages of pages, and the blocks of prepare and combine. */
-#include "cuda/attend/choose/cut.h"
+#include "cuda/attend/choose/cost.h"
 
 namespace tq
 {
@@ -144,29 +144,59 @@ tq_status check_schedule_rows(int32_t batch, int64_t rows, const DeviceFacts &de
                 "of at least TQ_SCHEDULE_ROWS * multiprocessors + batch rows");
 }
 
-bool choose_many_rows(const tq_plan &plan, const Device &, Launch *launch)
+KernelChoice many_rows_kernel(const tq_plan &plan, const AttendArgs &a)
 {
-    launch->kernel = find_kernel(Strategy::MANY_ROWS, true, plan, launch->args.rows <= 16 ? 4 : 8, 4);
-    if (!launch->kernel.kernel) launch->kernel = find_kernel(Strategy::MANY_ROWS, true, plan, 8, 4);
-    return true;
+    const KernelChoice kernel = find_kernel(Strategy::MANY_ROWS, true, plan, a.rows <= 16 ? 4 : 8, 4);
+    return kernel.kernel ? kernel : find_kernel(Strategy::MANY_ROWS, true, plan, 8, 4);
 }
 
-bool choose_split(const tq_plan &plan, const Device &device, Launch *launch)
+KernelChoice split_kernel(const tq_plan &plan, const Device &device, const AttendArgs &a)
 {
-    const AttendArgs &a = launch->args;
     const int64_t pages = (int64_t)a.p.layer.batch * a.p.layer.kv_heads * a.p.layer.max_pages;
     const bool pages_of_128 = plan.page_tokens == 4 * TQ_TILE;
     /* Whole pages are faster once every multiprocessor has some. */
     const bool whole = pages_of_128 && pages >= (int64_t)RULES.whole_from * device.processors;
     const int sizes[] = {whole ? 4 : 2, whole || !pages_of_128 ? 2 : 4};
+    KernelChoice kernel = {};
     /* codes of 2 bits are cheap to unpack, so more warps gain more than more rows for each */
     int row_quads = a.rows <= 4 ? 1 : a.rows <= 8 || width_with_own_kernels(plan) == 2 ? 2 : 4;
-    launch->kernel = {};
-    for (; row_quads && !launch->kernel.kernel; row_quads /= 2) /* every plan has a kernel for 4 rows and half pages */
+    for (; row_quads && !kernel.kernel; row_quads /= 2) /* every plan has a kernel for 4 rows and half pages */
         for (int tiles : sizes)
-            if (!launch->kernel.kernel)
-                launch->kernel = find_kernel(Strategy::SPLIT, device.bulk, plan, row_quads, tiles);
-    return true;
+            if (!kernel.kernel) kernel = find_kernel(Strategy::SPLIT, device.bulk, plan, row_quads, tiles);
+    return kernel;
+}
+
+/** Returns what the line of all pages costs by a kernel that unpacks each page `times` times, for rows in tiles of
+ *  `tile_rows`. */
+static double cost_of_line(const tq_plan &plan, const Device &device, const AttendArgs &a, const KernelChoice &kernel,
+                           int tile_rows, double times)
+{
+    const double heads = (double)a.p.layer.kv_heads / device.processors;
+    return of_lengths(a, [&](int sequences) {
+        Load load;
+        load.bytes = bytes_of(a, sequences);
+        load.half_pages = half_pages_of(a) * sequences * heads * times;
+        load.rows = (a.rows + tile_rows - 1) / tile_rows * tile_rows * a.p.layer.batch * heads;
+        load.exact = (double)((most_exact_tokens(a.p) + EXACT_TILE - 1) / EXACT_TILE) * load.rows / 4;
+        return microseconds(costs_of(kernel), plan, a, kernel, load);
+    });
+}
+
+void offer_many_rows(const tq_plan &plan, const Device &device, const Launch &launch, Offers *offers)
+{
+    const AttendArgs &a = launch.args;
+    const KernelChoice kernel = many_rows_kernel(plan, a);
+    const int rows = kernel.team_rows, times = (a.rows + rows - 1) / rows;
+    offers->add({Strategy::MANY_ROWS, false, 0, 0, cost_of_line(plan, device, a, kernel, rows, times)});
+}
+
+void offer_split(const tq_plan &plan, const Device &device, const Launch &launch, Offers *offers)
+{
+    const KernelChoice kernel = split_kernel(plan, device, launch.args);
+    /* Several warps unpack a page for rows of their own. That takes half as long again, as fitted for COSTS. */
+    const int warps = (launch.args.rows + kernel.rows - 1) / kernel.rows;
+    const double times = warps > 1 ? 1.5 * warps : 1;
+    offers->add({Strategy::SPLIT, false, 0, 0, cost_of_line(plan, device, launch.args, kernel, 4, times)});
 }
 
 tq_status cut_split(const tq_plan &plan, const Device &device, Launch *launch, tq_error *error)

@@ -1,0 +1,169 @@
+/* What a call takes, by each way to run it. The choice takes the least (choose.cu). */
+#ifndef TQ_CUDA_ATTEND_CHOOSE_COST_H
+#define TQ_CUDA_ATTEND_CHOOSE_COST_H
+#include <math.h>
+
+#include "cuda/attend/choose/cut.h"
+
+namespace tq
+{
+
+/** Microseconds on an H200 (measured.md: the choice). Every GPU uses them: only their ratios matter. "wave": more with a
+ *  wave. A half page is 64 tokens of 128 channels, for the fewest rows that a kernel of the strategy takes at once. */
+struct Costs {
+    double start = 0, start_wave = 0, start_rows = 0;  /* of a call; rows: more for each doubling of the rows at once */
+    double turn = 0;                                   /* each further block that a multiprocessor runs after another */
+    double warp = 0, warp_wave = 0;                    /* of a block, for four rows, divided by its warps */
+    double row = 0, row_wave = 0;                      /* each row of a multiprocessor, in other kernels */
+    double merge = 0, part = 0;                        /* merge_parts, and each part of a segment */
+    double exact = 0, exact_tile = 0, exact_chain = 0; /* exact tokens; each tile of a multiprocessor; of a warp */
+    double bits_2 = 0, bits_3 = 0, bits_4 = 0;         /* a half page of a multiprocessor, in kernels for one width */
+    double any = 0, any_bit = 0, wave = 0; /* in others, at 8 bits of key and value; each bit more; in all kernels */
+    double twice = 1, four_times = 1;      /* times as much for two and for four times the rows */
+    double whole = 1;                      /* times as much in units of whole pages */
+    double any_dim = 1;                    /* the share that does not depend on head_dim */
+    double alone = 0, alone_any = 0, alone_wave = 0; /* a half page for one warp, which waits for it */
+    double bytes = 0;                                /* millions of bytes of pages that are read in a microsecond */
+};
+
+constexpr Costs split_costs()
+{
+    Costs c;
+    c.start = 15.5, c.start_wave = 1.9, c.start_rows = 2.3;
+    c.row = .286, c.row_wave = .056;
+    c.exact = 3, c.exact_tile = .744;
+    c.bits_2 = .037, c.bits_3 = .073, c.bits_4 = .086, c.any = .149, c.any_bit = .0193, c.wave = .0994;
+    c.twice = 2.24, c.four_times = 3.26, c.any_dim = .43, c.bytes = 4.55;
+    return c;
+}
+
+constexpr Costs many_rows_costs()
+{
+    Costs c;
+    c.start = 17, c.start_wave = 3.4;
+    c.row = .313, c.row_wave = .08;
+    c.exact = 4.5, c.exact_tile = .73;
+    c.bits_2 = .25, c.bits_3 = .26, c.bits_4 = .32, c.any = .61, c.any_bit = .031, c.wave = .372;
+    c.twice = 1.66, c.bytes = 5;
+    return c;
+}
+
+constexpr Costs fused_costs()
+{
+    Costs c;
+    c.start = 4.76, c.start_wave = 1, c.turn = 3.7, c.warp = 6.2, c.warp_wave = 4.23;
+    c.merge = 1.34, c.part = .0325;
+    c.exact_tile = .093, c.exact_chain = .95;
+    c.bits_2 = .0753, c.bits_3 = .125, c.bits_4 = .159, c.any = .22, c.any_bit = .0296, c.wave = .1;
+    c.twice = 1.53, c.four_times = 1.96, c.whole = .741, c.any_dim = .5;
+    c.alone = .3, c.alone_any = 1.24, c.alone_wave = .32, c.bytes = 5.5;
+    return c;
+}
+
+constexpr Costs fused_many_rows_costs()
+{
+    Costs c;
+    c.start = 6.8, c.start_wave = 3.8, c.start_rows = 3, c.turn = 8.4;
+    c.merge = 2.1, c.part = .025;
+    c.exact_tile = .098;
+    c.bits_2 = .25, c.bits_3 = .26, c.bits_4 = .29, c.any = .405, c.any_bit = .02, c.wave = .275;
+    c.twice = 1.66, c.bytes = 5;
+    return c;
+}
+
+/** FUSED for any lengths. */
+constexpr Costs ragged_costs()
+{
+    Costs c;
+    c.start = 9.8, c.start_wave = 3;
+    c.row = .36, c.row_wave = .5;
+    c.exact_tile = .155;
+    c.bits_2 = .035, c.bits_3 = .061, c.bits_4 = .096, c.any = .094, c.any_bit = .02, c.wave = .08;
+    c.twice = 2.16, c.any_dim = .5, c.bytes = 6.55;
+    return c;
+}
+
+/** CHUNK: 64 rows or twice as many. */
+constexpr Costs chunk_costs()
+{
+    Costs c;
+    c.start = 15.2, c.start_wave = 20.8;
+    c.row = .34;
+    c.any = .93, c.any_bit = .02, c.wave = .81;
+    c.twice = 1.19, c.any_dim = .27, c.bytes = 4.5;
+    return c;
+}
+
+/** By Strategy, then FUSED for any lengths. */
+constexpr Costs COSTS[] = {split_costs(), many_rows_costs(), fused_costs(), fused_many_rows_costs(), ragged_costs()};
+
+inline const Costs &costs_of(const KernelChoice &kernel)
+{
+    return COSTS[kernel.is_ragged ? 4 : (int)KERNELS[kernel.row].strategy];
+}
+
+/** What a call gives the multiprocessor that has most to do. */
+struct Load {
+    double bytes = 0;       /* of all pages, in millions */
+    double half_pages = 0;  /* of the multiprocessor */
+    double chain = 0;       /* half pages that a warp takes one after the other */
+    double rows = 0;        /* query rows of the multiprocessor that other kernels prepare or combine */
+    double exact = 0;       /* tiles of EXACT_TILE tokens of the multiprocessor, times fours of rows */
+    double exact_chain = 0; /* tiles that a warp takes one after the other */
+    double turns = 1;       /* blocks that the multiprocessor runs one after the other */
+    double parts = 0;       /* of a segment, for merge_parts; 0 if it does not run */
+    int warps = 1;          /* of a block */
+};
+
+/** Returns the microseconds of a call. kernel: the kernel, or for CHUNK its rows. */
+inline double microseconds(const Costs &c, const tq_plan &plan, const AttendArgs &a, const KernelChoice &kernel,
+                           const Load &load)
+{
+    const bool wave = a.wave.steps, one_width = kernel.bits > 0;
+    const int fewest = kernel.row_quads ? 4 : kernel.team_rows ? 16 : 64, doublings = kernel.rows / fewest / 2;
+    double bits = 0, quads = kernel.rows / 4;
+    for (int g = 0; g < plan.groups; g++) bits += plan.key.bits[g] + plan.value.bits[g];
+    const double channels = c.any_dim + (1 - c.any_dim) * a.groups / 4,
+                 rows = doublings == 0   ? 1
+                        : doublings == 1 ? c.twice
+                                         : c.four_times,
+                 width = kernel.bits == 2   ? c.bits_2
+                         : kernel.bits == 3 ? c.bits_3
+                         : kernel.bits == 4 ? c.bits_4
+                                            : c.any + c.any_bit * (bits / plan.groups - 8),
+                 half_page = (width + c.wave * wave) * channels * rows * (kernel.tiles * kernel.run == 4 ? c.whole : 1),
+                 alone = ((one_width ? c.alone : c.alone_any) + c.alone_wave * wave) * channels * rows,
+                 read = load.bytes / c.bytes, work = half_page * load.half_pages, wait = alone * load.chain,
+                 block = (c.warp + c.warp_wave * wave) * quads / load.warps;
+    return c.start + c.start_wave * wave + c.start_rows * doublings + (load.turns - 1) * c.turn + load.turns * block +
+           (c.row + c.row_wave * wave) * load.rows * channels +
+           (load.parts > 0 ? c.merge + c.part * load.parts * sqrt(quads) : 0) + (load.exact > 0 ? c.exact : 0) +
+           (c.exact_tile * load.exact + c.exact_chain * load.exact_chain) * channels +
+           sqrt(read * read + work * work + wait * wait); /* the three overlap, but not wholly */
+}
+
+/** Returns the half pages of a sequence and KV head that has max_pages; with a kernel, those of what a warp takes. */
+inline double half_pages_of(const AttendArgs &a) { return a.p.layer.max_pages * (a.page_tokens / 64.0); }
+inline double half_pages_of(const AttendArgs &a, const KernelChoice &kernel)
+{
+    const int tokens = kernel.tiles * kernel.run * TQ_TILE;
+    return (tokens < a.page_tokens ? tokens : a.page_tokens) / 64.0;
+}
+
+/** Returns the bytes, in millions, of the pages of `sequences` that all have max_pages. */
+inline double bytes_of(const AttendArgs &a, int sequences)
+{
+    return 1e-6 * sequences * a.p.layer.kv_heads * a.p.layer.max_pages * a.record_bytes;
+}
+
+/** Returns the mean of `cost(batch)` and `cost(1)`, where cost(n) is that of a call in which n sequences have max_pages
+ *  and the others no page; of about equal lengths, the former alone. */
+template <class Cost> double of_lengths(const AttendArgs &a, Cost cost)
+{
+    const int batch = a.p.layer.batch;
+    const double most = cost(batch);
+    return batch <= 1 || a.p.schedule_kind == TQ_SCHEDULE_EQUAL ? most : (most + cost(1)) / 2;
+}
+
+} // namespace tq
+#endif
