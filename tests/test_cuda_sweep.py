@@ -41,6 +41,7 @@ from turboquant.transforms import transforms as joined  # noqa: E402
 SECONDS, BASE = (int(os.environ.get(f"TURBOQUANT_SWEEP_{name}", "0")) for name in ("SECONDS", "SEED"))
 SHARDS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) if SECONDS else 64
 WORK = 3e8  # products of attention, and operations of append, in one sequence of calls: about 0.2 s of a CPU
+PATH = "TURBOQUANT_CUDA_PATH"
 FAR = 2**30  # what entries of block tables hold that are not used
 DIMS = [128] * 10 + [64] * 5 + [16, 32, 48, 80, 96, 112, 160, 192, 256, 256, 320, 384, 448, 512]
 WIDTHS = [1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 4, 5, 5, 6, 8]
@@ -69,7 +70,7 @@ class Draw:
     gap: int  # bytes between pages
     fill: int  # of pages before the first append
     spread: float  # of queries
-    path: str  # TURBOQUANT_CUDA_PATH
+    path: str  # PATH
     awkward: bool  # rows of zeros, of tiny and of the largest numbers
 
 
@@ -239,6 +240,7 @@ class Sequence:
         self.transforms = draw_transforms(d, self.r, self.rng)
         self.fixed, self.lengths, self.longest_key = dict(self.transforms), torch.zeros(self.batch).int(), 0.0
         self.by_index = d.ragged and not d.window and bool(d.slots or (d.sinks and d.seed % 2))
+        self.has_ways = device == "cuda" and not d.path and torch.cuda.get_device_capability()[0] == 9
         self.hidden = 0 if self.by_index else d.sinks + d.window  # tokens that are not in pages
         needed = [-(-max(0, n + sum(d.steps) - self.hidden) // self.plan.page_tokens) for n in d.lengths]
         order = self.r.sample(range(sum(needed) + 2), sum(needed) + 2)
@@ -364,14 +366,22 @@ class Sequence:
                 table[b, :n] = torch.tensor(r.choices(pool, k=n) if n else [], dtype=torch.int32)
         shared = {"block_table": table, "lengths": self.lengths, **ragged, **self.fixed, **options}
         shared |= {"window": r.randint(0, d.slots)} if d.slots else {}
+        way = f"hopper-{r.randrange(12)}" if self.has_ways and r.random() < 0.4 else ""  # perhaps not the cheapest
         for kind in ["line", "none", "equal"] if r.random() < 0.4 else [r.choice(["line", "none", "equal"])]:
             results = {}
             for w, state in self.state.items():
                 given, queries = on(w, shared) | state | fresh[w], laid(w, q, wide)
-                if kind != "none":
-                    given["schedule"] = self.schedule(w, queries, given, kind)
-                name = self.kernel(queries, given)
+                os.environ.update({PATH: way} if way else {})
+                try:
+                    name = self.kernel(w, queries, given, kind)
+                except RuntimeError as error:
+                    if "has a way N" not in str(error):
+                        raise
+                    del os.environ[PATH]  # the call has fewer ways
+                    name = self.kernel(w, queries, given, kind)
                 results[w] = self.guarded(w, queries, given, ragged)
+            if way:
+                os.environ.pop(PATH, None)
             counts[name] += 1
             self.check_attention(name, q, options, results)
             made[kind] = results[self.device]
@@ -389,7 +399,10 @@ class Sequence:
             merged["cpu"] = tuple(x.cpu() for x in made[kind])  # the whole, by the device
             self.check_attention("merge", q, options, merged, times=3)
 
-    def kernel(self, q: Tensor, given: dict[str, Any]) -> str:
+    def kernel(self, where: str, q: Tensor, given: dict[str, Any], kind: str) -> str:
+        """Gives the call a schedule, and returns the name of the kernel."""
+        if kind != "none":
+            given["schedule"] = self.schedule(where, q, given, kind)
         return str(tq.attend_kernel(self.words, q, **given))
 
     def schedule(self, where: str, q: Tensor, given: dict[str, Any], kind: str) -> Tensor:
@@ -439,6 +452,7 @@ class Sequence:
         scale = options.get("softmax_scale", self.plan.head_dim**-0.5)
         product = scale * float(q.nan_to_num().float().norm(dim=-1).max()) * self.longest_key
         product *= 1 if self.plan.metric is None else 2  # it lengthens keys or queries
+        product *= 1.5 if self.plan.key.rotation.name == "NONE" else 1  # a few channels may have most of a product
         accuracy, wave = 2e-4, self.plan.wave_pairs > 0  # a centre that is no mean cancels: turboquant.h
         if self.plan.is_plain:
             accuracy = 1e-3 * max(1.0, product * self.plan.head_dim**-0.5) + 2e-7 * options.get("softcap", 0.0)
@@ -495,13 +509,13 @@ def run(seed: int, device: str) -> None:
     d = draw(seed)
     try:
         if device == "cuda" and (d.path == "portable" or torch.cuda.get_device_capability()[0] == 9):
-            os.environ.update({"TURBOQUANT_CUDA_PATH": d.path} if d.path else {})
+            os.environ.update({PATH: d.path} if d.path else {})
         Sequence(d, device).run()
     except Exception as error:
         where = " ".join(str(x.lineno) for x in traceback.extract_tb(error.__traceback__) if x.filename == __file__)
         raise AssertionError(f"seed {seed}: {error} [{type(error).__name__}, lines {where}] in {d}") from error
     finally:
-        os.environ.pop("TURBOQUANT_CUDA_PATH", None)
+        os.environ.pop(PATH, None)
     said = f"head_dim {d.plan.head_dim}", f"group {d.plan.group}", f"pages of {d.plan.page_tokens}", d.dtype
     counts.update([*said, "plain" if d.plan.is_plain else "not plain", "ragged" if d.ragged else "not ragged"])
 
