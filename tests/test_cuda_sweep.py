@@ -366,7 +366,8 @@ class Sequence:
                 table[b, :n] = torch.tensor(r.choices(pool, k=n) if n else [], dtype=torch.int32)
         shared = {"block_table": table, "lengths": self.lengths, **ragged, **self.fixed, **options}
         shared |= {"window": r.randint(0, d.slots)} if d.slots else {}
-        way = f"hopper-{r.randrange(12)}" if self.has_ways and r.random() < 0.4 else ""  # perhaps not the cheapest
+        way = f"hopper-{r.randrange(18)}" if r.random() < 0.4 else ""  # perhaps not the cheapest
+        way = way if self.has_ways else ""
         for kind in ["line", "none", "equal"] if r.random() < 0.4 else [r.choice(["line", "none", "equal"])]:
             results = {}
             for w, state in self.state.items():

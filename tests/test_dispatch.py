@@ -233,7 +233,7 @@ def test_the_way_that_costs_least_runs(table: Run) -> None:
 
 
 def test_many_queries_that_see_all_packed_tokens(table: Run) -> None:
-    """CHUNK takes calls that are not causal, above a number of rows, unless the wave needs too much memory."""
+    """CHUNK takes calls that are not causal where it costs least, unless the wave needs too much memory."""
     plain, wave = turboquant.Plan(128, 4, 4), turboquant.Plan(128, 4, 4, wave_pairs=64)
     calls = [
         ("fused_many_rows", plain, dict(batch=1, query_tokens=8, max_pages=256)),

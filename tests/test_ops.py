@@ -161,8 +161,8 @@ def test_exact_tokens_of_a_large_batch(
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_schedules_change_speed_alone(plan: ref.Plan, group: int, device: str, rng: np.random.Generator) -> None:
     """`attend` with a written schedule equals `attend` without one, bit for bit. With the schedule for equally long
-    sequences it is close, whatever their lengths, and `append_attend` equals `append`, then `attend`. Sequences are so
-    long that a GPU uses other kernels with a schedule than without."""
+    sequences it is close, whatever their lengths, and `append_attend` equals `append`, then `attend`. On a GPU they
+    are long, so that a schedule has several blocks for each."""
     batch, heads, tokens, dim = 2, 2, 17_000 if device == "cuda" else 300, plan.head_dim
     key, value = (random_transform(rng, plan, heads) for _ in range(2))
     transforms = on(device, keywords(key, value))

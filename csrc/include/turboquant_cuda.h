@@ -53,7 +53,8 @@ extern "C" {
  *  name     TQ_CUDA_KERNEL_NAME_BYTES bytes, written, with a final 0
  *  The environment variable TURBOQUANT_CUDA_PATH, read at each call, forces how pages of plain plans are loaded: hopper
  *  (bulk copies, compute capability 9.x), hopper-line (the same, but never fused), hopper-N (the same, but way N of
- *  those that csrc/cuda/attend/choose compares, counted from 0; TQ_E_UNSUPPORTED if a call has fewer) or portable
+ *  those that csrc/cuda/attend/choose compares, counted from 0; TQ_E_UNSUPPORTED if a call has fewer), hopper-chunk
+ *  (the same, but pages are decoded once for all queries in all calls for which there is such a kernel) or portable
  *  (cp.async, 8.0 and newer). Without it, hopper on 9.x, if the kernels were compiled for that, and portable
  *  elsewhere. */
 TQ_API tq_status tq_cuda_attend_kernel(const tq_plan *plan, const tq_attend_params *params, const char *gpu, char *name,
@@ -65,8 +66,10 @@ TQ_API tq_status tq_cuda_append_kernel(const tq_plan *plan, const tq_append_para
  *  Accuracy:  within 1e-3 of float64 over the same bytes for 16-bit dtypes and 4e-4 for float32, relative to the
  *             largest output, while softmax_scale |q| |k| of query and key, transformed, is at most sqrt(head_dim).
  *             The rotated query is rounded to 16 bits, so above that the error grows in proportion. A soft-cap adds
- *             2e-7 of the cap. On 9.x, for many 16-bit query rows a KV head (attend/loop/team.cuh), weights are rounded
- *             to fp16; values keep their levels.
+ *             2e-7 of the cap. Where nothing is rotated and few channels have most of a product, it is up to half as
+ *             much again. On 9.x, for many 16-bit query rows a KV head (attend/loop/team.cuh), weights are rounded to
+ *             fp16; values keep their levels. On 9.x, where pages are decoded once for more than 32 rows
+ *             (attend/chunk/chunk.h): within 4e-3 of a row's norm, with a wave 1e-2.
  *             Plans that are not plain: float32 throughout, within 2e-5.
  *  Cost:      launch shapes depend on the sizes in params alone; the work follows the lengths found on the device. In
  *             general three kernels overlap, and the work is cut into equal pieces whatever the lengths are. On 9.x one
@@ -76,8 +79,8 @@ TQ_API tq_status tq_cuda_append_kernel(const tq_plan *plan, const tq_append_para
  *             With head_dim 97..128, up to 8 rows and up to 1,024 sequences there are fused kernels for lengths that
  *             differ: each (sequence, KV head) gets as many blocks as its length needs, by tq_cuda_schedule or, in a
  *             call without a schedule, by one more small kernel. Costs of all these, measured on an H200, decide
- *             (attend/choose/cost.h). They take it that max_pages is needed: where all sequences are shorter, another
- *             kernel may be faster.
+ *             (attend/choose/cost.h). They assume sequences as long as max_pages allows: where all are shorter,
+ *             another kernel may be faster.
  *  Moments:   with amplitudes of norm 1,000 and softmax_scale * |q| = 1, the wave's part of a logit is within 1e-3 of
  *             float64, at any position (attend/rows/wave.cuh).
  *  Alignment: q, out, sinks, window and fresh tokens to four of their numbers (8 or 16 bytes), their strides to

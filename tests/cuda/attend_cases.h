@@ -518,7 +518,7 @@ static std::vector<Case> all_cases()
                 }
     for (int rows : {3, 5, 12})
         for (const char *bits : {"3", "5310"})
-            add(std::to_string(rows) + " rows, whole pages of 96 tokens, bits " + bits, [&](Case &c) {
+            add(std::to_string(rows) + " rows, pages of 96 tokens, bits " + bits, [&](Case &c) {
                 c.group = rows, c.heads = 4, c.key_bits = bits, c.page_tokens = 96,
                 c.head_dim = *bits == '3' ? 128 : 80;
                 c.lengths = mixed_lengths;
@@ -574,8 +574,8 @@ static std::vector<Case> all_cases()
                 c.lengths = {9000};
             });
     add("logits of +-1e4", [](Case &c) { c.query_size = 3000, c.lengths = {500}; });
-    /* Many rows have kernels of their own, except in float32: FUSED_MANY_ROWS, and where that does not take them (with
-     * TURBOQUANT_CUDA_PATH=hopper-line, for uneven lengths, in large caches) MANY_ROWS. */
+    /* Many rows have kernels of their own, except in float32: FUSED_MANY_ROWS and, with
+     * TURBOQUANT_CUDA_PATH=hopper-line or where it costs less, MANY_ROWS. */
     for (int g : {9, 12, 16, 17, 32, 33, 64})
         for (const char *bits : {"1", "2", "3", "4", "5", "6", "8", "5310", "8630"})
             add("group " + std::to_string(g) + " bits " + bits + " bf16",
@@ -612,8 +612,8 @@ static std::vector<Case> all_cases()
                 change(c);
             });
     };
-    /* FUSED_MANY_ROWS: tiles of 16 rows, of 32 in the last two (in most for plans of any widths), parts in clusters and
-     * parts that are merged, more blocks than multiprocessors */
+    /* FUSED_MANY_ROWS: tiles of 16 and of 32 rows, parts in clusters and parts that are merged, more blocks than
+     * multiprocessors */
     for (const char *bits : {"2", "3", "4", "5", "5310"})
         for (bool exact : {false, true}) {
             std::string tag = std::string(", bits ") + bits + (exact ? ", exact tokens" : "");

@@ -12,7 +12,8 @@
 //                                schedule_kind words...
 //                            a line: the name of the kernel, thread blocks, threads, shared bytes, blocks that share a
 //                            segment, cluster, what the call costs in nanoseconds, rows of a tile, of a block of
-//                            prepare, of one of combine
+//                            prepare, of one of combine; behind the name of CHUNK they are those of the cheapest
+//                            other way
 #include <cstdio>
 #include <cstring>
 #include <iostream>

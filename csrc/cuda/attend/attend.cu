@@ -1,5 +1,4 @@
 /* tq_cuda_attend: checks the arguments that the host can see, chooses a kernel, cuts the work and queues it. */
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -73,6 +72,13 @@ int count_large_clusters(const DeviceFacts &device)
     return count;
 }
 
+/** Returns the number of one or two digits that a text is; -1 if it is another text. */
+int way_of(const char *text)
+{
+    const size_t digits = strspn(text, "0123456789");
+    return digits == 0 || digits > 2 || text[digits] ? -1 : atoi(text);
+}
+
 /** Describes the current device in *d, limited to the path that TURBOQUANT_CUDA_PATH asks for. */
 tq_status look_at_device(Device *d, tq_error *error)
 {
@@ -85,12 +91,11 @@ tq_status look_at_device(Device *d, tq_error *error)
     if (!path || !*path) path = d->bulk ? "hopper" : "portable";
     bool portable = !strcmp(path, "portable");
     d->never_fused = !strcmp(path, "hopper-line");
-    char rest;
-    const bool wants = sscanf(path, "hopper-%d%c", &d->wanted, &rest) == 1 && d->wanted >= 0;
-    if (!wants) d->wanted = -1;
-    if (!portable && !d->never_fused && !wants && strcmp(path, "hopper"))
+    d->always_chunk = !strcmp(path, "hopper-chunk");
+    d->wanted = !strncmp(path, "hopper-", 7) ? way_of(path + 7) : -1;
+    if (!portable && !d->never_fused && !d->always_chunk && d->wanted < 0 && strcmp(path, "hopper"))
         return fail(error, TQ_E_UNSUPPORTED, "TURBOQUANT_CUDA_PATH", -1, 0,
-                    "\"hopper\", \"hopper-line\", \"hopper-0\", \"hopper-1\", .. or \"portable\"");
+                    "\"hopper\", \"hopper-line\", \"hopper-chunk\", \"hopper-0\", \"hopper-1\", .. or \"portable\"");
     if (!portable && !d->bulk)
         return fail(error, TQ_E_UNSUPPORTED, "TURBOQUANT_CUDA_PATH", -1, d->major,
                     "\"portable\" but on compute capability 9.0, with kernels compiled for it");

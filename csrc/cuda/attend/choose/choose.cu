@@ -76,7 +76,7 @@ tq_status choose_kernel(const tq_plan &plan, const Device &device, Launch *launc
         c.offer(plan, device, *launch, &offers);
         if (!is_fused(c.strategy)) break;
     }
-    if (!(offers.best.us < INFINITY))
+    if (device.wanted >= offers.count)
         return fail(error, TQ_E_UNSUPPORTED, "TURBOQUANT_CUDA_PATH", -1, offers.wanted,
                     "hopper-N, where the call has a way N");
     const Strategy strategy = offers.best.strategy;

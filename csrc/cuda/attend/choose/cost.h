@@ -11,17 +11,18 @@ namespace tq
 /** Microseconds on an H200 (measured.md: the choice). Every GPU uses them: only their ratios matter. "wave": more with a
  *  wave. A half page is 64 tokens of 128 channels, for the fewest rows that a kernel of the strategy takes at once. */
 struct Costs {
-    double start = 0, start_wave = 0, start_rows = 0;  /* of a call; rows: more for each doubling of the rows at once */
-    double turn = 0;                                   /* each further block that a multiprocessor runs after another */
-    double warp = 0, warp_wave = 0;                    /* of a block, for four rows, divided by its warps */
-    double row = 0, row_wave = 0;                      /* each row of a multiprocessor, in other kernels */
-    double merge = 0, part = 0;                        /* merge_parts, and each part of a segment */
+    double start = 0, start_wave = 0, start_rows = 0; /* of a call; rows: more for each doubling of the rows at once */
+    double turn = 0;                                  /* each further block that a multiprocessor runs after another */
+    double warp = 0, warp_wave = 0; /* start and end of a block of one warp, for four rows; more warps share them */
+    double row = 0, row_wave = 0;   /* each row of a multiprocessor, in prepare and combine */
+    double merge = 0, part = 0;     /* merge_parts, and each part of a segment */
     double exact = 0, exact_tile = 0, exact_chain = 0; /* exact tokens; each tile of a multiprocessor; of a warp */
     double bits_2 = 0, bits_3 = 0, bits_4 = 0;         /* a half page of a multiprocessor, in kernels for one width */
-    double any = 0, any_bit = 0, wave = 0; /* in others, at 8 bits of key and value; each bit more; in all kernels */
-    double twice = 1, four_times = 1;      /* times as much for two and for four times the rows */
-    double whole = 1;                      /* times as much in units of whole pages */
-    double any_dim = 1;                    /* the share that does not depend on head_dim */
+    double any = 0, any_bit = 0;      /* in other kernels, if the bits of key and value add up to 8; each bit more */
+    double wave = 0;                  /* more with a wave, in all kernels */
+    double twice = 1, four_times = 1; /* times as much for two and for four times the rows */
+    double whole = 1;                 /* times as much in units of whole pages */
+    double any_dim = 1;               /* the share that does not depend on head_dim */
     double alone = 0, alone_any = 0, alone_wave = 0; /* a half page for one warp, which waits for it */
     double bytes = 0;                                /* millions of bytes of pages that are read in a microsecond */
 };
@@ -87,19 +88,22 @@ constexpr Costs ragged_costs()
 constexpr Costs chunk_costs()
 {
     Costs c;
-    c.start = 15.2, c.start_wave = 20.8;
-    c.row = .34;
-    c.any = .93, c.any_bit = .02, c.wave = .81;
-    c.twice = 1.19, c.any_dim = .27, c.bytes = 4.5;
+    c.start = 14.6, c.start_wave = 20.4;
+    c.row = .257;
+    c.any = .889, c.any_bit = .016, c.wave = .781;
+    c.twice = 1.254, c.any_dim = .289, c.bytes = 4.5;
     return c;
 }
 
-/** By Strategy, then FUSED for any lengths. */
-constexpr Costs COSTS[] = {split_costs(), many_rows_costs(), fused_costs(), fused_many_rows_costs(), ragged_costs()};
-
-inline const Costs &costs_of(const KernelChoice &kernel)
+inline Costs costs_of(const KernelChoice &kernel)
 {
-    return COSTS[kernel.is_ragged ? 4 : (int)KERNELS[kernel.row].strategy];
+    if (kernel.is_ragged) return ragged_costs();
+    switch (KERNELS[kernel.row].strategy) {
+    case Strategy::MANY_ROWS: return many_rows_costs();
+    case Strategy::FUSED: return fused_costs();
+    case Strategy::FUSED_MANY_ROWS: return fused_many_rows_costs();
+    default: return split_costs();
+    }
 }
 
 /** What a call gives the multiprocessor that has most to do. */
@@ -130,7 +134,7 @@ inline double microseconds(const Costs &c, const tq_plan &plan, const AttendArgs
                  width = kernel.bits == 2   ? c.bits_2
                          : kernel.bits == 3 ? c.bits_3
                          : kernel.bits == 4 ? c.bits_4
-                                            : c.any + c.any_bit * (bits / plan.groups - 8),
+                                            : fmax(c.any + c.any_bit * (bits / plan.groups - 8), c.bits_2),
                  half_page = (width + c.wave * wave) * channels * rows * (kernel.tiles * kernel.run == 4 ? c.whole : 1),
                  alone = ((one_width ? c.alone : c.alone_any) + c.alone_wave * wave) * channels * rows,
                  read = load.bytes / c.bytes, work = half_page * load.half_pages, wait = alone * load.chain,

@@ -22,15 +22,15 @@ struct Launch {
 /** One way to run a call. */
 struct Offer {
     Strategy strategy;
-    bool is_ragged; /* FUSED for any lengths */
-    int size;       /* FUSED: token tiles of a unit; FUSED_MANY_ROWS: rows of a tile; otherwise 0 */
-    int at_once;    /* FUSED: blocks for which a multiprocessor is divided; otherwise 0 */
-    double us;      /* what it costs (cost.h); INFINITY: impossible */
+    double us = INFINITY;   /* what it costs (cost.h); INFINITY: impossible */
+    int size = 0;           /* FUSED: token tiles of a unit; FUSED_MANY_ROWS: rows of a tile */
+    int at_once = 0;        /* FUSED: blocks for which a multiprocessor is divided */
+    bool is_ragged = false; /* FUSED for any lengths */
 };
 
 /** Keeps the offer that costs least; with `wanted`, the one of this number, counted from 0. */
 struct Offers {
-    Offer best = {Strategy::SPLIT, false, 0, 0, INFINITY};
+    Offer best = {Strategy::SPLIT};
     int wanted = -1, count = 0;
 
     void add(const Offer &offer)

@@ -47,21 +47,22 @@ static int rows_at_once(const tq_attend_params &p)
     return rows <= chunk::TEAM_ROWS ? chunk::TEAM_ROWS : 2 * chunk::TEAM_ROWS;
 }
 
-constexpr Costs CHUNK_COSTS = chunk_costs();
-
 bool chooses_chunk(const tq_plan &plan, const tq_attend_params &p, const Device &device, const Launch &otherwise)
 {
     if (!device.bulk || device.never_fused || device.wanted >= 0 || !chunk_can_attend(plan, p)) return false;
     const AttendArgs &a = otherwise.args;
+    if (device.always_chunk) return true;
+    if (a.rows <= RULES.chunk_rows) return false;
     const double heads = (double)p.layer.kv_heads / device.processors;
     KernelChoice kernel = {};
     kernel.rows = rows_at_once(p);
+    const double tiles = (a.rows + kernel.rows - 1) / kernel.rows;
     const double us = of_lengths(a, [&](int sequences) {
         Load load;
         load.bytes = bytes_of(a, sequences);
-        load.half_pages = half_pages_of(a) * sequences * heads * ((a.rows + kernel.rows - 1) / kernel.rows);
-        load.rows = a.rows * p.layer.batch * heads;
-        return microseconds(CHUNK_COSTS, plan, a, kernel, load);
+        load.half_pages = half_pages_of(a) * sequences * heads * tiles;
+        load.rows = heads * p.layer.batch * tiles * kernel.rows;
+        return microseconds(chunk_costs(), plan, a, kernel, load);
     });
     return us < otherwise.us;
 }

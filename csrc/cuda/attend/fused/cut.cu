@@ -32,7 +32,6 @@ int64_t share_segments(int64_t segments, int64_t units, int64_t blocks, const De
 }
 
 constexpr int SCHEDULERS = 4; /* warp schedulers of a multiprocessor */
-constexpr int FEW_UNITS = 2;  /* of a warp */
 constexpr int MEASURED = 6;   /* blocks of a multiprocessor for which COSTS were fitted */
 
 /** Lays out a block's shared memory; returns its bytes. Sets f.stride and f.exact_warps: at most one per exact tile. */
@@ -74,7 +73,7 @@ double cost_of(const tq_plan &plan, const Device &device, const Launch &l, int p
                   tiles = (most_exact_tokens(a.p) + EXACT_TILE - 1) / EXACT_TILE,
                   of_block = (tiles + f.sharing - 1) / f.sharing;
     auto turns = [&](int64_t blocks) { return (blocks + room - 1) / room; };
-    /* Blocks of the multiprocessor that has most. Among others, which have no pages, two may come to the same one. */
+    /* Blocks of the multiprocessor that has most. If other blocks have no pages, two that have some may share one. */
     auto fullest = [&](int64_t blocks) {
         const int64_t before = turns(blocks) - 1,
                       last = (blocks - before * room + device.processors - 1) / device.processors;
@@ -125,12 +124,12 @@ double cut_units(const tq_plan &plan, const Device &device, int tiles, int at_on
         if (f.warps > busy_warps && (f.warps < first || units > busy * f.sharing)) continue;
         /* With a wave and many units, each scheduler has equally many warps (measured.md). */
         const bool long_wave = a.wave.steps && kernel.bits && a.tile_rows == 4 && a.groups == 4 &&
-                               rounds > (kernel.run > 1 ? RULES.long_wave_pages : FEW_UNITS);
+                               rounds > (kernel.run > 1 ? RULES.long_wave_pages : RULES.long_wave_units);
         if (long_wave && at_once * f.warps % SCHEDULERS) continue;
         l->shared_bytes = lay_out_fused(kernel, &a);
         if (l->shared_bytes > room) continue;
         if (l->segments * f.sharing <= (at_once - 1) * (int64_t)device.processors)
-            return INFINITY; /* fewer do, larger */
+            return INFINITY; /* at_once - 1 hold all of them, and may be larger */
         l->kernel = kernel;
         l->blocks = f.sharing * (int)(l->segments / a.row_tiles);
         l->threads = 32 * f.warps;
@@ -223,11 +222,14 @@ double cut_ragged(const tq_plan &plan, const Device &device, int tiles, Launch *
         Load load;
         load.bytes = bytes_of(a, sequences);
         load.half_pages = half_pages_of(a) * sequences * heads;
-        load.rows = a.tile_rows * a.p.layer.batch * heads;
+        load.rows = heads * a.p.layer.batch * a.tile_rows;
         load.exact = (double)((most_exact_tokens(a.p) + EXACT_TILE - 1) / EXACT_TILE) * load.rows / 4;
         return microseconds(costs_of(kernel), plan, a, kernel, load);
     });
 }
+
+/** Whether units may have `tiles` token tiles: four are more than half a page. */
+bool takes_units(const tq_plan &plan, int tiles) { return tiles == 2 || plan.page_tokens > 2 * TQ_TILE; }
 
 /** Whether cut_ragged takes a call. */
 bool takes_ragged(const Device &device, const AttendArgs &a)
@@ -246,7 +248,7 @@ void offer_fused_many_rows(const tq_plan &plan, const Device &device, const Laun
     if (!start_fused(&l)) return;
     for (int rows : {16, 32})
         if (rows == 16 || l.args.rows > 16)
-            offers->add({Strategy::FUSED_MANY_ROWS, false, rows, 0, cut_tiles(plan, device, rows, &l)});
+            offers->add({Strategy::FUSED_MANY_ROWS, cut_tiles(plan, device, rows, &l), rows});
 }
 
 void offer_fused(const tq_plan &plan, const Device &device, const Launch &launch, Offers *offers)
@@ -257,14 +259,14 @@ void offer_fused(const tq_plan &plan, const Device &device, const Launch &launch
     const int64_t needed = (l.segments + device.processors - 1) / device.processors;
     const int most = needed < MEASURED ? MEASURED : needed < FUSED_WARPS / 2 ? (int)needed : FUSED_WARPS / 2;
     for (int tiles : {2, 4})
-        for (int at_once = 1; at_once <= most && plan.page_tokens >= tiles * TQ_TILE; at_once++)
-            offers->add({Strategy::FUSED, false, tiles, at_once, cut_units(plan, device, tiles, at_once, &l)});
+        for (int at_once = 1; at_once <= most && takes_units(plan, tiles); at_once++)
+            offers->add({Strategy::FUSED, cut_units(plan, device, tiles, at_once, &l), tiles, at_once});
     if (!takes_ragged(device, l.args)) return;
     for (int tiles : {4, 2}) { /* the larger units, if there is a kernel for them */
         l = launch;
         start_fused(&l);
-        const double us = plan.page_tokens >= tiles * TQ_TILE ? cut_ragged(plan, device, tiles, &l) : INFINITY;
-        offers->add({Strategy::FUSED, true, tiles, 0, us});
+        const double us = takes_units(plan, tiles) ? cut_ragged(plan, device, tiles, &l) : INFINITY;
+        offers->add({Strategy::FUSED, us, tiles, 0, true});
         if (us < INFINITY) return;
     }
 }

@@ -167,16 +167,18 @@ KernelChoice split_kernel(const tq_plan &plan, const Device &device, const Atten
 }
 
 /** Returns what the line of all pages costs by a kernel that unpacks each page `times` times, for rows in tiles of
- *  `tile_rows`. */
+ *  `tile_rows`; INFINITY if it has too many pages. */
 static double cost_of_line(const tq_plan &plan, const Device &device, const AttendArgs &a, const KernelChoice &kernel,
                            int tile_rows, double times)
 {
     const double heads = (double)a.p.layer.kv_heads / device.processors;
+    /* cut_pages counts units of half pages, and one more for each segment, in 32 bits. */
+    if (heads * device.processors * a.p.layer.batch * times * (half_pages_of(a) + 1) > INT32_MAX) return INFINITY;
     return of_lengths(a, [&](int sequences) {
         Load load;
         load.bytes = bytes_of(a, sequences);
         load.half_pages = half_pages_of(a) * sequences * heads * times;
-        load.rows = (a.rows + tile_rows - 1) / tile_rows * tile_rows * a.p.layer.batch * heads;
+        load.rows = heads * a.p.layer.batch * ((a.rows + tile_rows - 1) / tile_rows) * tile_rows;
         load.exact = (double)((most_exact_tokens(a.p) + EXACT_TILE - 1) / EXACT_TILE) * load.rows / 4;
         return microseconds(costs_of(kernel), plan, a, kernel, load);
     });
@@ -187,7 +189,7 @@ void offer_many_rows(const tq_plan &plan, const Device &device, const Launch &la
     const AttendArgs &a = launch.args;
     const KernelChoice kernel = many_rows_kernel(plan, a);
     const int rows = kernel.team_rows, times = (a.rows + rows - 1) / rows;
-    offers->add({Strategy::MANY_ROWS, false, 0, 0, cost_of_line(plan, device, a, kernel, rows, times)});
+    offers->add({Strategy::MANY_ROWS, cost_of_line(plan, device, a, kernel, rows, times)});
 }
 
 void offer_split(const tq_plan &plan, const Device &device, const Launch &launch, Offers *offers)
@@ -196,7 +198,7 @@ void offer_split(const tq_plan &plan, const Device &device, const Launch &launch
     /* Several warps unpack a page for rows of their own. That takes half as long again, as fitted for COSTS. */
     const int warps = (launch.args.rows + kernel.rows - 1) / kernel.rows;
     const double times = warps > 1 ? 1.5 * warps : 1;
-    offers->add({Strategy::SPLIT, false, 0, 0, cost_of_line(plan, device, launch.args, kernel, 4, times)});
+    offers->add({Strategy::SPLIT, cost_of_line(plan, device, launch.args, kernel, 4, times)});
 }
 
 tq_status cut_split(const tq_plan &plan, const Device &device, Launch *launch, tq_error *error)
