@@ -407,7 +407,7 @@ test-harness: harness
 	$(HARNESS)/chunk_harness check
 	n=$$(env -u OMP_NUM_THREADS nproc); seq 0 $$((n - 1)) | xargs -P $$n -I@ $(HARNESS)/attend_harness check '' @/$$n
 
-# Built apart, with -DTQ_EVERY_LANE_ARRIVES: see ARRIVALS in csrc/cuda/attend/loop/stages.cuh.
+# Built apart, with -DTQ_EVERY_LANE_ARRIVES: see ARRIVALS in csrc/cuda/device/device.cuh.
 sanitize-harness: $(READY)
 	TURBOQUANT_CUDA_ARCHS="$(HARNESS_ARCHS)" $(RUN) setup.py -q build_sanitize
 	tests/cuda/sanitize.sh build/cuda-sanitize

@@ -569,7 +569,7 @@ class BuildHarness(BuildCuda):
 
 
 class BuildSanitize(BuildHarness):
-    """Builds the harnesses for compute-sanitizer in build/cuda-sanitize. attend/loop/stages.cuh says what differs."""
+    """Builds the harnesses for compute-sanitizer in build/cuda-sanitize. ARRIVALS in device/device.cuh differs."""
 
     description = "build the CUDA harnesses of tests/cuda for compute-sanitizer"
     folder = "cuda-sanitize"

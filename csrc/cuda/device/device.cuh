@@ -382,6 +382,15 @@ __device__ __forceinline__ void barrier_init_fence()
 #endif
 }
 
+/** How many lanes of a warp arrive at a barrier behind which another warp overwrites what they have read. One is enough:
+ *  it arrives after __syncwarp. compute-sanitizer's racecheck does not follow that and reports hazards, so in its builds
+ *  (setup.py, build_sanitize) every lane arrives: slower (measured.md). */
+#ifdef TQ_EVERY_LANE_ARRIVES
+constexpr int ARRIVALS = 32;
+#else
+constexpr int ARRIVALS = 1;
+#endif
+
 __device__ __forceinline__ void barrier_arrive(uint32_t bar)
 {
     asm volatile("{ .reg .b64 s; mbarrier.arrive.shared.b64 s, [%0]; }" ::"r"(bar) : "memory");

@@ -62,7 +62,7 @@ template <class S> struct Barriers {
 __device__ __forceinline__ void arrive_for_warp(uint32_t bar, int lane)
 {
     __syncwarp();
-    if (lane == 0) barrier_arrive(bar);
+    if (lane % (32 / ARRIVALS) == 0) barrier_arrive(bar);
 }
 
 /* Barriers 1 and 2 of the block are those of consumers (`meet`). */
@@ -410,8 +410,10 @@ __global__ void __launch_bounds__(Shape<GROUPS, TEAMS, SCORES, WAVE>::THREADS, 1
     if (threadIdx.x == 0) {
         for (int i = 0; i < MOST_SLOTS; i++) barrier_init(bars.packed(i), 1);
         for (int i = 0; i < 2; i++) {
-            barrier_init(bars.keys_full(i), PRODUCERS / 32), barrier_init(bars.values_full(i), PRODUCERS / 32);
-            barrier_init(bars.keys_empty(i), 4 * TEAMS), barrier_init(bars.values_empty(i), 4 * TEAMS);
+            barrier_init(bars.keys_full(i), ARRIVALS * PRODUCERS / 32);
+            barrier_init(bars.values_full(i), ARRIVALS * PRODUCERS / 32);
+            barrier_init(bars.keys_empty(i), ARRIVALS * 4 * TEAMS);
+            barrier_init(bars.values_empty(i), ARRIVALS * 4 * TEAMS);
         }
         barrier_init(bars.wave(), 1);
         for (int i = 0; i < TEAMS; i++) barrier_init(bars.queries(i), 1);

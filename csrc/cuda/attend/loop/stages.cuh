@@ -116,15 +116,6 @@ template <class V, bool ONE_STAGE_ = false> struct Ring {
     }
 };
 
-/** How many lanes of a warp arrive at the barrier of an empty stage. One is enough: it arrives after __syncwarp, so all
- *  lanes have read the stage before another warp starts to copy into it. compute-sanitizer's racecheck does not follow
- *  that and reports hazards, so in its builds (setup.py, build_sanitize) every lane arrives: slower (measured.md). */
-#ifdef TQ_EVERY_LANE_ARRIVES
-constexpr int ARRIVALS = 32;
-#else
-constexpr int ARRIVALS = 1;
-#endif
-
 /** Initialises a team's barriers. One of its threads calls it. */
 template <class V, bool ONE_STAGE>
 __device__ __forceinline__ void init_barriers(const AttendArgs &a, const Ring<V, ONE_STAGE> &ring)
