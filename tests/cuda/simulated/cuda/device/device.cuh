@@ -56,7 +56,6 @@ inline void store_number(void *p, int64_t i, int dtype, float x)
 }
 
 inline void barrier_init(uint32_t at, int count) { simulated::block.barriers[at] = {count, count, 0, 0}; }
-constexpr int ARRIVALS = 1; /* lanes of a warp */
 inline void barrier_arrive(uint32_t at)
 {
     simulated::Barrier &b = simulated::barrier_at(at);
