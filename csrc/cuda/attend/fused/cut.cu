@@ -32,7 +32,7 @@ int64_t share_segments(int64_t segments, int64_t units, int64_t blocks, const De
 }
 
 constexpr int SCHEDULERS = 4; /* warp schedulers of a multiprocessor */
-constexpr int MEASURED = 6;   /* blocks of a multiprocessor for which COSTS were fitted */
+constexpr int MEASURED = 6;   /* blocks of a multiprocessor for which Costs were fitted */
 
 /** Lays out a block's shared memory; returns its bytes. Sets f.stride and f.exact_warps: at most one per exact tile. */
 int lay_out_fused(const KernelChoice &kernel, AttendArgs *args)

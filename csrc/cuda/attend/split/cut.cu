@@ -195,7 +195,7 @@ void offer_many_rows(const tq_plan &plan, const Device &device, const Launch &la
 void offer_split(const tq_plan &plan, const Device &device, const Launch &launch, Offers *offers)
 {
     const KernelChoice kernel = split_kernel(plan, device, launch.args);
-    /* Several warps unpack a page for rows of their own. That takes half as long again, as fitted for COSTS. */
+    /* Several warps unpack a page, for rows of their own, and each takes half as long again (fitted as Costs are). */
     const int warps = (launch.args.rows + kernel.rows - 1) / kernel.rows;
     const double times = warps > 1 ? 1.5 * warps : 1;
     offers->add({Strategy::SPLIT, cost_of_line(plan, device, launch.args, kernel, 4, times)});
