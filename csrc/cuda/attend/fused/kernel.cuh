@@ -13,8 +13,8 @@
  * If there are more rows than a tile has, each tile has its own blocks, in the grid's second dimension.
  *
  * The work is cut by segments. If sequences are about equally long, or where it costs less, all segments have equally
- * many blocks, and a team has every n-th unit of its segment. Otherwise (`ragged`) a schedule gives each segment as many blocks as
- * its length needs (fused/share.cu), and each block has a piece of the segment's units. */
+ * many blocks, and a team has every n-th unit of its segment. Otherwise (`ragged`) a schedule gives each segment as
+ * many blocks as its length needs (fused/share.cu), and each block has a piece of the segment's units. */
 #ifndef TQ_CUDA_ATTEND_FUSED_KERNEL_CUH
 #define TQ_CUDA_ATTEND_FUSED_KERNEL_CUH
 #include "cuda/attend/fused/exact.cuh"
