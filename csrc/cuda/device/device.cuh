@@ -190,6 +190,14 @@ __device__ __forceinline__ void compute_here(uint32_t &x) { asm volatile("" : "+
 __device__ __forceinline__ void compute_here(int64_t &x) { asm volatile("" : "+l"(x)); }
 __device__ __forceinline__ void compute_here(float &x) { asm volatile("" : "+f"(x)); }
 
+/** Returns threadIdx.x, read again: nothing that was computed from it earlier has to stay in a register until here. */
+__device__ __forceinline__ int thread_again()
+{
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
+
 __device__ __forceinline__ int warp_sum(int x) { return __reduce_add_sync(ALL_LANES, x); }
 
 __device__ __forceinline__ float warp_sum(float x)

@@ -3,6 +3,8 @@
 #define TQ_CUDA_ATTEND_CHOOSE_COST_H
 #include <math.h>
 
+#include <initializer_list>
+
 #include "cuda/attend/choose/cut.h"
 
 namespace tq
@@ -19,6 +21,8 @@ struct Costs {
     double exact = 0, exact_tile = 0, exact_chain = 0; /* exact tokens; each tile of a multiprocessor; of a warp */
     double bits_2 = 0, bits_3 = 0, bits_4 = 0;         /* a half page of a multiprocessor, in kernels for one width */
     double any = 0, any_bit = 0;      /* in other kernels, if the bits of key and value add up to 8; each bit more */
+    double six = 0, eight = 0;        /* more for 6 bits on a side, less for 8 */
+    double by_side = 1;               /* times as much in kernels for one width a side */
     double wave = 0;                  /* more with a wave, in all kernels */
     double twice = 1, four_times = 1; /* times as much for two and for four times the rows */
     double whole = 1;                 /* times as much in units of whole pages */
@@ -30,11 +34,13 @@ struct Costs {
 constexpr Costs split_costs()
 {
     Costs c;
-    c.start = 15.5, c.start_wave = 1.9, c.start_rows = 2.3;
-    c.row = .286, c.row_wave = .056;
+    c.start = 15.5, c.start_wave = 1.9, c.start_rows = 2.37;
+    c.row = .286, c.row_wave = .0524;
     c.exact = 3, c.exact_tile = .744;
-    c.bits_2 = .037, c.bits_3 = .073, c.bits_4 = .086, c.any = .149, c.any_bit = .0193, c.wave = .0994;
-    c.twice = 2.24, c.four_times = 3.26, c.any_dim = .43, c.bytes = 4.55;
+    c.bits_2 = .0205, c.bits_3 = .0721, c.bits_4 = .086;
+    c.any = .146, c.any_bit = .0188, c.six = .08, c.eight = .05, c.wave = .102;
+    c.twice = 2.06, c.four_times = 3.14, c.any_dim = .43;
+    c.bytes = 4.55;
     return c;
 }
 
@@ -44,20 +50,23 @@ constexpr Costs many_rows_costs()
     c.start = 17, c.start_wave = 3.4;
     c.row = .313, c.row_wave = .08;
     c.exact = 4.5, c.exact_tile = .73;
-    c.bits_2 = .25, c.bits_3 = .26, c.bits_4 = .32, c.any = .61, c.any_bit = .031, c.wave = .372;
-    c.twice = 1.66, c.bytes = 5;
+    c.bits_2 = .25, c.bits_3 = .25, c.bits_4 = .32;
+    c.any = .61, c.any_bit = .031, c.six = .08, c.eight = .05, c.wave = .372;
+    c.twice = 1.8;
+    c.bytes = 5;
     return c;
 }
 
 constexpr Costs fused_costs()
 {
     Costs c;
-    c.start = 4.76, c.start_wave = 1, c.turn = 3.7, c.warp = 6.2, c.warp_wave = 4.23;
-    c.merge = 1.34, c.part = .0325;
-    c.exact_tile = .093, c.exact_chain = .95;
-    c.bits_2 = .0753, c.bits_3 = .125, c.bits_4 = .159, c.any = .22, c.any_bit = .0296, c.wave = .1;
-    c.twice = 1.53, c.four_times = 1.96, c.whole = .741, c.any_dim = .5;
-    c.alone = .3, c.alone_any = 1.24, c.alone_wave = .32, c.bytes = 5.5;
+    c.start = 4.76, c.start_wave = .999, c.turn = 3.7, c.warp = 6.2, c.warp_wave = 4.2;
+    c.merge = 1.39, c.part = .0325;
+    c.exact_tile = .093, c.exact_chain = .646;
+    c.bits_2 = .0753, c.bits_3 = .126, c.bits_4 = .159;
+    c.any = .22, c.any_bit = .0275, c.six = .0479, c.eight = .108, c.by_side = .839, c.wave = .1;
+    c.twice = 1.53, c.four_times = 1.97, c.whole = .741, c.any_dim = .464;
+    c.alone = .3, c.alone_any = 1.24, c.alone_wave = .327, c.bytes = 5.5;
     return c;
 }
 
@@ -67,8 +76,10 @@ constexpr Costs fused_many_rows_costs()
     c.start = 6.8, c.start_wave = 3.8, c.start_rows = 3, c.turn = 8.4;
     c.merge = 2.1, c.part = .025;
     c.exact_tile = .098;
-    c.bits_2 = .25, c.bits_3 = .26, c.bits_4 = .29, c.any = .405, c.any_bit = .02, c.wave = .275;
-    c.twice = 1.66, c.bytes = 5;
+    c.bits_2 = .25, c.bits_3 = .24, c.bits_4 = .29;
+    c.any = .405, c.any_bit = .02, c.six = .08, c.eight = .05, c.wave = .275;
+    c.twice = 1.3;
+    c.bytes = 5;
     return c;
 }
 
@@ -76,11 +87,13 @@ constexpr Costs fused_many_rows_costs()
 constexpr Costs ragged_costs()
 {
     Costs c;
-    c.start = 9.8, c.start_wave = 3;
-    c.row = .36, c.row_wave = .5;
-    c.exact_tile = .155;
-    c.bits_2 = .035, c.bits_3 = .061, c.bits_4 = .096, c.any = .094, c.any_bit = .02, c.wave = .08;
-    c.twice = 2.16, c.any_dim = .5, c.bytes = 6.55;
+    c.start = 9.83, c.start_wave = 3.07;
+    c.row = .36, c.row_wave = .453;
+    c.exact_tile = .143;
+    c.bits_2 = .0503, c.bits_3 = .0608, c.bits_4 = .0783;
+    c.any = .11, c.any_bit = .02, c.six = .08, c.eight = .05, c.by_side = 1.12, c.wave = .08;
+    c.twice = 2.16, c.any_dim = .5;
+    c.bytes = 6.7;
     return c;
 }
 
@@ -125,8 +138,12 @@ inline double microseconds(const Costs &c, const tq_plan &plan, const AttendArgs
 {
     const bool wave = a.wave.steps, one_width = kernel.bits > 0;
     const int fewest = kernel.row_quads ? 4 : kernel.team_rows ? 16 : 64, doublings = kernel.rows / fewest / 2;
-    double bits = 0, quads = kernel.rows / 4;
-    for (int g = 0; g < plan.groups; g++) bits += plan.key.bits[g] + plan.value.bits[g];
+    double any = c.any - 8 * c.any_bit, quads = kernel.rows / 4;
+    for (const tq_side *side : {&plan.key, &plan.value})
+        for (int g = 0; g < plan.groups; g++) {
+            const int bits = side->bits[g];
+            any += (bits * c.any_bit + (bits == 6 ? c.six : 0) - (bits == TQ_WIDE_BITS ? c.eight : 0)) / plan.groups;
+        }
     const double channels = c.any_dim + (1 - c.any_dim) * a.groups / 4,
                  rows = doublings == 0   ? 1
                         : doublings == 1 ? c.twice
@@ -134,7 +151,7 @@ inline double microseconds(const Costs &c, const tq_plan &plan, const AttendArgs
                  width = kernel.bits == 2   ? c.bits_2
                          : kernel.bits == 3 ? c.bits_3
                          : kernel.bits == 4 ? c.bits_4
-                                            : fmax(c.any + c.any_bit * (bits / plan.groups - 8), c.bits_2),
+                                            : fmax(any, c.bits_2) * (kernel.bits == BY_SIDE ? c.by_side : 1),
                  half_page = (width + c.wave * wave) * channels * rows * (kernel.tiles * kernel.run == 4 ? c.whole : 1),
                  alone = ((one_width ? c.alone : c.alone_any) + c.alone_wave * wave) * channels * rows,
                  read = load.bytes / c.bytes, work = half_page * load.half_pages, wait = alone * load.chain,
