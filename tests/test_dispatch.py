@@ -116,7 +116,7 @@ def all_plans() -> list[turboquant.Plan]:
 
 
 def test_every_kernel_is_chosen_for_some_call(table: Run) -> None:
-    rng = random.Random(0)
+    rng = random.Random(2)
     plans = all_plans()
     lines = [
         line(
@@ -127,7 +127,7 @@ def test_every_kernel_is_chosen_for_some_call(table: Run) -> None:
             heads,
             rng.choice((1, 2, 3, 5, 8, 16, 25, 40, 64, 200, 500)),
             dtype=rng.choice((0, BF16, BF16)),
-            even=rng.random() < 0.7,
+            even=rng.random() < 0.6,
             hopper=rng.random() < 0.85,
         )
         for heads in rng.choices((1, 2, 8, 8, 8, 32), k=60_000)
@@ -188,7 +188,7 @@ def test_blocks_around_split_have_whole_tiles(head_dim: int, page_tokens: int, r
 
 @pytest.mark.parametrize("hopper,most", [(1, 232448), (0, 166912), (2, 101376)])
 def test_launches_fit_the_device(hopper: int, most: int, table: Run) -> None:
-    rng = random.Random(0)
+    rng = random.Random(2)
     plans = all_plans()
     lines = [
         line(
