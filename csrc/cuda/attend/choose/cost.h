@@ -50,9 +50,9 @@ constexpr Costs many_rows_costs()
     c.start = 17, c.start_wave = 3.4;
     c.row = .313, c.row_wave = .08;
     c.exact = 4.5, c.exact_tile = .73;
-    c.bits_2 = .25, c.bits_3 = .25, c.bits_4 = .32;
+    c.bits_2 = .25, c.bits_3 = .26, c.bits_4 = .32;
     c.any = .61, c.any_bit = .031, c.six = .08, c.eight = .05, c.wave = .372;
-    c.twice = 1.8;
+    c.twice = 1.66;
     c.bytes = 5;
     return c;
 }
@@ -76,9 +76,9 @@ constexpr Costs fused_many_rows_costs()
     c.start = 6.8, c.start_wave = 3.8, c.start_rows = 3, c.turn = 8.4;
     c.merge = 2.1, c.part = .025;
     c.exact_tile = .098;
-    c.bits_2 = .25, c.bits_3 = .24, c.bits_4 = .29;
+    c.bits_2 = .25, c.bits_3 = .26, c.bits_4 = .29;
     c.any = .405, c.any_bit = .02, c.six = .08, c.eight = .05, c.wave = .275;
-    c.twice = 1.3;
+    c.twice = 1.66;
     c.bytes = 5;
     return c;
 }

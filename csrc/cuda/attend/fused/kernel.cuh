@@ -592,7 +592,7 @@ template <class V, bool FRUGAL> __device__ __forceinline__ void attend_fused(con
     }
     if (start.works) attend_share(a, ring, start.ahead, space, warp, lane);
     else if (thread < FusedSpace<V>::ROWS) *space.totals(team, thread) = make_float4(-INFINITY, 0, 0, 0);
-    if (V::TEAM_WARPS > 1) /* nothing derived from them takes registers in the loop (measured.md: many rows) */
+    if (V::TEAM_WARPS > 1 && !V::ONE_WIDTH) /* frees registers of the loop (measured.md: thread_again) */
         lane = thread_again(), warp = __shfl_sync(ALL_LANES, lane / 32, 0), lane %= 32;
     if (FRUGAL) start.block = *space.block();
     else if (V::WAVE) start.block.read_back(*space.block());
