@@ -257,7 +257,7 @@ def test_times_are_those_measured(gpu):
     for row in rows:
         at, found = row["params"], row["metrics"]
         if row["bench"] == "ceilings":
-            assert GPUS[gpu] == found["read_tbps"] * 1e12
+            assert GPUS[gpu] == pytest.approx(found["read_tbps"] * 1e12)
         if row["bench"] != "attend" or at["group"] > 8 or at["head_dim"] != 128:
             continue
         tokens, column = at["batch"] * at["kv_heads"] * at["tokens"], "mixed" if "," in at["bits"] else at["bits"]
@@ -274,7 +274,7 @@ def test_a_step_of_a_measured_shape_takes_what_was_measured():
     one = Model("one", "", (Layer("full", 8, 128),))
     spec = presets()["paper-mse-4"]
     assert decode_seconds(one, spec, 16, 32768, "h100") == pytest.approx(188.7e-6)
-    assert decode_seconds(one, 2, 16, 32768, "h200") == pytest.approx(475.9e-6)
+    assert decode_seconds(one, 2, 16, 32768, "h200") == pytest.approx(478.8e-6)
     assert decode_seconds(one, spec, 1, 1, "h100") == pytest.approx(5.2e-6)  # not below the shortest time measured
     twice = decode_seconds(one, spec, 64, 32768, "h100")
     assert twice == pytest.approx(4 * 188.7e-6)

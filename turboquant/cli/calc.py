@@ -165,7 +165,7 @@ def timed_as(spec: CacheSpec) -> str:
     """Returns the column of TIMES whose kernel is nearest to that of a spec. NotImplementedError if none is.
 
     "mixed" was timed for groups of channels with different widths. Keys of one width and values of another count as
-    their mean: they take at most 19 % longer (benchmarks/results/h200/attend_widths.json). A budget above 3 bits counts
+    their mean: they take at most 18 % longer (benchmarks/results/h200/attend_widths.json). A budget above 3 bits counts
     as mixed too: it gives many sides 5 bits, which take longer than their bytes say.
     """
     bits = spec.settled().key_bits, spec.settled().value_bits
