@@ -188,7 +188,7 @@ def test_blocks_around_split_have_whole_tiles(head_dim: int, page_tokens: int, r
 
 @pytest.mark.parametrize("hopper,most", [(1, 232448), (0, 166912), (2, 101376)])
 def test_launches_fit_the_device(hopper: int, most: int, table: Run) -> None:
-    rng = random.Random(2)
+    rng = random.Random(0)
     plans = all_plans()
     lines = [
         line(

@@ -68,8 +68,8 @@ TQ_API tq_status tq_cuda_append_kernel(const tq_plan *plan, const tq_append_para
  *             Above that the error grows in proportion, because the transformed query is rounded: its largest number
  *             times the step of its codes gets 16 bits, smaller ones get fewer. So it also grows, up to twice, for keys
  *             with groups of different widths in the codebook UNIFORM, whose steps differ up to 15 times. A soft-cap
- *             adds 2e-7 of the cap. On 9.x, for many 16-bit query rows a KV head (attend/loop/team.cuh), weights are rounded
- *             to fp16; values keep their levels. On 9.x, where pages are decoded once for more than 32 rows
+ *             adds 2e-7 of the cap. On 9.x, for many 16-bit query rows a KV head (attend/loop/team.cuh), weights are
+ *             rounded to fp16; values keep their levels. On 9.x, where pages are decoded once for more than 32 rows
  *             (attend/chunk/chunk.h): within 4e-3 of a row's norm, with a wave 1e-2.
  *             Plans that are not plain: float32 throughout, within 2e-5.
  *  Cost:      launch shapes depend on the sizes in params alone; the work follows the lengths found on the device. In

@@ -61,7 +61,9 @@ for tool in "${tools[@]}"; do
             "variance term, moments: bits 3, dim 128, group 7" "variance term, moments: ragged, group 4" \
             "variance term, no moments: dim 512" "wide: bits 3, dim 512" "wide: bits 5310, dim 320, wave" \
             "wide: ragged, chunks, dim 320" "wide: absent pages, heads, dim 320"; do
-            TURBOQUANT_CUDA_PATH=$path run "$tool" attend check "$filter"
+            # Not for racecheck: its chunks have many rows, whose warps meet at named barriers (above).
+            [ "$tool $path $filter" = "racecheck hopper ragged: 4 bits, dim 128, group 4, wave" ] ||
+                TURBOQUANT_CUDA_PATH=$path run "$tool" attend check "$filter"
         done
     done
     for filter in "some values zero" "4 queries" "rising logits"; do # wgmma: Hopper alone
