@@ -257,7 +257,7 @@ def test_times_are_those_measured(gpu):
     for row in rows:
         at, found = row["params"], row["metrics"]
         if row["bench"] == "ceilings":
-            assert GPUS[gpu] == pytest.approx(found["read_tbps"] * 1e12)
+            assert GPUS[gpu] == round(found["read_tbps"] * 1e12)
         if row["bench"] != "attend" or at["group"] > 8 or at["head_dim"] != 128:
             continue
         tokens, column = at["batch"] * at["kv_heads"] * at["tokens"], "mixed" if "," in at["bits"] else at["bits"]

@@ -453,7 +453,8 @@ class Sequence:
         scale = options.get("softmax_scale", self.plan.head_dim**-0.5)
         product = scale * float(q.nan_to_num().float().norm(dim=-1).max()) * self.longest_key
         product *= 1 if self.plan.metric is None else 2  # it lengthens keys or queries
-        product *= 2 if self.plan.codebook.name == "UNIFORM" and len({*self.plan.key_bits} - {0}) > 1 else 1
+        if self.plan.codebook.name == "UNIFORM" and len({*self.plan.key_bits} - {0}) > 1:
+            product *= 1.5  # steps differ, and the largest one decides how queries are rounded: turboquant_cuda.h
         accuracy, wave = 2e-4, self.plan.wave_pairs > 0  # a centre that is no mean cancels: turboquant.h
         if self.plan.is_plain:
             accuracy = 1e-3 * max(1.0, product * self.plan.head_dim**-0.5) + 2e-7 * options.get("softcap", 0.0)

@@ -66,7 +66,7 @@ TQ_API tq_status tq_cuda_append_kernel(const tq_plan *plan, const tq_append_para
  *  Accuracy:  within 1e-3 of float64 over the same bytes for 16-bit dtypes and 4e-4 for float32, relative to the
  *             largest output, while softmax_scale |q| |k| of query and key, transformed, is at most sqrt(head_dim).
  *             Above that the error grows in proportion, because the transformed query is rounded: its largest number
- *             times the step of its codes gets 16 bits, smaller ones get fewer. So it also grows, up to twice, for keys
+ *             times the step of its codes gets 16 bits, smaller ones get fewer. It is up to half as much again for keys
  *             with groups of different widths in the codebook UNIFORM, whose steps differ up to 15 times. A soft-cap
  *             adds 2e-7 of the cap. On 9.x, for many 16-bit query rows a KV head (attend/loop/team.cuh), weights are
  *             rounded to fp16; values keep their levels. On 9.x, where pages are decoded once for more than 32 rows
